@@ -100,21 +100,26 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_beginning(server, rewar
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "words"),
+    ("path", "fields", "status", "param", "words"),
     [
-        ("/v1/rewards", {"input": []}, "there are 0"),
-        ("/v1/rewards", {}, "must be a text, token ids, a conversation"),
-        ("/v1/rewards", {"messages": "hello"}, "messages: must be a list of {role, content}"),
-        ("/v1/rewards", {"input": [[9999]]}, "there is no token 9999"),
-        ("/v1/rewards", {"input": "a", "temperature": 1}, "Unrecognized request argument supplied: temperature"),
-        ("/v1/rewards", {"input": "a", "model": "other"}, "does not exist"),
-        ("/v1/chat/completions", {"messages": CHAT}, "POST /v1/rewards, POST /classify"),
+        ("/v1/rewards", {"input": []}, 400, "input", "there are 0"),
+        ("/v1/rewards", {}, 400, "input", "should be a text, token ids, a conversation"),
+        ("/v1/rewards", {"input": "a", "messages": CHAT}, 400, "input", "should be a text, token ids, a conversation"),
+        ("/v1/rewards", {"input": {"text": "a"}}, 400, "input", "should be a text, token ids, a conversation"),
+        ("/v1/rewards", {"messages": "hello"}, 400, "messages", "valid list"),
+        ("/v1/rewards", {"input": [[9999]]}, 400, "input", "there is no token 9999"),
+        ("/v1/rewards", {"input": "a", "temperature": 1}, 400, "temperature", "Unrecognized request argument"),
+        ("/v1/rewards", {"input": "a", "truncate_prompt_tokens": 129}, 400, "truncate_prompt_tokens", "1 to 128"),
+        ("/v1/rewards", {"input": "a", "model": "other"}, 404, "model", "does not exist"),
+        ("/v1/chat/completions", {"messages": CHAT}, 404, None, "POST /v1/rewards, POST /classify"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(server, path, fields, words):
+def test_what_cannot_be_scored_is_refused(server, path, fields, status, param, words):
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.ask(path, **fields)
-    assert words in json.load(refused.value)["error"]["message"]
+    error = json.load(refused.value)["error"]
+    assert (refused.value.code, error["param"]) == (status, param)
+    assert words in error["message"]
 
 
 @pytest.mark.slow

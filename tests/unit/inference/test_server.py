@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from verl.inference.server import main
 from verl.inference.serving.app import in_options
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import ModelFacts, parse
 from verl.protocol import DataProto
 from verl.trainer.ppo.teacher_servers import TeacherServer
@@ -297,36 +297,43 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"echo": 1}, "echo", "true or false"),
-        ({"suffix": "x"}, "suffix", "not done"),
-        ({"n": 0}, "n", "from 1 to 128"),
-        ({"n": True}, "n", "whole number"),
-        ({"temperature": "hot"}, "temperature", "must be a number"),
-        ({"temperature": -1}, None, "temperature"),
-        ({"top_p": 0}, None, "top_p"),
+        ({"echo": 1}, "echo", "valid boolean"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": True}, "n", "valid integer"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": 1e-40}, "temperature", "at least 1e-05"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"min_tokens": 13}, "min_tokens", "more than the 12 tokens"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": MAX_LENGTH}, "max_tokens", f"maximum context length is {MAX_LENGTH} tokens"),
-        ({"stop": [""]}, "stop", "none of them empty"),
-        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
-        ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
-        ({"repetition_penalty": 0}, None, "repetition_penalty"),
-        ({"logit_bias": {"999": 5}}, "logit_bias", "token ids from 0 to 287"),
-        ({"logit_bias": {"9": 500}}, "logit_bias", "from -100 to 100"),
-        ({"stop_token_ids": [2**70]}, "stop_token_ids", "token ids"),
-        ({"temperature": 10**400}, "temperature", "must be a number"),
-        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stop": [""]}, "stop", "at least 1 character"),
+        ({"stop": "x" * 513}, "stop", "at most 512 characters"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.001"),
+        ({"logit_bias": {"999": 5}}, "logit_bias", "no token 999; ids are 0 to 287"),
+        ({"logit_bias": {"x": 5}}, "logit_bias", "pattern"),
+        ({"logit_bias": {"9": 500}}, "logit_bias", "less than or equal to 100"),
+        ({"stop_token_ids": [2**63]}, "stop_token_ids", "stop_token_ids[0]"),
+        ({"stop_token_ids": [2**70]}, None, "64 bits"),
+        ({"temperature": 10**400}, None, "401 digits"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": 1}, "stream_options", "object"),
-        ({"seed": 1.5}, "seed", "whole number"),
+        ({"seed": 1.5}, "seed", "valid integer"),
         ({"tempreature": 1}, "tempreature", "Did you mean temperature?"),
         ({"prompt": [1, 999]}, "prompt", "no token 999"),
         ({"prompt": ""}, "prompt", "empty"),
-        ({"prompt": {"a": 1}}, "prompt", "must be a text"),
+        ({"prompt": {"a": 1}}, "prompt", "should be a text"),
         ({"prompt": "x" * MAX_LENGTH}, "prompt", f"maximum context length is {MAX_LENGTH} tokens"),
     ],
 )
 def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, words):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="x", extra_body=fields)
+        client.completions.create(model="tiny", prompt="x", max_tokens=12, extra_body=fields)
     assert caught.value.param == param
     assert words in caught.value.body["message"]
 
@@ -334,17 +341,20 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "list of"),
+        ({"messages": []}, "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
-        ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].text: is missing",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, "content should be a text"),
         ({"top_logprobs": 3}, "needs logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "later"}, "tool_choice"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
         ({"chat_template": "{{ messages[7].content }}"}, "the chat template refuses"),
-        ({"chat_template": "hello", "tools": [WEATHER]}, "not written by the chat template"),
+        ({"chat_template": "hello", "tools": [WEATHER]}, "the chat template of this model does not render"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "goes with neither min_tokens nor ignore_eos"),
     ],
@@ -567,7 +577,7 @@ def test_answers_have_the_format_that_is_asked_for(client):
         assert choice.finish_reason == "stop"
     assert all(choice.message.content.startswith("{") for choice in ask("json_object"))
     assert not any(choice.message.content.startswith("{") for choice in ask("text"))
-    for fields, words in (({}, "must be"), ({"json_schema": {"schema": {"type": "odd"}}}, "Invalid type: odd")):
+    for fields, words in (({}, "should be"), ({"json_schema": {"schema": {"type": "odd"}}}, "Invalid type: odd")):
         with pytest.raises(openai.BadRequestError, match=words):
             ask("json_schema", **fields)
 
@@ -589,7 +599,9 @@ def test_earlier_calls_and_their_results_are_written_by_the_template(client):
     text = "<|user|>hi<|end|><|assistant|><tool_call>weather(Bonn)<|end|><|tool|>rain<|end|><|assistant|>"
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode(text))
     called["function"]["arguments"] = "{city"
-    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls: arguments of weather are not JSON"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments: is not valid JSON"
+    ):
         client.chat.completions.create(model="tiny", messages=messages)
 
 
@@ -665,12 +677,12 @@ def test_a_prompt_that_is_far_too_long_costs_neither_time_nor_memory(address, se
     ("body", "words"),
     [
         (b'{"prompt": "a\\ud800b"}', "half a character"),
-        (b'{"prompt": "a\xed\xa0\x80b"}', "half a character"),
+        (b'{"prompt": "a\xed\xa0\x80b"}', "not UTF-8"),
         (b'{"prompt": "a\xffb"}', "not valid JSON"),
         (b'{"prompt": "x", "\\udc00": 1}', "half a character"),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
-        (b'{"temperature": 1e999}', "must be a number"),
+        (b'{"temperature": 1e999}', "1e999 is too large"),
         (b'{"prompt": "x", "temperature": NaN}', "NaN is not a number"),
         (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", "not valid JSON"),
         (b"[]", "not a JSON object"),

@@ -1,4 +1,4 @@
-"""What an OpenAI client asks, checked and turned into requests of the engine."""
+"""Requests of OpenAI clients, validated and converted to requests of the engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import hashlib
 import inspect
 import secrets
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.inference.grammar import check_compiles
-from verl.inference.serving.fields import ApiError, Fields, HeavyRequest, read_json
-from verl.inference.serving.response_format import asked_grammar
-from verl.inference.serving.tool_calls import asked_tools, strict_grammar, with_read_arguments
+from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    ServedRequest,
+    ToolCall,
+    validate_request,
+)
+from verl.inference.serving.response_format import response_grammar
+from verl.inference.serving.tool_calls import forced_call, strict_grammar
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
+from verl.utils.http_server.json_body import parse_json
 from verl.utils.text_workers import text_length
 
 __all__ = [
@@ -24,31 +34,30 @@ __all__ = [
     "COMPLETIONS",
     "Ask",
     "ChatAsk",
+    "HeavyRequest",
     "ModelFacts",
-    "asked_model",
     "brings_program",
     "check_characters",
     "check_grammar",
     "checked_length",
+    "checked_model",
     "parse",
     "read_chat",
-    "read_messages",
-    "read_prompt",
     "template_errors",
+    "template_messages",
+    "tokenize_prompt",
 ]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_MOST_CHOICES = 128
-_MOST_STOPS = 16
-_MOST_TOP = 20
-_MOST_PROMPT_TOP = 1024
 _COMPLETION_TOKENS = 16
-# In order of precedence.
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _NO_TEMPLATE = "this model has no chat template. Use /v1/completions."
 _NO_CLIENT_TEMPLATE = (
-    "is not taken: this server writes chats by the model's own template (see --allow-client-templates)"
+    "chat_template: this server only uses the chat template of the model (see --allow-client-templates)."
 )
+
+
+class HeavyRequest(Exception):
+    """A request contains a program (a chat template, a grammar) and was parsed without permission to run it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class Ask:
             params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
             group = uuid.uuid4().hex
             for index in range(self.n):
-                keyed = replace(params, key=sample_keys(seed, 0, words, index))
+                keyed = params.with_key(sample_keys(seed, 0, words, index))
                 made.append(Request(f"{group}/{index}", prompt, keyed, group))
         return made
 
@@ -122,9 +131,9 @@ class ChatAsk:
 
 
 def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool = True) -> Ask:
-    """The request in a body sent to `path`. Without `heavy`, HeavyRequest for one that brings a program."""
-    given = read_json(body)
-    if not heavy and brings_program(given):
+    """The request in a body sent to `path`. Without `heavy`, HeavyRequest for one that contains a program."""
+    given = parse_json(body)
+    if not heavy and isinstance(given, dict) and brings_program(given):
         raise HeavyRequest
     ask = (_chat if path == CHAT else _completion)(given, facts, tokenizer)
     check_grammar(ask, tokenizer)
@@ -153,104 +162,99 @@ def check_grammar(ask: Ask, tokenizer: Any) -> None:
         raise ApiError(str(error), "tools" if ask.begun else "response_format") from error
 
 
-def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
-    """A text, token ids, or a list of either."""
-    fields = Fields(given, ("prompt", "echo", "prompt_logprobs"))
-    prompt = fields.given.get("prompt")
-    several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
-    items: list[Any] = prompt if several and isinstance(prompt, list) else [prompt]
-    echo, top = fields.boolean("echo", False), fields.integer("logprobs", None, 0, _MOST_TOP)
-    ask = _ask(fields, facts, len(items), _COMPLETION_TOKENS, top, lowest=0 if echo else 1)
-    likeliest = fields.integer("prompt_logprobs", None, 0, _MOST_PROMPT_TOP)
-    if likeliest is not None and (echo or ask.log_probs or ask.stream):
-        fields.refuse("prompt_logprobs", "goes with neither logprobs, echo nor stream")
-    ask = replace(ask, prompts=[read_prompt(item, facts, tokenizer) for item in items])
-    _check_limit(fields.given, ask, facts)
-    if likeliest is not None:
-        told = replace(ask.params, prompt_log_probs=True, top_log_probs=likeliest)
-        return replace(ask, params=told, tells_prompt=True)
-    if not echo:
+def _completion(given: Any, facts: ModelFacts, tokenizer: Any) -> Ask:
+    request = validate_request(CompletionRequest, given)
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError("max_tokens: should be at least 1 (0 only with echo).", "max_tokens")
+    if request.prompt_logprobs is not None and (request.echo or request.logprobs is not None or request.stream):
+        raise ApiError("prompt_logprobs: goes with neither logprobs, echo nor stream.", "prompt_logprobs")
+    limit = _COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    ask = _ask(request, facts, len(request.prompt), limit, request.logprobs)
+    prompts = [tokenize_prompt(prompt, facts, tokenizer, "prompt") for prompt in request.prompt]
+    ask = replace(ask, prompts=prompts)
+    _check_room(request, ask, facts, "max_tokens" if request.max_tokens is not None else None)
+    if request.prompt_logprobs is not None:
+        params = replace(ask.params, prompt_log_probs=True, top_log_probs=request.prompt_logprobs)
+        return replace(ask, params=params, tells_prompt=True)
+    if not request.echo:
         return ask
-    texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in items]
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in request.prompt]
     params = replace(ask.params, prompt_log_probs=ask.log_probs)
-    return replace(ask, params=params, echoed=texts, scores_only=fields.given.get("max_tokens") == 0)
+    return replace(ask, params=params, echoed=texts, scores_only=request.max_tokens == 0)
 
 
-def _chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
-    """Messages, written by the model's chat template."""
-    chat = read_chat(given, facts, tokenizer)
-    prompt = _tokens(_written(chat, tokenizer) + chat.ask.begun, facts, tokenizer, "messages", special=False)
+def _chat(given: Any, facts: ModelFacts, tokenizer: Any) -> Ask:
+    request, chat = _validated_chat(given, facts, tokenizer)
+    prompt = _tokens(_rendered(chat, tokenizer) + chat.ask.begun, facts, tokenizer, "messages", special=False)
     ask = replace(chat.ask, prompts=[prompt])
-    _check_limit(given, ask, facts)
+    # In order of precedence.
+    names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(request, name) is not None]
+    _check_room(request, ask, facts, names[0] if names else None)
     return ask
 
 
-def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatAsk:
-    """The request for an answer to messages, checked; they are not written yet."""
-    fields = Fields(
-        given,
-        (
-            "chat_template",
-            "chat_template_kwargs",
-            "max_completion_tokens",
-            "messages",
-            "tool_choice",
-            "tools",
-            "top_logprobs",
-        ),
-    )
-    log_probs, top = fields.boolean("logprobs", False), fields.integer("top_logprobs", 0, 0, _MOST_TOP)
-    if top and not log_probs:
-        fields.refuse("top_logprobs", "needs logprobs to be true")
-    limit = fields.integer("max_completion_tokens", facts.max_model_len, low=1)
-    tools, begun = asked_tools(fields)
-    ask = _ask(fields, facts, 1, limit, top if log_probs else None)
-    if begun and ask.params.grammar is not None:
-        fields.refuse("response_format", "does not go with a tool that must be called")
+def read_chat(given: Any, facts: ModelFacts, tokenizer: Any) -> ChatAsk:
+    """The validated request; its messages are not rendered yet."""
+    return _validated_chat(given, facts, tokenizer)[1]
+
+
+def _validated_chat(given: Any, facts: ModelFacts, tokenizer: Any) -> tuple[ChatRequest, ChatAsk]:
+    request = validate_request(ChatRequest, given)
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs: needs logprobs to be true.", "top_logprobs")
+    begun, offered = forced_call(request), request.tool_choice != "none"
+    tools = list(given["tools"]) if request.tools and offered else []
+    limit = request.max_tokens or request.max_completion_tokens or facts.max_model_len
+    ask = _ask(request, facts, 1, limit, request.top_logprobs if request.logprobs else None)
     if begun:
-        ask = replace(ask, params=replace(ask.params, grammar=strict_grammar(fields, tools, begun)))
-    options = _template_options(fields, facts.client_templates, tokenizer)
+        ask = replace(ask, params=_with_call_grammar(request, ask.params))
+    options = _template_options(request, facts.client_templates, tokenizer)
     template = options.get("chat_template") or tokenizer.chat_template
     if not template:
         raise ApiError(_NO_TEMPLATE, "messages")
     if tools and "tools" not in str(template):
-        fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
-    messages = read_messages(fields.given.get("messages"))
+        raise ApiError("tools: the chat template of this model does not render them. Leave them out.", "tools")
+    messages = template_messages(given["messages"], request.messages)
     check_characters(text_length([messages, tools, options]), facts, "messages")
-    return ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
+    return request, ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
 
 
-def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None, lowest: int = 1) -> Ask:
-    """What both kinds of request have in common; the prompts are read last, as that takes longest."""
-    model = asked_model(fields, facts)
-    n = fields.integer("n", 1, low=1, high=_MOST_CHOICES)
-    if prompts * n > facts.max_answers:
+def _with_call_grammar(request: ChatRequest, params: SamplingParams) -> SamplingParams:
+    if params.grammar is not None:
+        raise ApiError("response_format: does not go with a tool that must be called.", "response_format")
+    grammar = strict_grammar(request)
+    if grammar is not None and (request.min_tokens or request.ignore_eos):
+        raise ApiError("tools: strict ones go with neither min_tokens nor ignore_eos.", "tools")
+    return replace(params, grammar=grammar)
+
+
+def _ask(request: GenerationRequest, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None) -> Ask:
+    """The part that both APIs share; without prompts, which are read last because that takes longest."""
+    model, answers = checked_model(request, facts), prompts * request.n
+    if answers > facts.max_answers:
         raise ApiError(
-            f"{prompts} prompts × n = {n} are {prompts * n} answers; one request may ask for {facts.max_answers}. Send"
-            " several, or start the server with a larger --max-answers.",
+            f"{prompts} prompts × n = {request.n} are {answers} answers; one request may ask for {facts.max_answers}."
+            " Send several, or start the server with a larger --max-answers.",
             "n",
         )
-    options = fields.mapping("stream_options")
-    if not isinstance(options.get("include_usage", False), bool):
-        fields.refuse("stream_options", "must be an object such as {include_usage: true}")
     return Ask(
         model,
         prompts=[],
-        n=n,
-        params=_params(fields, facts, max(1, fields.integer("max_tokens", new_tokens, low=lowest)), top or 0),
-        seed=fields.integer("seed", None, low=-(2**63)),
-        stream=fields.boolean("stream", False),
-        include_usage=options.get("include_usage", False),
+        n=request.n,
+        params=_params(request, facts, new_tokens, top or 0),
+        seed=request.seed,
+        stream=request.stream,
+        include_usage=request.stream_options.include_usage,
         log_probs=top is not None,
     )
 
 
-def _check_limit(given: dict[str, Any], ask: Ask, facts: ModelFacts) -> None:
-    """Refuse an explicit token limit that the context cannot hold, as OpenAI and vLLM do; a default is reduced."""
-    name = next((name for name in _TOKEN_LIMITS if given.get(name) is not None), None)
+def _check_room(request: GenerationRequest, ask: Ask, facts: ModelFacts, limited_by: str | None) -> None:
+    """Reject a token limit that the context cannot hold, as OpenAI and vLLM do; the default is reduced instead."""
     longest, limit = max(map(len, ask.prompts)), ask.params.max_new_tokens
     room = facts.max_model_len - longest
-    if name is not None and limit > room:
+    name = limited_by or "min_tokens"
+    if (limit if limited_by is not None else request.min_tokens) > room:
         raise ApiError(
             f"This model's maximum context length is {facts.max_model_len} tokens. However, you requested"
             f" {longest + limit} tokens ({longest} in the prompt, {limit} in the completion). Set {name} to at most"
@@ -260,54 +264,61 @@ def _check_limit(given: dict[str, Any], ask: Ask, facts: ModelFacts) -> None:
         )
 
 
-def asked_model(fields: Fields, facts: ModelFacts) -> str:
-    """What the request calls the model."""
-    model = fields.given.get("model", facts.names[0])
+def checked_model(request: ServedRequest, facts: ModelFacts) -> str:
+    """The model's name in the request."""
+    model = facts.names[0] if request.model is None else request.model
     if model not in facts.names:
-        message = f"The model {str(model)[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
+        message = f"The model {model[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
         raise ApiError(message, "model", 404, "model_not_found")
     return model
 
 
-def _params(fields: Fields, facts: ModelFacts, new_tokens: int, top: int) -> SamplingParams:
-    try:
-        return SamplingParams(
-            temperature=fields.number("temperature", 1.0),
-            top_p=fields.number("top_p", 1.0),
-            top_k=fields.integer("top_k", -1, low=-1),
-            min_p=fields.number("min_p", 0.0),
-            max_new_tokens=new_tokens,
-            min_new_tokens=fields.integer("min_tokens", 0, low=0),
-            eos_token_ids=facts.eos_token_ids,
-            stop_token_ids=frozenset(fields.token_ids("stop_token_ids", facts.vocab_size)),
-            stop=fields.texts("stop", _MOST_STOPS),
-            ignore_eos=fields.boolean("ignore_eos", False),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
-            repetition_penalty=fields.number("repetition_penalty", 1.0),
-            logit_bias=fields.biases("logit_bias", facts.vocab_size),
-            grammar=asked_grammar(fields),
-            top_log_probs=top,
-        )
-    except ValueError as error:
-        raise ApiError(str(error)) from error
+def _params(request: GenerationRequest, facts: ModelFacts, new_tokens: int, top: int) -> SamplingParams:
+    if request.min_tokens > new_tokens:
+        message = f"min_tokens: {request.min_tokens} is more than the {new_tokens} tokens that may be generated."
+        raise ApiError(message, "min_tokens")
+    biases = {int(token): float(bias) for token, bias in request.logit_bias.items()}
+    if len(biases) < len(request.logit_bias):
+        raise ApiError("logit_bias: each token id should occur once.", "logit_bias")
+    _check_vocabulary("logit_bias", list(biases), facts)
+    _check_vocabulary("stop_token_ids", request.stop_token_ids, facts)
+    return SamplingParams(
+        temperature=float(request.temperature),
+        top_p=float(request.top_p),
+        top_k=request.top_k,
+        min_p=float(request.min_p),
+        max_new_tokens=new_tokens,
+        min_new_tokens=request.min_tokens,
+        eos_token_ids=facts.eos_token_ids,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        stop=tuple(dict.fromkeys(request.stop)),
+        ignore_eos=request.ignore_eos,
+        presence_penalty=float(request.presence_penalty),
+        frequency_penalty=float(request.frequency_penalty),
+        repetition_penalty=float(request.repetition_penalty),
+        logit_bias=tuple(biases.items()),
+        grammar=response_grammar(request),
+        top_log_probs=top,
+    )
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], facts: ModelFacts) -> None:
+    if token_ids and max(token_ids) >= facts.vocab_size:
+        wrong = next(token for token in token_ids if token >= facts.vocab_size)
+        raise ApiError(f"{name}: there is no token {wrong}; ids are 0 to {facts.vocab_size - 1}.", name)
 
 
 # ---------------------------------------------------------------- prompts
 
 
-def read_prompt(
-    item: Any, facts: ModelFacts, tokenizer: Any, name: str = "prompt", room: int = 1, kept: int | None = None
+def tokenize_prompt(
+    prompt: str | list[int], facts: ModelFacts, tokenizer: Any, name: str, room: int = 1, kept: int | None = None
 ) -> list[int]:
     """Token ids of a text or of token ids; `room` and `kept` as of `checked_length`."""
-    if isinstance(item, str):
-        return _tokens(item, facts, tokenizer, name, True, room, kept)
-    if not isinstance(item, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in item):
-        raise ApiError(f"{name}: must be a text, a list of token ids, or a list of either.", name)
-    wrong = next((token for token in item if not 0 <= token < facts.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(f"{name}: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", name)
-    return checked_length(item, facts, name, room, kept)
+    if isinstance(prompt, str):
+        return _tokens(prompt, facts, tokenizer, name, True, room, kept)
+    _check_vocabulary(name, prompt, facts)
+    return checked_length(prompt, facts, name, room, kept)
 
 
 def _tokens(
@@ -346,20 +357,21 @@ def _too_long(length: str, facts: ModelFacts, name: str) -> ApiError:
     )
 
 
-def _template_options(fields: Fields, client_templates: bool, tokenizer: Any) -> dict[str, Any]:
-    """What the client wants of the template, or a template of its own."""
-    options = dict(fields.mapping("chat_template_kwargs"))
-    own = fields.given.get("chat_template", options.pop("chat_template", None))
-    if own is not None and not (client_templates and isinstance(own, str)):
-        fields.refuse("chat_template", _NO_CLIENT_TEMPLATE)
+def _template_options(request: ChatRequest, client_templates: bool, tokenizer: Any) -> dict[str, Any]:
+    """Keywords for the chat template; `chat_template` is a template of the client."""
+    options = dict(request.chat_template_kwargs)
+    template = options.pop("chat_template", None) if request.chat_template is None else request.chat_template
+    if template is not None and not (client_templates and isinstance(template, str)):
+        raise ApiError(_NO_CLIENT_TEMPLATE, "chat_template")
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
     if reserved & set(options):
-        fields.refuse("chat_template_kwargs", f"may not set {', '.join(sorted(reserved & set(options)))}")
-    return options if own is None else {**options, "chat_template": own}
+        names = ", ".join(sorted(reserved & set(options)))
+        raise ApiError(f"chat_template_kwargs: may not set {names}.", "chat_template_kwargs")
+    return options if template is None else {**options, "chat_template": template}
 
 
-def _written(chat: ChatAsk, tokenizer: Any) -> str:
-    """The conversation as its template writes it, ready to be continued."""
+def _rendered(chat: ChatAsk, tokenizer: Any) -> str:
+    """The conversation as text, ready to be continued."""
     with template_errors():
         return tokenizer.apply_chat_template(
             chat.messages, tools=chat.tools or None, tokenize=False, add_generation_prompt=True, **chat.options
@@ -368,7 +380,7 @@ def _written(chat: ChatAsk, tokenizer: Any) -> str:
 
 @contextmanager
 def template_errors() -> Iterator[None]:
-    """What a chat template raises, as the client is told."""
+    """Convert exceptions of a chat template to API errors."""
     try:
         yield
     except MemoryError:
@@ -380,25 +392,24 @@ def template_errors() -> Iterator[None]:
         ) from error
 
 
-def read_messages(given: Any) -> list[dict[str, Any]]:
-    """A conversation as templates want it."""
-    if not isinstance(given, list) or not given:
-        raise ApiError("messages: must be a list of {role, content}.", "messages")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+def template_messages(given: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content as text, arguments of calls as objects, no null fields.
+
+    `given` are those of the client, with fields that only templates know; `messages` are the same, validated.
+    """
+    return [_template_message(*pair) for pair in zip(given, messages, strict=True)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(f"{where}: must be an object with a role and a content.", where)
-    # Fields that clients send along empty would read as set in a template.
-    message = {name: value for name, value in message.items() if value is not None}
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise ApiError(f"{where}.content: only parts of type text are read.", where)
-        content = "".join(part for part in parts if part)
-    if not isinstance(content, str):
-        raise ApiError(f"{where}.content: must be a text.", where)
-    message["content"] = content
-    return with_read_arguments(message, where) if "tool_calls" in message else message
+def _template_message(given: dict[str, Any], message: Message) -> dict[str, Any]:
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields["content"] = message.text
+    if message.tool_calls is not None:
+        pairs = zip(given["tool_calls"], message.tool_calls, strict=True)
+        fields["tool_calls"] = [_template_call(raw, call) for raw, call in pairs]
+    return fields
+
+
+def _template_call(given: dict[str, Any], call: ToolCall) -> dict[str, Any]:
+    if not isinstance(given["function"].get("arguments"), str):
+        return given
+    return {**given, "function": {**given["function"], "arguments": call.function.arguments}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from verl.inference.serving.fields import ApiError, HeavyRequest
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.openai_requests import HeavyRequest, ModelFacts
 from verl.utils.text_workers import TextWorkers, TextWorkersBusy, TextWorkLimit
 
 __all__ = ["Parsers", "text_work_error"]

@@ -1,18 +1,25 @@
-"""What a client of the scoring API asks, checked and turned into token ids."""
+"""Requests of clients of the scoring API, validated and converted to token ids."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.inference.serving.fields import ApiError, Fields, read_json
-from verl.inference.serving.openai_requests import ModelFacts, asked_model, checked_length, read_messages, read_prompt
+from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.openai_requests import (
+    ModelFacts,
+    checked_length,
+    checked_model,
+    template_messages,
+    tokenize_prompt,
+)
+from verl.inference.serving.request_models import Message, ScoreRequest, as_inputs, validate_request
 from verl.utils.conversation_tokens import ConversationTokens
+from verl.utils.http_server.json_body import parse_json
 
 __all__ = ["CLASSIFY", "REWARDS", "ScoreAsk", "parse_scoring"]
 
 CLASSIFY, REWARDS = "/classify", "/v1/rewards"
-_WANTED = "must be a text, token ids, a conversation, or a list of these"
 
 
 @dataclass(frozen=True)
@@ -25,40 +32,36 @@ class ScoreAsk:
 
 def parse_scoring(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool = True) -> ScoreAsk:
     """The request in a body: `input` is a text, token ids, a conversation, or a list of these; or `messages` is one."""
-    fields = Fields(read_json(body), ("input", "messages", "truncate_prompt_tokens"), common=("model",))
-    model = asked_model(fields, facts)
-    if ("input" in fields.given) == ("messages" in fields.given):
-        raise ApiError(f"input: {_WANTED}; or give messages instead.", "input")
-    given = fields.given
-    items = _items(given["input"]) if "input" in given else [read_messages(given["messages"])]
-    if not items or len(items) > facts.max_answers:
+    given = parse_json(body)
+    request = validate_request(ScoreRequest, given)
+    model = checked_model(request, facts)
+    if (request.input is None) == (request.messages is None):
         raise ApiError(
-            f"input: there are {len(items)}; one request may have 1 to {facts.max_answers}. Send several, or start the"
+            "input: should be a text, token ids, a conversation, or a list of these; or set messages.", "input"
+        )
+    inputs: list[Any] = [request.messages] if request.input is None else request.input
+    if not inputs or len(inputs) > facts.max_answers:
+        raise ApiError(
+            f"input: there are {len(inputs)}; one request may have 1 to {facts.max_answers}. Send several, or start the"
             " server with a larger --max-answers.",
             "input",
         )
-    most = fields.integer("truncate_prompt_tokens", None, low=-1, high=facts.max_model_len)
-    if most == 0:
-        fields.refuse("truncate_prompt_tokens", "leaves nothing")
-    kept = facts.max_model_len if most == -1 else most
-    return ScoreAsk(model, [_tokens(item, facts, tokenizer, kept) for item in items])
+    kept = request.truncate_prompt_tokens
+    if kept == 0 or (kept is not None and kept > facts.max_model_len):
+        name = "truncate_prompt_tokens"
+        raise ApiError(f"{name}: should be -1, or 1 to {facts.max_model_len} (got {kept}).", name)
+    kept = facts.max_model_len if kept == -1 else kept
+    raw = [given["messages"]] if request.input is None else as_inputs(given["input"])
+    return ScoreAsk(model, [_tokens(*pair, facts, tokenizer, kept) for pair in zip(raw, inputs, strict=True)])
 
 
-def _items(given: Any) -> list[Any]:
-    """A list of inputs; a text, a list of numbers or of messages is one."""
-    single = isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list))
-    if not single and not isinstance(given, list):
-        raise ApiError(f"input: {_WANTED}.", "input")
-    return [given] if single else given
-
-
-def _tokens(item: Any, facts: ModelFacts, tokenizer: Any, kept: int | None) -> list[int]:
-    """All of a sequence is read: it may be as long as the model reads."""
-    if not (isinstance(item, list) and item and isinstance(item[0], dict)):
-        return read_prompt(item, facts, tokenizer, "input", room=0, kept=kept)
-    # Cut to one token too many, a conversation is refused below, unless the client wants it cut.
+def _tokens(given: Any, item: Any, facts: ModelFacts, tokenizer: Any, kept: int | None) -> list[int]:
+    """Token ids of one input, which may be as long as the model's context."""
+    if not (isinstance(item, list) and item and isinstance(item[0], Message)):
+        return tokenize_prompt(item, facts, tokenizer, "input", room=0, kept=kept)
+    # Cut to one token too many, a conversation is rejected below, unless the client wants it cut.
     tokens = ConversationTokens(tokenizer, kept or facts.max_model_len + 1)
     try:
-        return checked_length(tokens.encode([read_messages(item)])[0], facts, "input", room=0)
+        return checked_length(tokens.encode([template_messages(given, item)])[0], facts, "input", room=0)
     except ValueError as error:
         raise ApiError(f"input: {error}.", "input") from error

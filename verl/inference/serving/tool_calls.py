@@ -1,6 +1,6 @@
-"""Tools: what a chat says about them, checked for its template; and the calls in an answer, found as its text comes.
+"""Tools: responses that must begin with a call, and the calls in the text of a response.
 
-Calls are read in the form most open models are trained on: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
+Calls have the form most open models are trained on: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
 """
 
 from __future__ import annotations
@@ -10,72 +10,47 @@ import uuid
 from typing import Any
 
 from verl.inference.grammar import text_grammar
-from verl.inference.serving.fields import ApiError, Fields
+from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.request_models import ChatRequest, FunctionChoice
 from verl.utils.tool_calls.call import json_call
 from verl.utils.tool_calls.hermes import CLOSE, OPEN
 
-__all__ = ["ToolText", "asked_tools", "strict_grammar", "with_read_arguments"]
-
-Tools = list[dict[str, Any]]
+__all__ = ["ToolText", "forced_call", "strict_grammar"]
 
 _ARGUMENTS = ', "arguments": '
 
 
-def asked_tools(fields: Fields) -> tuple[Tools, str]:
-    """The tools that the model may call, and what its answer must begin with so that it calls one ("": as it likes)."""
-    tools, choice = fields.given.get("tools", []), fields.given.get("tool_choice", "auto")
-    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else [None]
-    if None in names:
-        fields.refuse("tools", 'must be a list of {type: "function", function: {name: …}}')
+def forced_call(request: ChatRequest) -> str:
+    """The beginning of a response that calls a tool, for a `tool_choice` that requires one; otherwise ""."""
+    choice = request.tool_choice
     if choice in ("none", "auto"):
-        return ([] if choice == "none" else tools), ""
-    if not tools:
-        fields.refuse("tool_choice", "needs tools to choose from")
-    if choice == "required":
-        return tools, f'{OPEN}\n{{"name": "'
-    if _name_of(choice) not in names:
-        fields.refuse(
-            "tool_choice", f"must be none, auto, required, or one of the tools ({', '.join(map(str, names))})"
-        )
-    return tools, f'{OPEN}\n{{"name": {json.dumps(_name_of(choice))}{_ARGUMENTS}'
+        return ""
+    if not request.tools:
+        raise ApiError("tool_choice: needs tools to choose from.", "tool_choice")
+    if not isinstance(choice, FunctionChoice):
+        return f'{OPEN}\n{{"name": "'
+    names = [tool.function.name for tool in request.tools]
+    if choice.function.name not in names:
+        raise ApiError(f"tool_choice: should be one of the tools ({', '.join(names)[:200]}).", "tool_choice")
+    return f'{OPEN}\n{{"name": {json.dumps(choice.function.name)}{_ARGUMENTS}'
 
 
-def strict_grammar(fields: Fields, tools: Tools, begun: str) -> str | None:
-    """What an answer that begins a call must go on with, where all that it may call are `strict`; None: anything."""
-    called = [tool["function"] for tool in tools]
-    if not begun or not called:
-        return None
-    named = begun.endswith(_ARGUMENTS)
-    if named:
-        name = _name_of(fields.given["tool_choice"])
-        called = [function for function in called if function["name"] == name]
-    if not all(function.get("strict") is True for function in called):
+def strict_grammar(request: ChatRequest) -> str | None:
+    """The grammar of a forced call after its beginning, if all functions that it may call are `strict`."""
+    choice, called = request.tool_choice, [tool.function for tool in request.tools]
+    named = isinstance(choice, FunctionChoice)
+    if isinstance(choice, FunctionChoice):
+        called = [function for function in called if function.name == choice.function.name]
+    if not all(function.strict for function in called):
         return None
     rows: list[list[Any]] = []
     for function in called:
-        told = [] if named else [json.dumps(function["name"])[1:] + _ARGUMENTS]
-        rows.append([*told, function.get("parameters") or {"type": "object"}, "}"])  # the end of the answer closes it
+        name = [] if named else [json.dumps(function.name)[1:] + _ARGUMENTS]
+        rows.append([*name, function.parameters or {"type": "object"}, "}"])  # the end of the response closes it
     try:
         return text_grammar(rows)
     except ValueError as error:
-        fields.refuse("tools", f"cannot be followed strictly: {error}")
-
-
-def with_read_arguments(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message as templates want it: the arguments of its calls are objects, not their JSON."""
-    calls = []
-    given: list[Any] = message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]
-    for call in given:
-        if _name_of(call) is None:
-            raise ApiError(f'{where}.tool_calls: must be a list of {{type: "function", function: {{name: …}}}}.', where)
-        function = dict(call["function"])
-        try:
-            if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise ApiError(f"{where}.tool_calls: arguments of {function['name']} are not JSON.", where) from error
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
+        raise ApiError(f"tools: the grammar of their parameters cannot be built: {error}.", "tools") from error
 
 
 class ToolText:
@@ -120,10 +95,3 @@ def _call(text: str) -> dict[str, Any] | None:
         return None
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _name_of(tool: Any) -> str | None:
-    """The name in {type: "function", function: {name: …}}; None: it is not that."""
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) and name else None
