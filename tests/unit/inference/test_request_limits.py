@@ -9,8 +9,8 @@ import pytest
 from tests.support.tiny import tiny_tokenizer
 from verl.inference.answer_rules import AnswerRules
 from verl.inference.grammar import json_grammar
-from verl.inference.serving.app import api_errors
 from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.app import api_errors
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelFacts, parse
 from verl.types.request import SamplingParams
 

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from verl.inference.server import main
-from verl.inference.serving.app import in_options
 from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.app import in_options
 from verl.inference.serving.openai_requests import ModelFacts, parse
 from verl.protocol import DataProto
 from verl.trainer.ppo.teacher_servers import TeacherServer
@@ -45,6 +45,8 @@ TOOL_TEMPLATE = (
 )
 # What the model says after <|caller|>, token by token.
 CALL = ["Let me see.\n", "<tool_call>", '{"name": "weather", ', '"arguments": ', '{"city": "Bonn"}}', "</tool_call>"]
+BROKEN = 287
+"""A token with an embedding that is not finite; it is never sampled."""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -68,7 +70,7 @@ def folder(tmp_path_factory):
     model = tiny_model(vocab_size=288, max_position_embeddings=MAX_LENGTH)
     links = [*TOKENIZER.convert_tokens_to_ids(["<|caller|>", *CALL]), TOKENIZER.eos_token_id]
     with torch.no_grad():
-        own = slice(0, len(links) - 1)
+        own = slice(0, len(links))
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[own] = 0
             layer.mlp.down_proj.weight[own] = 0
@@ -77,6 +79,9 @@ def folder(tmp_path_factory):
         for place, (token, following) in enumerate(itertools.pairwise(links)):
             model.model.embed_tokens.weight[token, place] = 10
             model.lm_head.weight[following, place] = 10
+        model.model.embed_tokens.weight[:, len(links) - 1] = 0.02
+        model.lm_head.weight[BROKEN, len(links) - 1] = -1000
+        model.model.embed_tokens.weight[BROKEN] = float("nan")
     model.save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return path
@@ -292,6 +297,19 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
     wait_until_left(1)
     witness.close()
     wait_until_left(0)
+
+
+def test_a_request_that_fails_in_the_engine_fails_alone(address, complete):
+    alone = complete(temperature=0, max_tokens=200).choices[0].text
+    stream = complete(temperature=0, max_tokens=200, stream=True)
+    first = next(iter(stream)).choices[0].text
+    with pytest.raises(openai.InternalServerError, match="log-prob nan") as caught:
+        complete(prompt=[40, BROKEN])
+    assert caught.value.type == "server_error"
+    with pytest.raises(openai.APIError, match="log-prob nan"):
+        list(complete(prompt=[40, BROKEN], stream=True))
+    assert first + texts_of(stream)[0][0] == alone
+    assert unfinished(address) == 0
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,9 @@ def api_errors(param: str | None = None, status: int = 400) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ApiError(in_options(str(error)), param, status) from error
+    except FloatingPointError as error:  # of this request alone
+        logger.error("a request failed: %s", error)
+        raise ApiError(str(error), status=500) from error
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(f"the engine failed: {error}", status=500) from error
