@@ -39,12 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with bind_socket(options.host, options.port) as taken:
             warn_if_public(taken, "Leave out --host.")
             parser = get_parser(options.format)
-            with ServedModel(options).loaded(max_answers=1, client_templates=False) as served:
-                with contextlib.closing(Model(served.facts, served.tokenizer, parser)) as model:
-                    model.start_workers()
-                    gateway = _Gateway(served, model, options.out)
-                    server = create_server(gateway.app, served.what, Limits(), "/sessions/<id>")
-                    asyncio.run(gateway.serve(server, [taken]))
+            with (
+                ServedModel(options).loaded(max_answers=1, client_templates=False) as served,
+                contextlib.closing(Model(served.facts, served.tokenizer, parser)) as model,
+            ):
+                model.start_workers()
+                gateway = _Gateway(served, model, options.out)
+                server = create_server(gateway.app, served.what, Limits(), "/sessions/<id>")
+                asyncio.run(gateway.serve(server, [taken]))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2

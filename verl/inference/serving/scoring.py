@@ -23,6 +23,8 @@ from verl.utils.http_server.app import json_response
 
 __all__ = ["ScoringServer"]
 
+_ENTRY_BYTES = 64  # of the JSON of one label, roughly
+
 
 class ScoringServer:
     """Serves a classifier; inputs of concurrent requests are computed together."""
@@ -68,13 +70,14 @@ class ScoringServer:
 
 async def _response(kind: str, ask: ScoreAsk, entries: list[dict[str, Any]]) -> Response:
     tokens = sum(map(len, ask.inputs))
+    content = {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": ask.model,
+        "data": [{"index": index, **entry} for index, entry in enumerate(entries)],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
     return await json_response(
-        {
-            "id": f"{kind}-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": ask.model,
-            "data": [{"index": index, **entry} for index, entry in enumerate(entries)],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+        lambda: content, sum(_ENTRY_BYTES * (1 + len(entry.get("probs", ()))) for entry in entries)
     )
