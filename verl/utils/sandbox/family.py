@@ -1,18 +1,22 @@
-"""The processes of a run, as its keeper sees them from outside: who they are, and what they use."""
+"""The processes of a run, as its keeper sees them from outside, and their entries in /proc."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+# A look that takes longer stops the program meanwhile: it could make looks slow, and use up memory during them.
+_PATIENCE_SECONDS = 0.01
 
 
 class Family:
     """All that descends from a run's init. `proc`: the host's /proc; None: nothing is known."""
 
     def __init__(self, proc: int | None) -> None:
-        self._proc = proc
-        self._nameless: dict[tuple[str, str], int] = {}
+        self.proc = proc
 
     def members(self, init: int) -> list[int]:
         """The program and all that descends from it, with their numbers on the host."""
@@ -25,60 +29,56 @@ class Family:
         """Of all its threads: each knows only those that it started itself."""
         return [
             int(child)
-            for thread in self._names(f"{pid}/task")
-            for child in self._read(f"{pid}/task/{thread}/children").split()
+            for thread in self.names(f"{pid}/task")
+            for child in self.read(f"{pid}/task/{thread}/children").split()
         ]
 
-    def memory(self, members: list[int], file: str, fields: tuple[str, ...]) -> int:
-        """Kilobytes of all of them."""
-        total = 0
-        for pid in members:
-            for line in self._read(f"{pid}/{file}").splitlines():
-                if line.startswith(fields):
-                    total += int(line.split()[1])
-        return total
+    def fields(self, pid: int, file: str) -> dict[str, int]:
+        """The numbers of `status` or `smaps_rollup`, by name; sizes are in kilobytes. Empty: it has ended."""
+        found: dict[str, int] = {}
+        for line in self.read(f"{pid}/{file}").splitlines():
+            name, _, value = line.partition(":")
+            number = value.split(None, 1)[:1]
+            if number and number[0].isdigit():
+                found[name] = int(number[0])
+        return found
 
-    def nameless_memory(self, members: list[int]) -> int:
-        """Kilobytes of memory without a name that they share: all that was ever seen mapped of what still is. What one
-        of them wrote there stays when it ends, unmaps or discards it, and then belongs to nobody's own figures.
-        """
-        sizes: dict[tuple[str, str], int] = {}
-        for pid in members:
-            for line in self._read(f"{pid}/maps").splitlines():
-                if line.endswith(" (deleted)"):
-                    place, mode, offset, device, inode, _ = line.split(maxsplit=5)
-                    begin, end = (int(number, 16) for number in place.split("-"))
-                    if mode.endswith("s"):
-                        key, size = (device, inode), int(offset, 16) + end - begin
-                        sizes[key] = max(size, sizes.get(key, 0), self._nameless.get(key, 0))
-        self._nameless = sizes
-        return sum(sizes.values()) >> 10
+    def signal(self, members: list[int], number: signal.Signals) -> None:
+        for member in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member, number)
 
-    def nameless_bytes(self, members: list[int]) -> int:
-        """Space on disk of files that they hold open and that are in no folder any more."""
-        sizes: dict[tuple[int, int], int] = {}
-        for pid in members:
-            for number in self._names(f"{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    found = os.stat(f"{pid}/fd/{number}", dir_fd=self._proc)
-                    if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                        sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
-        return sum(sizes.values())
+    @contextlib.contextmanager
+    def stopped_if_slow(self, init: int) -> Iterator[Callable[[], None]]:
+        """The value, called now and then, stops all members until the end of the context if it lasts too long."""
+        began = time.monotonic()
+        stopped: list[int] = []
+
+        def check_time() -> None:
+            if not stopped and time.monotonic() - began > _PATIENCE_SECONDS:
+                while further := [pid for pid in self.members(init) if pid not in stopped]:
+                    self.signal(further, signal.SIGSTOP)
+                    stopped.extend(further)
+
+        try:
+            yield check_time
+        finally:
+            self.signal(stopped, signal.SIGCONT)
 
     def threads_of_user(self) -> int:
         """Processes and threads of this user, whether of this run or not."""
         count = 0
-        for name in self._names("."):
+        for name in self.names("."):
             with contextlib.suppress(OSError, IndexError):
-                if name.isdigit() and os.stat(name, dir_fd=self._proc).st_uid == os.getuid():
-                    count += int(self._read(f"{name}/status").partition("Threads:")[2].split()[0])
+                if name.isdigit() and os.stat(name, dir_fd=self.proc).st_uid == os.getuid():
+                    count += int(self.read(f"{name}/status").partition("Threads:")[2].split()[0])
         return count
 
-    def _names(self, folder: str) -> list[str]:
-        if self._proc is None:
+    def names(self, folder: str) -> list[str]:
+        if self.proc is None:
             return []
         try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.proc)
         except OSError:
             return []
         try:
@@ -88,11 +88,11 @@ class Family:
         finally:
             os.close(descriptor)
 
-    def _read(self, path: str) -> str:
-        if self._proc is None:
+    def read(self, path: str) -> str:
+        if self.proc is None:
             return ""
         try:
-            descriptor = os.open(path, os.O_RDONLY, dir_fd=self._proc)
+            descriptor = os.open(path, os.O_RDONLY, dir_fd=self.proc)
         except OSError:
             return ""
         with open(descriptor, encoding="utf-8", errors="replace") as file:

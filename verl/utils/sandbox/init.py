@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import linux, room, wire
+from verl.utils.sandbox.cgroup import RunCgroup
 from verl.utils.sandbox.program import Confinement, prepare, wait_and_run
 
 __all__ = ["as_process", "be_init", "kill_descendants"]
@@ -29,9 +30,12 @@ def as_process(main: Any) -> None:
         os._exit(status)
 
 
-def be_init(link: socket.socket, confinement: Confinement) -> int:
+def be_init(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> int:
     """Start programs one after the other, clear up after each, and say how it ended."""
     linux.end_with_parent()
+    if cgroup is not None:
+        cgroup.enter()
+        cgroup.close()  # no program gets its descriptors
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")  # if the machine runs out of memory, this goes first
     if confinement.namespaces:

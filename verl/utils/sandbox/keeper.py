@@ -16,12 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.utils.sandbox import room, wire
+from verl.utils.sandbox.cgroup import RunCgroup
+from verl.utils.sandbox.disk_usage import DiskUsage
 from verl.utils.sandbox.family import Family
 from verl.utils.sandbox.init import as_process, be_init, kill_descendants
+from verl.utils.sandbox.memory_usage import MemoryUsage
 from verl.utils.sandbox.pipes import Output, Pipes
 from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement
 
 _LOOK_SECONDS = 0.025
+_IDLE_LOOK_SECONDS = 0.2  # of a session between two cells
 _LAST_WORDS_SECONDS = 0.5
 _INTERRUPT_SECONDS = 1.0
 _OWN_PROCESSES = 2  # keeper and init count, too
@@ -31,8 +35,11 @@ class Cancelled(Exception):
     """The one who asked is gone, or wants no answer any more."""
 
 
-def keep(link: socket.socket, confinement: Confinement) -> None:
-    """Serve the one job that comes over `link`; this process has entered its namespaces already."""
+def keep(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> None:
+    """Serve the one job that comes over `link`; this process has entered its namespaces already.
+
+    `cgroup`: the init enters it; this process stays outside, where it outlives what the kernel kills.
+    """
     ours, theirs = socket.socketpair()
     # The init, in the same mount namespace, will hide the host's processes behind its own: only this leads there then.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
@@ -40,9 +47,9 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
     if init == 0:
         ours.close()
         link.close()
-        as_process(lambda: be_init(theirs, confinement))
+        as_process(lambda: be_init(theirs, confinement, cgroup))
     theirs.close()
-    keeper = _Keeper(link, ours, init, Family(proc), confinement)
+    keeper = _Keeper(link, ours, init, Family(proc), confinement, cgroup)
     try:
         keeper.serve()
     except (EOFError, ConnectionError, Cancelled):
@@ -53,25 +60,45 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
 
 class _Keeper:
     def __init__(
-        self, link: socket.socket, program: socket.socket, init: int, family: Family, confinement: Confinement
+        self,
+        link: socket.socket,
+        program: socket.socket,
+        init: int,
+        family: Family,
+        confinement: Confinement,
+        cgroup: RunCgroup | None,
     ) -> None:
         self._link = link
         self._program = program
         self._init: int | None = init
         self._confinement = confinement
         self._family = family
+        self._cgroup = cgroup
 
     def serve(self) -> None:
         _rehearse()
         job, blobs, _ = wire.receive(self._link)
         self._limits = job["limits"]
         self._output = Output(self._limits["output_bytes"])
-        if self._confinement.namespaces and self._limits["file_mb"] != room.FILE_MB:
-            room.resize(self._limits["file_mb"])
+        self._start_accounting()
         if job["session"]:
             self._serve_session(job)
         else:
             self._serve_run(job, blobs)
+
+    def _start_accounting(self) -> None:
+        limits, confinement = self._limits, self._confinement
+        self._disk: DiskUsage | None = None
+        in_memory = 0
+        if not confinement.namespaces:
+            self._disk = DiskUsage(confinement.folder, limits["file_mb"])
+        else:
+            in_memory = limits["file_mb"]
+            if limits["file_mb"] != room.FILE_MB:
+                room.resize(limits["file_mb"])
+        self._memory = MemoryUsage(self._family, limits["memory_mb"], confinement.seccomp, confinement.namespaces)
+        if self._cgroup is not None:  # which counts files in memory, too
+            self._cgroup.limit((limits["memory_mb"] + in_memory) << 20, limits["processes"] + 1)
 
     # -- one program ---------------------------------------------------------------------------------------------
 
@@ -143,12 +170,14 @@ class _Keeper:
 
     def _others_of_user(self) -> int:
         """Processes and threads that the kernel counts against the program's limit though they are not its own."""
-        if self._confinement.own_user:
+        if self._confinement.own_user or self._cgroup is not None:  # whose own limit counts this run only
             return 0
         return self._family.threads_of_user()
 
     def _verdict(self, problem: str | None, code: int) -> tuple[str, bytes]:
         """The status, and what is added to stderr."""
+        if problem is None and code and self._out_of_memory():
+            problem = self._memory_problem()
         if problem == "timeout" or code == -signal.SIGXCPU:
             return "timeout", b""
         if problem is not None:
@@ -237,7 +266,7 @@ class _Keeper:
                 problem = self._problem()
                 if problem is not None:
                     return problem, None
-                look_at = time.monotonic() + _LOOK_SECONDS * (1 if deadline is not None else 8)
+                look_at = time.monotonic() + (self._pause() if deadline is not None else _IDLE_LOOK_SECONDS)
             patience = min(look_at, deadline if deadline is not None else look_at) - now
             ready = pipes.carry([self._link, *awaited], max(patience, 0.0))
             for link in awaited:
@@ -248,7 +277,7 @@ class _Keeper:
                     except (EOFError, ConnectionError):
                         if link is self._link:
                             raise Cancelled from None
-                        return "its first process was killed", None
+                        return self._memory_problem() if self._out_of_memory() else "its init was killed", None
             if self._link in ready:
                 try:
                     wire.receive(self._link)
@@ -257,27 +286,36 @@ class _Keeper:
                 return "interrupted", None
 
     def _problem(self) -> str | None:
-        """What the limits that no system call enforces say."""
-        limits, members = self._limits, self._members()
-        if len(members) > limits["processes"] + 1:
-            return f"more than {limits['processes']} processes"
-        if self._memory_over(members, limits["memory_mb"] << 10):
-            return f"more than {limits['memory_mb']} MB of memory"
-        if self._confinement.namespaces:
+        """The limit that the run exceeds, of those that no system call enforces."""
+        if self._out_of_memory():
+            return self._memory_problem()
+        if self._init is None or (self._cgroup is not None and self._disk is None):
             return None
-        if room.overfull(self._confinement.folder, limits["file_mb"], self._family.nameless_bytes(members)):
-            return f"more than {limits['file_mb']} MB, or too many files, in its directory"
+        limits = self._limits
+        with self._family.stopped_if_slow(self._init) as check_time:
+            members = self._members()
+            if len(members) > limits["processes"] + 1:
+                return f"more than {limits['processes']} processes"
+            over = self._memory.over(members, check_time)
+            if over and self._cgroup is None:
+                return self._memory_problem()
+            if self._disk is not None:
+                files = self._memory.descriptors.deleted
+                if self._disk.over(files, self._memory.deleted_mappings, check_time):
+                    return f"more than {limits['file_mb']} MB, or too many or too deep files, in its directory"
         return None
 
-    def _memory_over(self, members: list[int], most: int) -> bool:
-        """Whether they use more kilobytes together."""
-        nameless = self._family.nameless_memory(members)
-        if self._family.memory(members, "status", ("RssAnon:", "RssShmem:")) + nameless <= most:
-            return False
-        # Forks share most of it: only a precise look decides, which takes longer.
-        own = self._family.memory(members, "smaps_rollup", ("Pss_Anon:",))
-        shared = self._family.memory(members, "smaps_rollup", ("Pss_Shmem:",))
-        return own == 0 or own + max(shared, nameless) > most
+    def _out_of_memory(self) -> bool:
+        return self._cgroup is not None and self._cgroup.out_of_memory()
+
+    def _memory_problem(self) -> str:
+        return f"more than {self._limits['memory_mb']} MB of memory"
+
+    def _pause(self) -> float:
+        """Seconds until the next look."""
+        if self._cgroup is not None and self._disk is None:
+            return _LOOK_SECONDS
+        return min(self._memory.pause, self._disk.pause if self._disk is not None else _LOOK_SECONDS)
 
     def _members(self) -> list[int]:
         return self._family.members(self._init) if self._init is not None else []

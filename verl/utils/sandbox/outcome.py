@@ -68,6 +68,7 @@ class Isolation:
     namespaces: bool = False  # own users, mounts, processes, network, IPC
     landlock: int = 0  # its ABI; 0: not there
     seccomp: bool = False  # dangerous system calls are refused
+    cgroup: int = 0  # version of the cgroups that count memory and processes; 0: the keeper counts them
     missing: tuple[str, ...] = ()  # what this host lacks, in words
 
     @property
@@ -105,5 +106,6 @@ class Isolation:
             *(["namespaces"] if self.namespaces else []),
             *([f"Landlock ABI {self.landlock}"] if self.landlock else []),
             *(["seccomp"] if self.seccomp else []),
+            *([f"cgroup v{self.cgroup}"] if self.cgroup else []),
         ]
         return f"level {self.level} ({', '.join(parts) or 'resource limits only'})"

@@ -22,6 +22,8 @@ from verl.utils import process_tree
 from verl.utils.sandbox import landlock, linux, room, seccomp, wire
 
 FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
+_SIGNALS = 4096  # that wait, and timers
+_ADDRESS_SPACE = 64 << 30  # its page tables have 128 MB at most, unless it is used here and there
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Confinement:
     own_user: bool
     paths: tuple[str, ...]
     folder: str = room.WORK
+    accounted: bool = False  # a cgroup counts memory and processes
     capability: int | None = None  # to read an interpreter that only root may read; Landlock says what else
 
     @property
@@ -52,26 +55,24 @@ class Confinement:
         if self.landlock and self.namespaces:
             landlock.restrict(["/"], ["/tmp", "/dev/shm"], room.DEVICES)
         elif self.landlock:
-            landlock.restrict(self.paths, [self.folder], room.DEVICES)
+            landlock.restrict(self.paths, [self.folder], room.devices(self.accounted))
         if self.seccomp:
             signals_are_kept_in = self.namespaces or self.landlock >= 6
-            seccomp.refuse_dangerous(
-                self.namespaces, None if signals_are_kept_in else os.getpid(), self.among_users_files
-            )
+            signals_of = None if signals_are_kept_in else os.getpid()
+            seccomp.refuse_dangerous(self.namespaces, signals_of, self.among_users_files, self.accounted)
 
 
 def prepare(confinement: Confinement) -> types.ModuleType:
     """All that can be done before the job comes; the `__main__` of a Python program. OSError: no isolation."""
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # now: a program may not close itself to its keeper's looks
+    _rehearse()  # before descriptors can no longer be sent
     confinement.apply()
     os.chdir(confinement.folder)
     os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
     tempfile.tempdir = None  # the runner's own, if it was asked for already
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    main = _fresh_main(confinement.folder)
-    _rehearse()
-    return main
+    return _fresh_main(confinement.folder)
 
 
 def wait_and_run(link: socket.socket, main: types.ModuleType) -> int:
@@ -137,8 +138,14 @@ def _limit(limits: dict[str, Any], here: int) -> None:
     _lower(resource.RLIMIT_FSIZE, limits["file_bytes"])
     if limits["cpu_s"] is not None:
         _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # first a signal that tells why
-    # Private writable memory only: address space is free, of which node and others reserve gigabytes.
-    _lower(resource.RLIMIT_DATA, here + limits["memory_bytes"])
+    _lower(resource.RLIMIT_SIGPENDING, _SIGNALS)
+    _lower(resource.RLIMIT_MSGQUEUE, 0)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    most = limits["memory_bytes"]
+    _lower(resource.RLIMIT_STACK, min(stack, most) if stack != resource.RLIM_INFINITY else most, most)
+    # Private writable memory only. Of address space, node and others reserve gigabytes.
+    _lower(resource.RLIMIT_DATA, here + most)
+    _lower(resource.RLIMIT_AS, most + _ADDRESS_SPACE)
 
 
 def _lower(which: int, value: int, hard: int | None = None) -> None:

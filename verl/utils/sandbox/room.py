@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import site
@@ -23,8 +22,9 @@ _SETTINGS = (
     "/etc/ssl/openssl.cnf",
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_ZERO = "/dev/zero"
 FILE_MB = 64
-_FILES = 16384  # most files in the private directories; each costs the kernel a kilobyte
+MOST_FILES = 16384  # most files in the private directories; each costs the kernel a kilobyte
 _OWN_SETTINGS = {
     "/etc/passwd": f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n",
     "/etc/group": f"sandbox:x:{USER}:\n",
@@ -33,14 +33,15 @@ _OWN_SETTINGS = {
 }
 
 
-def readable(extra: Iterable[str] = ()) -> list[str]:
+def readable(extra: Iterable[str], temporary: str) -> list[str]:
     """What every program may read and run: the system's programs, this Python with its packages, and `extra`."""
     tools = [os.path.realpath(path) for name in ("node", "g++", "bash") if (path := shutil.which(name))]
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
+    python += [os.path.realpath(path) for path in python]  # an environment may be a link to another folder
     python.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
     wanted = [*_SYSTEM, *_SETTINGS, *python, *(os.path.dirname(os.path.dirname(tool)) for tool in tools), *extra]
-    # An interpreter in the root or in a home directory itself would open all of it.
-    closed = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp"}
+    # An interpreter in the root, in a home directory or among temporary files itself would open all of it.
+    closed = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp", os.path.abspath(temporary)}
     found: list[str] = []
     for path in map(os.path.abspath, wanted):
         covered = any(path == other or path.startswith(other + "/") for other in found)
@@ -49,11 +50,18 @@ def readable(extra: Iterable[str] = ()) -> list[str]:
     return found
 
 
-def build(paths: Sequence[str]) -> None:
+def devices(accounted: bool) -> tuple[str, ...]:
+    """Without kernel accounting there is no /dev/zero: mapped, it is shared memory that cannot be counted."""
+    return DEVICES if accounted else tuple(path for path in DEVICES if path != _ZERO)
+
+
+def build(paths: Sequence[str], accounted: bool) -> None:
     """Move this process, which has a mount namespace of its own, into a new root with nothing but `paths` in it."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Held before the new tree covers /tmp, where an environment may well be.
-    held = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *DEVICES, "/proc")}
+    held = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(accounted), "/proc")}
+    if not accounted:
+        held[_ZERO] = os.open("/dev/full", os.O_PATH)  # reads the same and cannot be mapped
     links = {path: os.readlink(path) for path in held if os.path.islink(path)}
     folders = {path for path in held if os.path.isdir(path)}
     linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=4m")
@@ -115,25 +123,4 @@ def own_proc() -> None:
 
 
 def _size(file_mb: int) -> str:
-    return f"mode=1777,size={file_mb}m,nr_inodes={_FILES}"
-
-
-def used(folder: str) -> tuple[int, int]:
-    """Bytes and files in a folder that a program may be changing."""
-    total = count = 0
-    pending = [folder]
-    while pending and count <= _FILES:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-    return total, count
-
-
-def overfull(folder: str, file_mb: int, nameless_bytes: int = 0) -> bool:
-    """More than a program that keeps to the size of one file would have, with the folders themselves."""
-    total, count = used(folder)
-    return total + nameless_bytes > (file_mb + 1) << 20 or count > _FILES
+    return f"mode=1777,size={file_mb}m,nr_inodes={MOST_FILES}"

@@ -43,6 +43,9 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     # memory and queues that belong to no process, so that no limit counts them and nobody clears them up
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
     "msgget": (68, 186), "mq_open": (240, 180),
+    # objects that pin kernel memory which no limit counts
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    "seccomp": (317, 277), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # the machine
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
@@ -53,9 +56,11 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
 _LOOKED_INTO: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
-    "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
+    "pidfd_send_signal": (424, 424), "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
+    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269), "mmap": (9, 222),
 }  # fmt: skip
+# As on a kernel without them: programs that try these go on without.
+_NOT_IMPLEMENTED = ("memfd", "landlock", "seccomp", "inotify")
 # What reaches other processes of the same user: by the number of a process, which comes first, or of a whole user.
 _OF_A_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
@@ -84,10 +89,16 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _DATAGRAMS = 2  # this bit is set in SOCK_DGRAM and SOCK_RAW, and in neither SOCK_STREAM nor SOCK_SEQPACKET
 # A descriptor can be told to send a signal, of any number, to a process when there is something to read.
 _F_SETOWN, _F_SETOWN_EX = 8, 15
+# Buffers and locks that are charged to no process: larger pipes, locks of open files, notifications of folders.
+_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY = 1031, 37, 38, 1026
+_SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 1, 0x20, 0x100, 0x40000
+SHARED_MAPPING_BYTES = 4 << 20
+"""Without kernel accounting: the largest anonymous mapping that processes may share."""
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x40046602, 0x401C5820  # as chattr does
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; arguments are little-endian 64 bits
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _SECCOMP_MODE_FILTER = 2
@@ -96,13 +107,17 @@ _LINE = struct.Struct("=HBBI")
 Instruction = tuple[int, int, int, int]
 
 
-def refuse_dangerous(namespaces: bool, signals_of: int | None = None, users_files: bool = False) -> None:
+def refuse_dangerous(
+    namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
+) -> None:
     """Install the filter of a sandboxed program."""
-    _install(filter_of(namespaces, signals_of, users_files))
+    _install(filter_of(namespaces, signals_of, users_files, accounted))
 
 
 @functools.cache
-def filter_of(namespaces: bool, signals_of: int | None = None, users_files: bool = False) -> bytes:
+def filter_of(
+    namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
+) -> bytes:
     """The filter of a sandboxed program.
 
     Without namespaces, and so without a network of its own, it may make no sockets (pairs of connected ones it may),
@@ -110,19 +125,28 @@ def filter_of(namespaces: bool, signals_of: int | None = None, users_files: bool
     of no process but itself. `signals_of`: nothing else keeps it from signalling other processes of this user, so it
     may signal only this one, which is itself, and its group. `users_files`: it runs as the owner of files that are
     not its own; changes of modes and times then do nothing, and seem to succeed, for what copies files needs that.
+    `accounted`: a cgroup counts its memory; otherwise, memory that the keeper cannot count is refused as well.
     """
-    rules = [_refuse(name, errno.ENOSYS if name.startswith("memfd") else errno.EPERM) for name in _REFUSED]
+    rules = [_refuse(name, errno.ENOSYS if name.startswith(_NOT_IMPLEMENTED) else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # its flags are out of a filter's sight; libraries then use clone
     rules.append(_refuse_bits("clone", NEW_NAMESPACES))
     rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
+    controls = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
+    rules.append(_fixed_send_buffers())
+    options = [PR_SET_SECCOMP] if namespaces else [PR_SET_SECCOMP, PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
+    rules.append(_refuse_values("prctl", options))
+    if not accounted:
+        rules.append(_mappings_that_are_counted())
     if not namespaces:
-        rules.append(_refuse_values("prctl", [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]))
+        # A file in flight between two sockets is in no folder and held by no process.
+        rules += [_refuse("sendmsg"), _refuse("sendmmsg")]
         rules.append(_pairs_of_connected_sockets())
         rules += [_only(name, [0]) for name in _OF_A_PROCESS]
         rules += [_refuse(name) for name in _OF_MANY]
-        rules.append(_refuse_values("fcntl", [_F_SETOWN, _F_SETOWN_EX], argument=1))
+        controls += [_F_SETOWN, _F_SETOWN_EX]
         flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if users_files else []
         rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *flags], argument=1))
+    rules.append(_refuse_values("fcntl", controls, argument=1))
     if users_files:
         rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
         rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as file systems that have none: no alarm
@@ -171,6 +195,31 @@ def _pairs_of_connected_sockets() -> list[Instruction]:
     family: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
     kind: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_ANY_BIT, 0, 1, _DATAGRAMS)]
     return _when("socketpair", [*family, *kind, _EPERM, _PASS])
+
+
+def _fixed_send_buffers() -> list[Instruction]:
+    """SO_SNDBUF has no effect and seems to succeed: the keeper counts every socket with the default buffer."""
+    level: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_EQUAL, 0, 4, _SOL_SOCKET)]
+    option: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 16), (_EQUAL, 1, 0, _SO_SNDBUF)]
+    done: Instruction = (_RETURN, 0, 0, _ERRNO)
+    return _when("setsockopt", [*level, *option, (_EQUAL, 0, 1, _SO_SNDBUFFORCE), done, _PASS])
+
+
+def _mappings_that_are_counted() -> list[Instruction]:
+    """No mapping that grows like a stack or has huge pages, which RLIMIT_DATA leaves out, and no shared anonymous one
+    above `SHARED_MAPPING_BYTES`: its pages stay in use when a program unmaps all but one of them."""
+    refused: Instruction = (_RETURN, 0, 0, _ERRNO | errno.ENOMEM)
+    body: list[Instruction] = [
+        (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * 3),  # flags
+        (_ANY_BIT, 6, 0, _MAP_GROWSDOWN | _MAP_HUGETLB),
+        (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
+        (_EQUAL, 0, 5, _MAP_SHARED | _MAP_ANONYMOUS),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 + 4),  # upper half of the length
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT + 8),
+        (_GREATER, 0, 1, SHARED_MAPPING_BYTES),
+    ]
+    return _when("mmap", [*body, refused, _PASS])
 
 
 def _only(name: str, values: Sequence[int]) -> list[Instruction]:

@@ -29,8 +29,10 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import landlock, linux, room, seccomp, wire
+from verl.utils.sandbox.cgroup import CgroupParent
 from verl.utils.sandbox.init import as_process
 from verl.utils.sandbox.keeper import keep
+from verl.utils.sandbox.memory_usage import socket_bytes
 from verl.utils.sandbox.program import Confinement
 
 _LOOK_FOR_PARENT_SECONDS = 2.0
@@ -56,29 +58,65 @@ def main(control_fd: int) -> None:
     for name in (*_PRELOAD.split(), *options["preload"]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    paths = tuple(room.readable(options["read"]))
-    confinement, missing = _find_out(paths)
-    wire.send(
-        control,
-        {
+    paths = tuple(room.readable(options["read"], options["temporary"]))
+    socket_bytes()  # of the host's network namespace
+    cgroups, reason = _open_cgroups(options["cgroup"])
+    try:
+        confinement, missing = _find_out(paths, cgroups is not None)
+        header = {
             "namespaces": confinement.namespaces,
             "landlock": confinement.landlock,
             "seccomp": confinement.seccomp,
-            "missing": missing,
-        },
-    )
-    if not options["probe"]:
-        linux.prctl(linux.PR_SET_DUMPABLE, 0)
-        if confinement.seccomp:
-            # Made once, inherited by all.
-            seccomp.filter_of(confinement.namespaces, None, confinement.among_users_files)
-        _Zygote(control, parent, confinement).serve()
+            "cgroup": cgroups.version if cgroups is not None else 0,
+            "missing": [*missing, *reason, *_choose_temporary(options["temporary"], confinement)],
+        }
+        wire.send(control, header)
+        if not options["probe"]:
+            linux.prctl(linux.PR_SET_DUMPABLE, 0)
+            if confinement.seccomp:
+                # Built once, inherited by all.
+                seccomp.filter_of(confinement.namespaces, None, confinement.among_users_files, confinement.accounted)
+            _Zygote(control, parent, confinement, cgroups).serve()
+    finally:
+        if cgroups is not None:
+            cgroups.close()
 
 
-def _find_out(paths: tuple[str, ...]) -> tuple[Confinement, list[str]]:
+def _open_cgroups(wanted: bool) -> tuple[CgroupParent | None, list[str]]:
+    """The cgroup for runs, after a process has entered a child of it and read its limits; or why there is none."""
+    if not wanted:
+        return None, ["no cgroup (disabled)"]
+    try:
+        cgroups = CgroupParent()
+    except OSError as error:
+        return None, [f"no cgroup for memory and processes ({error.strerror or error})"]
+    problem = _try(lambda: _enter_cgroup(cgroups))
+    cgroups.remove("probe")
+    if problem is None:
+        return cgroups, []
+    cgroups.close()
+    return None, [f"no cgroup for memory and processes ({problem})"]
+
+
+def _enter_cgroup(cgroups: CgroupParent) -> None:
+    cgroups.create("probe")
+    run = cgroups.open("probe")
+    run.limit(64 << 20, 8)
+    run.enter()
+    run.out_of_memory()
+
+
+def _find_out(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, list[str]]:
     """Try everything in a process of its own; where namespaces work, this one moves into the tree of the runs."""
     missing = []
-    plain = Confinement(namespaces=False, landlock=landlock.abi(), seccomp=False, own_user=False, paths=paths)
+    plain = Confinement(
+        namespaces=False,
+        landlock=landlock.abi(),
+        seccomp=False,
+        own_user=False,
+        paths=paths,
+        accounted=accounted,
+    )
     problem = _try(lambda: seccomp.refuse_dangerous(True))
     if problem is not None:
         missing.append(f"no seccomp filter ({problem})")
@@ -89,14 +127,14 @@ def _find_out(paths: tuple[str, ...]) -> tuple[Confinement, list[str]]:
     own_user = root and _try(lambda: linux.become(_FIRST_USER)) is None
     if root and not own_user:
         missing.append("root cannot become another user here, so programs run as root")
-    problem = _try(lambda: _enter_all(paths, own_user))
+    problem = _try(lambda: _enter_all(paths, own_user, accounted))
     if problem is None:
-        _enter_tree(paths)
+        _enter_tree(paths, accounted)
         return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
     missing.insert(0, f"no namespaces ({problem})")
-    if own_user and _try(lambda: _enter_all_as_user(paths)) is None:
+    if own_user and _try(lambda: _enter_all_as_user(paths, accounted)) is None:
         linux.become(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
-        _enter_tree(paths)
+        _enter_tree(paths, accounted)
         return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing[1:]
     confined = replace(plain, own_user=own_user)
     if own_user and _try(lambda: _read_python(None)) is not None:
@@ -141,8 +179,8 @@ def _try(action: Callable[[], object]) -> str | None:
     return words or (f"it ended with {status}" if status else None)
 
 
-def _enter_all(paths: tuple[str, ...], own_user: bool) -> None:
-    _enter_tree(paths)
+def _enter_all(paths: tuple[str, ...], own_user: bool, accounted: bool) -> None:
+    _enter_tree(paths, accounted)
     _enter_room(paths, _FIRST_USER if own_user else None)
     child = os.fork()
     if child == 0:
@@ -151,18 +189,18 @@ def _enter_all(paths: tuple[str, ...], own_user: bool) -> None:
         raise OSError("no /proc of its own")
 
 
-def _enter_all_as_user(paths: tuple[str, ...]) -> None:
+def _enter_all_as_user(paths: tuple[str, ...], accounted: bool) -> None:
     linux.become(_FIRST_USER)
-    _enter_all(paths, False)
+    _enter_all(paths, False, accounted)
 
 
-def _enter_tree(paths: tuple[str, ...]) -> None:
+def _enter_tree(paths: tuple[str, ...], accounted: bool) -> None:
     """A mount namespace whose root holds only what programs may see; runs get theirs from it."""
     user, group = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWNS | (linux.CLONE_NEWUSER if user else 0))
     if user:
         linux.map_user(user, user, group)
-    room.build(paths)
+    room.build(paths, accounted)
 
 
 def _enter_room(paths: tuple[str, ...], user: int | None) -> None:
@@ -178,12 +216,18 @@ def _enter_room(paths: tuple[str, ...], user: int | None) -> None:
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, parent: int, confinement: Confinement) -> None:
+    def __init__(
+        self, control: socket.socket, parent: int, confinement: Confinement, cgroups: CgroupParent | None
+    ) -> None:
         self._control = control
         self._parent = parent
         self._confinement = confinement
         self._next_user = random.SystemRandom().randrange(_USERS)
         self._keepers: dict[int, str | None] = {}  # with their folders
+        self._cgroups = cgroups
+        self._number = 0
+        self._run_cgroups: dict[int, str] = {}  # by keeper
+        self._old_cgroups: set[str] = set()  # to be removed when their last process has ended
         self._base = None if confinement.namespaces else _own_base()
         self._woken, waking = os.pipe()
         os.set_blocking(self._woken, False)
@@ -214,13 +258,18 @@ class _Zygote:
         self._next_user = (self._next_user + 1) % _USERS
         user = _FIRST_USER + self._next_user
         folder = tempfile.mkdtemp(dir=self._base) if self._base else None
+        self._number += 1
+        cgroup = f"run-{self._number}"
+        if self._cgroups is not None:
+            self._cgroups.create(cgroup)
         pid = os.fork()
         if pid == 0:
-            as_process(lambda: self._be_keeper(descriptor, user, folder))
+            as_process(lambda: self._be_keeper(descriptor, user, folder, cgroup))
         os.close(descriptor)
         self._keepers[pid] = folder
+        self._run_cgroups[pid] = cgroup
 
-    def _be_keeper(self, descriptor: int, user: int, folder: str | None) -> None:
+    def _be_keeper(self, descriptor: int, user: int, folder: str | None, cgroup: str) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         linux.end_with_parent()
@@ -229,6 +278,7 @@ class _Zygote:
         confinement = self._confinement
         becomes = user if confinement.own_user and os.geteuid() == 0 else None
         try:
+            accounting = self._cgroups.open(cgroup) if self._cgroups is not None else None
             if folder is None:
                 _enter_room(confinement.paths, becomes)
             else:
@@ -239,7 +289,7 @@ class _Zygote:
                 process_tree.adopt_orphans()
             linux.end_with_parent()  # a new user forgets it
             linux.prctl(linux.PR_SET_DUMPABLE, 0)
-            keep(link, confinement)
+            keep(link, confinement, accounting)
         except OSError as error:
             header: dict[str, Any] = {
                 "status": "refused",
@@ -260,6 +310,10 @@ class _Zygote:
                 folder = self._keepers.pop(pid, None)
                 if folder is not None:
                     _remove(folder)
+                if self._cgroups is not None and pid in self._run_cgroups:
+                    self._old_cgroups.add(self._run_cgroups.pop(pid))
+        if self._cgroups is not None:
+            self._old_cgroups = {name for name in self._old_cgroups if not self._cgroups.remove(name)}
         for orphan in set(process_tree.children(os.getpid())) - set(self._keepers):
             process_tree.kill_family(orphan)
 
@@ -291,7 +345,7 @@ def _own_base() -> str:
                 _remove(place)
                 os.close(lock)
     while True:
-        base = tempfile.mkdtemp(prefix=_FOLDERS)
+        base = tempfile.mkdtemp(prefix=_FOLDERS, dir=parent)
         lock = _lock(base)  # for as long as this process lives
         if lock is None:
             continue  # another zygote, which starts now, has just taken it for one left behind
@@ -299,6 +353,20 @@ def _own_base() -> str:
             os.fchmod(lock, 0o711)
             return base
         os.close(lock)  # the same, and it has removed it
+
+
+def _choose_temporary(folder: str, confinement: Confinement) -> list[str]:
+    """Put the runs' folders among the caller's temporary files (TMPDIR), unless programs of root, which have a user of
+    their own, cannot enter it."""
+    if not confinement.namespaces and confinement.own_user and _try(partial(_enter_folder, folder)) is not None:
+        return [f"TMPDIR={folder} is closed to other users, so folders of programs are in {tempfile.gettempdir()}"]
+    tempfile.tempdir = folder
+    return []
+
+
+def _enter_folder(folder: str) -> None:
+    linux.become(_FIRST_USER)
+    os.chdir(folder)
 
 
 def _lock(folder: str) -> int | None:

@@ -1,0 +1,276 @@
+"""Kernel accounting of runs: memory (kernel memory included) and processes, by cgroup v2 or v1.
+
+A zygote has one cgroup, with a child for each run. It is created beside the zygote's own cgroup (v2, where a cgroup
+with children has no processes) or inside it (v1, in the hierarchies `memory` and `pids`), if that is permitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_PREFIX = "verl-sandbox-"
+_CONTROLLERS = ("memory", "pids")
+_EMPTY_SECONDS = 1.0
+# Kernel memory of a run that has just started, and inexact counting per processor.
+_RESERVE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Names of a version's files."""
+
+    version: int
+    procs: str
+    memory_max: str
+    swap_max: str
+    memory_current: str
+    events: str
+    pids_max: str = "pids.max"
+
+
+_V1 = _Files(
+    1,
+    "tasks",  # moves a single thread, without the lock over all of the machine's processes that cgroup.procs takes
+    "memory.limit_in_bytes",
+    "memory.memsw.limit_in_bytes",  # memory and swap together
+    "memory.usage_in_bytes",
+    "memory.oom_control",
+)
+_V2 = _Files(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events")
+
+
+class RunCgroup:
+    """The cgroup of one run, by open descriptors: they work for a process that has left root and the file system."""
+
+    def __init__(self, files: _Files, folders: list[int]) -> None:
+        """`folders`: of the memory controller, then of the pids controller (v1)."""
+        memory, pids = folders[0], folders[-1]
+        self._files = files
+        self._procs = [os.open(files.procs, os.O_WRONLY, dir_fd=folder) for folder in folders]
+        self._memory_max = os.open(files.memory_max, os.O_WRONLY, dir_fd=memory)
+        self._current = os.open(files.memory_current, os.O_RDONLY, dir_fd=memory)
+        self._events = os.open(files.events, os.O_RDONLY, dir_fd=memory)
+        self._pids_max = os.open(files.pids_max, os.O_WRONLY, dir_fd=pids)
+        try:
+            self._swap_max: int | None = os.open(files.swap_max, os.O_WRONLY, dir_fd=memory)
+        except FileNotFoundError:  # swap is not counted, or there is none
+            self._swap_max = None
+        with contextlib.suppress(FileNotFoundError):  # v2: a run without one of its processes is no use
+            group = os.open("memory.oom.group", os.O_WRONLY, dir_fd=memory)
+            os.write(group, b"1")
+            os.close(group)
+
+    def enter(self) -> None:
+        """Move this process, which has one thread, into the cgroup."""
+        for descriptor in self._procs:
+            os.write(descriptor, b"0")
+
+    def limit(self, memory_bytes: int, processes: int) -> None:
+        """What may be used from now on, beyond what a waiting run uses already."""
+        current = int(os.pread(self._current, 64, 0))
+        most = str(current + memory_bytes + _RESERVE_BYTES).encode()
+        os.write(self._memory_max, most)
+        if self._swap_max is not None:
+            os.write(self._swap_max, most if self._files.version == 1 else b"0")
+        os.write(self._pids_max, str(processes).encode())
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed one of its processes because of the limit."""
+        words = os.pread(self._events, 4096, 0).split()
+        return b"oom_kill" in words and words[words.index(b"oom_kill") + 1] != b"0"
+
+    def close(self) -> None:
+        """Close the descriptors; the cgroup stays."""
+        held = [*self._procs, self._memory_max, self._current, self._events, self._pids_max]
+        for descriptor in [*held, *([] if self._swap_max is None else [self._swap_max])]:
+            os.close(descriptor)
+
+
+class CgroupParent:
+    """The cgroup of a zygote, whose children are its runs. OSError, with the reason, where it cannot be created."""
+
+    def __init__(self) -> None:
+        self.files, parents = _find()
+        self._name = ""
+        self._lock = -1
+        self._parents = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in parents]
+        try:
+            self._remove_leftovers()
+            self._folders = list(self._create())
+        except OSError as error:
+            self.close()
+            raise OSError(error.errno, f"{parents[0]}: {os.strerror(error.errno or 0)}") from error
+
+    @property
+    def version(self) -> int:
+        return self.files.version
+
+    def create(self, name: str) -> None:
+        """A cgroup for one run."""
+        for folder in self._folders:
+            os.mkdir(name, dir_fd=folder)
+
+    def open(self, name: str) -> RunCgroup:
+        folders = [os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) for folder in self._folders]
+        try:
+            return RunCgroup(self.files, folders)
+        finally:
+            for folder in folders:
+                os.close(folder)
+
+    def remove(self, name: str) -> bool:
+        """False: its processes have not ended yet."""
+        return all([_rmdir(name, folder) for folder in self._folders])
+
+    def close(self) -> None:
+        """Remove the cgroup, with what is left in it."""
+        if self._lock >= 0:
+            for parent in self._parents:
+                _remove_tree(self._name, parent)
+            os.close(self._lock)
+            self._lock = -1
+        for folder in (*self._parents, *getattr(self, "_folders", ())):
+            os.close(folder)
+        self._parents, self._folders = [], []
+
+    def _create(self) -> Iterator[int]:
+        """A name that other zygotes do not take for a leftover, and with the controllers for its children."""
+        while self._lock < 0:
+            self._name = _PREFIX + secrets.token_hex(8)
+            os.mkdir(self._name, dir_fd=self._parents[0])
+            lock = _locked(self._name, self._parents[0])
+            if lock is not None and os.fstat(lock).st_nlink == 0:  # removed by another zygote, which had it for stale
+                os.close(lock)
+                lock = None
+            self._lock = -1 if lock is None else lock
+        for parent in self._parents[1:]:
+            os.mkdir(self._name, dir_fd=parent)
+        for parent in self._parents:
+            folder = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+            yield folder
+            if self.version == 2:
+                _write("cgroup.subtree_control", " ".join(f"+{name}" for name in _CONTROLLERS), folder)
+
+    def _remove_leftovers(self) -> None:
+        """Cgroups of zygotes that were killed: their lock is free."""
+        for name in os.listdir(self._parents[0]):
+            lock = _locked(name, self._parents[0]) if name.startswith(_PREFIX) else None
+            if lock is not None:
+                for parent in self._parents:
+                    _remove_tree(name, parent)
+                os.close(lock)
+
+
+def _find() -> tuple[_Files, list[str]]:
+    """The version in use here, and the folders in which a cgroup with the controllers is to be created."""
+    own: dict[str, str] = {}
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        for line in file:
+            _, names, path = line.rstrip("\n").split(":", 2)
+            own.update(dict.fromkeys(names.split(","), path))
+    mounts = _mounts()
+    if "memory" in own:
+        missing = [name for name in _CONTROLLERS if name not in mounts or name not in own]
+        if missing:
+            raise OSError(errno.ENOENT, f"the cgroup hierarchy {missing[0]} is not mounted")
+        return _V1, [_inside(mounts[name], own[name]) for name in _CONTROLLERS]
+    if "" not in own or "" not in mounts:
+        raise OSError(errno.ENOENT, "no cgroup file system is mounted")
+    here = _inside(mounts[""], own[""])
+    beside = os.path.dirname(here) if here != mounts[""][1] else here
+    with open(f"{beside}/cgroup.subtree_control", encoding="utf-8") as file:
+        enabled = file.read().split()
+    for name in _CONTROLLERS:
+        if name not in enabled:
+            raise OSError(errno.ENOENT, f"{beside} does not pass the {name} controller to its children")
+    return _V2, [beside]
+
+
+def _mounts() -> dict[str, tuple[str, str]]:
+    """Root and place of the mounted hierarchies by controller; "": v2."""
+    found: dict[str, tuple[str, str]] = {}
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split()[:3]
+            root, place = before.split()[3:5]
+            if kind == "cgroup2":
+                found.setdefault("", (root, place))
+            elif kind == "cgroup":
+                for name in options.split(","):
+                    found.setdefault(name, (root, place))
+    return found
+
+
+def _inside(mount: tuple[str, str], path: str) -> str:
+    """Where a cgroup is in the file system."""
+    root, place = mount
+    inner = os.path.relpath(path, root)
+    if inner.startswith(".."):
+        raise OSError(errno.ENOENT, "this process's cgroup is outside of the mounted hierarchy")
+    return os.path.normpath(os.path.join(place, inner))
+
+
+def _locked(name: str, parent: int) -> int | None:
+    """A descriptor with the lock of a cgroup; None: another process has it."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_tree(name: str, parent: int) -> None:
+    """A cgroup and its children, whose processes are killed."""
+    try:
+        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+    except OSError:
+        return
+    try:
+        for child in os.listdir(folder):
+            if os.path.isdir(f"/proc/self/fd/{folder}/{child}"):
+                give_up = time.monotonic() + _EMPTY_SECONDS
+                while not _rmdir(child, folder) and time.monotonic() < give_up:
+                    _kill_all(child, folder)
+                    time.sleep(0.001)
+    finally:
+        os.close(folder)
+    _rmdir(name, parent)
+
+
+def _kill_all(name: str, parent: int) -> None:
+    with contextlib.suppress(OSError), open(os.open(f"{name}/cgroup.procs", os.O_RDONLY, dir_fd=parent)) as file:
+        for pid in file.read().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _rmdir(name: str, parent: int) -> bool:
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _write(name: str, text: str, folder: int) -> None:
+    descriptor = os.open(name, os.O_WRONLY, dir_fd=folder)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
