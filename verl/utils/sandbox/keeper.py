@@ -338,10 +338,10 @@ class _Keeper:
 
     def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
         """Plain files of the run's directory; whether some had to be cut."""
-        left = self._limits["file_mb"] << 20
+        left = self._limits["output_bytes"]
         found: dict[str, bytes] = {}
         cut = False
-        for name in names:
+        for name in dict.fromkeys(names):
             content = _read_inside(self._confinement.folder, name, left + 1)
             if content is not None:
                 cut |= len(content) > left
@@ -367,7 +367,7 @@ def _read_inside(folder: str, name: str, most: int) -> bytes | None:
     except OSError:  # a program may remove its directory
         return None
     try:
-        *folders, last = name.split("/")
+        *folders, last = os.path.normpath(name).split("/")
         for part in folders:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
             os.close(place)

@@ -24,13 +24,14 @@ class Limits:
     cpu_s: float | None = None
     """Processor seconds of each process; None: `wall_s` and one more (a session: no limit)."""
     memory_mb: int = 1024
-    """Memory of all its processes together; of private memory, one process cannot even reserve more."""
+    """Memory of all its processes together, page tables and kernel buffers included; of private memory, one process
+    cannot even reserve more."""
     file_mb: int = 64
     """What it may write into its directories, in all and in one file."""
     processes: int = 64
     """Processes and threads."""
     output_bytes: int = 1 << 20
-    """stdout and stderr together; also all fetched files together. What is beyond is dropped."""
+    """stdout and stderr together; as much again for all fetched files together. What is beyond is dropped."""
     compile_s: float = 30.0
     """Seconds for the compiler, where the language has one."""
 

@@ -84,7 +84,11 @@ def wait_and_run(link: socket.socket, main: types.ModuleType) -> int:
         return 0
     channel = _take_descriptors(descriptors)
     files = dict(zip(job["files"], blobs, strict=True))
-    _place(files)
+    try:
+        _place(files)
+    except OSError as error:
+        os.write(2, f"[sandbox] a file could not be placed: {error.strerror}\n".encode())
+        return 1
     _limit(job["limits"], here)
     if job["start"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python alone ignores it

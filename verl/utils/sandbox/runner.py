@@ -21,6 +21,7 @@ from typing import Any
 from verl.utils.process_tree import available_cores
 from verl.utils.sandbox import languages, wire
 from verl.utils.sandbox.outcome import Isolation, Limits, Result
+from verl.utils.sandbox.paths import check_paths
 from verl.utils.sandbox.run_future import RunFuture
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,7 @@ class Sandbox:
             return Result("refused", stderr=why_not)
         limits = limits or self.limits
         placed = {kind.file: code.encode(errors="surrogatepass"), **(files or {})}
-        for path in (*placed, *fetch):
-            _check_path(path)
+        check_paths(placed, fetch)
         job = {
             **_job(limits, limits.processor_seconds()),
             "compile": list(kind.compile),
@@ -366,11 +366,6 @@ def _answer(link: socket.socket) -> tuple[Result, bool]:
 def _result(header: Mapping[str, Any], stdout: bytes, stderr: bytes) -> Result:
     texts = (stdout.decode(errors="replace"), stderr.decode(errors="replace"))
     return Result(header["status"], header["return_code"], *texts, header["seconds"])
-
-
-def _check_path(path: str) -> None:
-    if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise ValueError(f"sandbox file {path!r}: a path inside the program's directory is wanted, without '..'")
 
 
 def _environment() -> dict[str, str]:
