@@ -1,1 +1,1 @@
-"""Attacks on the servers and loaders: generators with stored seeds. `make test-attacks`."""
+"""Attack suite: malicious requests, files and programs against the real components (make test-attacks)."""

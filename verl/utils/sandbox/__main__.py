@@ -1,4 +1,7 @@
-"""`python -m verl.utils.sandbox`: what this host can isolate; with `--attack`, the table of attacks as Markdown."""
+"""`python -m verl.utils.sandbox`: what this host can isolate.
+
+With `--attack`, the table of attacks as Markdown; with `--measure`, what programs reach against their limits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from verl.utils.sandbox.languages import LANGUAGES
 from verl.utils.sandbox.outcome import REQUIRE
@@ -23,16 +27,29 @@ LEVELS = {
     "seccomp": "namespaces,landlock",
     "none": "namespaces,landlock,seccomp",
 }
+# Column of `--measure`: the same; "cgroup" is one that the sandbox is told not to use.
+MEASURED_LEVELS = {
+    "all + cgroup": "",
+    "all": "cgroup",
+    "Landlock + seccomp + cgroup": "namespaces",
+    "Landlock + seccomp": "namespaces,cgroup",
+    "namespaces": "landlock,seccomp,cgroup",
+    "Landlock": "namespaces,seccomp,cgroup",
+    "none": "namespaces,landlock,seccomp,cgroup",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m verl.utils.sandbox", description=__doc__)
     parser.add_argument("--attack", action="store_true", help="run the attacks at every level of isolation")
+    parser.add_argument("--measure", action="store_true", help="measure limits at every level of isolation")
     parser.add_argument("--rows", metavar="WITHOUT", help=argparse.SUPPRESS)  # one column, as JSON
-    parser.add_argument("--user", type=int, help="with --attack, as root: run everything as this user")
+    parser.add_argument("--user", type=int, help="with --attack or --measure, as root: run everything as this user")
     arguments = parser.parse_args()
     if arguments.rows is not None:
-        _print_rows(arguments.rows, arguments.user)
+        _print_rows(arguments.rows, arguments.user, arguments.measure)
+    elif arguments.measure:
+        sys.stdout.write(measured_table(arguments.user))
     elif arguments.attack:
         sys.stdout.write(table(arguments.user))
     else:
@@ -56,9 +73,8 @@ def table(user: int | None) -> str:
     """Markdown: a row for each attack, a column for each level."""
     columns = {name: _rows_of(without, user) for name, without in LEVELS.items()}
     attacks = [row["attack"] for row in columns["all three"]]
-    who = "root, whose programs get a user of their own" if os.geteuid() == 0 and user is None else "an ordinary user"
     lines = [
-        f"Started by {who}; Linux {platform.release()}, {platform.machine()}, Python {platform.python_version()}.",
+        _machine(user),
         "",
         "| attack | its end | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 2) + "|",
@@ -70,30 +86,64 @@ def table(user: int | None) -> str:
     return "\n".join([*lines, ""])
 
 
-def _rows_of(without: str, user: int | None) -> list[dict[str, str]]:
+def measured_table(user: int | None) -> str:
+    """Markdown: a row for each way to use memory or disk space, a column for each level that this host has."""
+    has_cgroup = user is None and available().cgroup > 0
+    columns = {
+        name: _rows_of(without, user, "--measure")
+        for name, without in MEASURED_LEVELS.items()
+        if has_cgroup or "cgroup" in without.split(",")
+    }
+    lines = [
+        f"{_machine(user)} Figures in MB.",
+        "",
+        "| resource | limit | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for index, first in enumerate(columns["all"]):
+        cells = [rows[index]["reached"] for rows in columns.values()]
+        shown = [f"**{cell:,}**" if cell > 2 * first["limit"] else f"{cell:,}" for cell in cells]
+        lines.append(f"| {first['resource']}: {first['attack']} | {first['limit']} | " + " | ".join(shown) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _machine(user: int | None) -> str:
+    who = "root, whose programs get a user of their own" if os.geteuid() == 0 and user is None else "an ordinary user"
+    cores = len(os.sched_getaffinity(0))
+    host = f"Linux {platform.release()}, {platform.machine()}, {cores} cores, Python {platform.python_version()}"
+    return f"Started by {who}; {host}."
+
+
+def _rows_of(without: str, user: int | None, *options: str) -> list[dict[str, Any]]:
     """The column of a level, from a process on a host that lacks `without`."""
-    command = [sys.executable, "-m", "verl.utils.sandbox", "--rows", without]
+    command = [sys.executable, "-m", "verl.utils.sandbox", "--rows", without, *options]
     if user is not None:
         command += ["--user", str(user)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"the attacks without {without or 'nothing'} ended with {done.returncode}: {done.stderr}")
-    rows: list[dict[str, str]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
     return rows
 
 
-def _print_rows(without: str, user: int | None) -> None:
-    from verl.utils.sandbox import attack_table, seccomp  # Linux only
+def _print_rows(without: str, user: int | None, measured: bool) -> None:
+    from verl.utils.sandbox import attack_table, linux, measure, seccomp  # Linux only
 
+    missing = [feature for feature in without.split(",") if feature]
+    if measured and os.geteuid() == 0:
+        measure.prepare()
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)
         os.chdir("/")
-    if without:
-        seccomp.pretend_missing(without.split(","))
-    sys.stdout.write(json.dumps({"level": available().level, "rows": attack_table.run_attacks()}) + "\n")
+    cgroup = "cgroup" not in missing
+    if kernel := [feature for feature in missing if feature != "cgroup"]:
+        seccomp.pretend_missing(kernel)
+    rows = measure.measure_attacks(cgroup) if measured else attack_table.run_attacks()
+    sys.stdout.write(json.dumps({"level": available().level, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Family:
 
     def __init__(self, proc: int | None) -> None:
         self.proc = proc
+        self._was_slow = False
 
     def members(self, init: int) -> list[int]:
         """The program and all that descends from it, with their numbers on the host."""
@@ -50,20 +51,24 @@ class Family:
 
     @contextlib.contextmanager
     def stopped_if_slow(self, init: int) -> Iterator[Callable[[], None]]:
-        """The value, called now and then, stops all members until the end of the context if it lasts too long."""
+        """The value, called now and then, stops all members until the end of the context if it lasts too long, and from
+        the start if the last one did."""
         began = time.monotonic()
+        patience = 0.0 if self._was_slow else _PATIENCE_SECONDS
         stopped: list[int] = []
 
         def check_time() -> None:
-            if not stopped and time.monotonic() - began > _PATIENCE_SECONDS:
+            if not stopped and time.monotonic() - began >= patience:
                 while further := [pid for pid in self.members(init) if pid not in stopped]:
                     self.signal(further, signal.SIGSTOP)
                     stopped.extend(further)
 
         try:
+            check_time()
             yield check_time
         finally:
             self.signal(stopped, signal.SIGCONT)
+            self._was_slow = time.monotonic() - began > _PATIENCE_SECONDS
 
     def threads_of_user(self) -> int:
         """Processes and threads of this user, whether of this run or not."""

@@ -22,13 +22,19 @@ _DELETED = " (deleted)"
 
 
 @functools.cache
-def socket_bytes() -> int:
-    """The send buffer of a socket. Called before a network namespace, which does not show it, is entered."""
-    try:
-        with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
-            return int(file.read())
-    except OSError:
-        return 212992
+def socket_bytes() -> tuple[int, int]:
+    """The send buffer of a socket, and the largest that a program can set where seccomp does not keep it from that.
+
+    Called before a network namespace, which does not show them, is entered.
+    """
+    sizes = []
+    for name in ("wmem_default", "wmem_max"):
+        try:
+            with open(f"/proc/sys/net/core/{name}", encoding="ascii") as file:
+                sizes.append(int(file.read()))
+        except OSError:
+            sizes.append(212992)
+    return sizes[0], 2 * sizes[1]
 
 
 @dataclass
@@ -45,12 +51,13 @@ class Descriptors:
 
 
 class MemoryUsage:
-    """`limited`: seccomp limits the size of shared anonymous mappings. `namespaces`: the network is the run's own."""
+    """`limited`: seccomp limits shared mappings and buffers. `namespaces`: network and IPC are the run's own."""
 
     def __init__(self, family: Family, limit_mb: int, limited: bool, namespaces: bool) -> None:
         self._family = family
         self._limit = limit_mb << 10
         self._least_object = SHARED_MAPPING_BYTES if limited else 0
+        self._socket_bytes = socket_bytes()[0 if limited else 1]
         self._namespaces = namespaces
         self._nameless: dict[str, int] = {}
         self._tasks = 1
@@ -126,7 +133,10 @@ class MemoryUsage:
         total = len(found.pipes) * _PIPE_BYTES + found.epoll_bytes + found.memory_bytes
         if found.sockets:
             sockets = self._unix_sockets() if self._namespaces else len(found.sockets)
-            total += max(sockets, len(found.sockets)) * socket_bytes()
+            total += max(sockets, len(found.sockets)) * self._socket_bytes
+        if self._namespaces and not self._least_object:  # neither refused nor shared with the host
+            segments = [line.split() for line in self._family.read("sysvipc/shm").splitlines()[1:]]
+            total += sum(int(fields[14]) for fields in segments)
         return total + found.locks * _LOCK_BYTES
 
     def _add_descriptors(self, found: Descriptors, pid: int) -> None:
