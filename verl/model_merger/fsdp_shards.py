@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.model_merger.stored import Piece, Stored, assembled
-from verl.model_merger.torch_files import Opaque, read_torch_file
+from verl.model_merger.torch_files import read_torch_file
+from verl.utils.safe_pickle import Record
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # What wrappers put into the names of a model's tensors.
@@ -71,16 +72,16 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, Stored]:
 
 def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
     """(shape of the whole, part of it) for each part that a file has; nothing for what is no tensor."""
-    if isinstance(value, Opaque) and value.kind.endswith(".DTensor"):
+    if isinstance(value, Record) and value.kind.endswith(".DTensor"):
         yield _of_dtensor(where, value, rank)
-    elif isinstance(value, Opaque) and value.kind.endswith(".ShardedTensor"):
+    elif isinstance(value, Record) and value.kind.endswith(".ShardedTensor"):
         shards, metadata, *_ = value.state
         for shard in shards:
             about = shard.fields["metadata"].fields
             yield _piece(metadata.fields["size"], about["shard_offsets"], shard.fields["tensor"])
     elif hasattr(value, "read"):
         yield _piece(value.shape, [0] * len(value.shape), value)
-    elif isinstance(value, Opaque) and "Tensor" in value.kind:
+    elif isinstance(value, Record) and "Tensor" in value.kind:
         raise ValueError(f"{where} is a {value.kind}. DTensor, ShardedTensor and plain tensors are known.")
 
 
@@ -88,7 +89,7 @@ def _piece(shape: Sequence[int], at: Sequence[int], tensor: Stored) -> tuple[tup
     return tuple(shape), Piece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
 
 
-def _of_dtensor(where: str, value: Opaque, rank: int) -> tuple[tuple[int, ...], Piece]:
+def _of_dtensor(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], Piece]:
     spec, local = value.fields["_spec"].fields, value.fields["_local_tensor"]
     _, shape, *_ = value.args
     mesh = spec["mesh"].fields
@@ -107,7 +108,7 @@ def _of_dtensor(where: str, value: Opaque, rank: int) -> tuple[tuple[int, ...], 
 
 
 def _splits(
-    where: str, placements: Sequence[Opaque], sizes: Sequence[int], coordinate: Sequence[int]
+    where: str, placements: Sequence[Record], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """(dimension, into how many, which of them), in the order in which the tensor was divided."""
     strided = []
@@ -122,7 +123,7 @@ def _splits(
     yield from reversed(strided)
 
 
-def _dim(placement: Opaque) -> int:
+def _dim(placement: Record) -> int:
     """Given by name or by position: versions of torch differ."""
     state = placement.state if isinstance(placement.state, tuple) else ()
     return placement.fields["dim"] if "dim" in placement.fields else (*placement.args, *state)[0]

@@ -1,15 +1,13 @@
 """Write nested plain data (tensors, arrays, containers, scalars) to one file that loads without running pickled code.
 
-The file is what `torch.save` writes; it is read back with `weights_only=True`, so nothing in it can execute. Tensors
-stay tensors. What `weights_only` does not know, or reads slowly, becomes a tagged tuple, and its bytes go into one
-common tensor: ("array", dtype, shape, start, stop), ("dict", keys, values) … A tuple in the file is always tagged.
+The file is what `torch.save` writes; it is read back by `torch_archive`, so nothing in it can execute. Tensors stay
+tensors. What that reader does not know, or reads slowly, becomes a tagged tuple, and its bytes go into one common
+tensor: ("array", dtype, shape, start, stop), ("dict", keys, values) … A tuple in the file is always tagged.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 
 from verl.utils.atomic_file import replacing
+from verl.utils.torch_archive import load_archive
 
 _FORMAT = "verl.plain/1"
 _ALIGNMENT = 16
@@ -48,13 +47,11 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike) -
 def load_plain(path: str | os.PathLike) -> Any:
     """Read what `save_plain` wrote. Tensors are mapped from the file and read when touched; writes stay in memory."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = load_archive(path, mapped=True)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"it has no {_FORMAT!r} mark")
         return _decode(content["value"], content["bytes"].numpy())
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, LookupError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a cut file makes the reader seek before it
-            raise
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
         cause = str(error).partition("\n")[0]
         raise ValueError(f"{path}: not a file of plain data, or damaged; nothing in it was run. ({cause})") from error
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.workers.engine.common.dcp_reader import METADATA, TensorsOnlyPlanner, TensorsOnlyReader, read_folder
 
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 # Less is one file.
@@ -45,7 +45,8 @@ def save_tensors(
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Read into the given tensors (sharded as they are now), in place; a collective. All of them must be there."""
     with plain_errors():
-        dcp.load(dict(tensors), checkpoint_id=folder)
+        reader, planner = TensorsOnlyReader(folder), TensorsOnlyPlanner()
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner)
 
 
 def writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
@@ -68,14 +69,10 @@ def plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
 
 def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
     """The tensors in a checkpoint folder, without reading them."""
-    if not (folder / ".metadata").is_file():
-        raise ValueError(f"{folder}: no checkpoint here (.metadata is missing). Choose a step that was saved whole.")
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: TensorSpec(tuple(entry.size), entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    if not (folder / METADATA).is_file():
+        raise ValueError(f"{folder}: no checkpoint here ({METADATA} is missing). Choose a step that was saved whole.")
+    stored = read_folder(folder)
+    return {name: TensorSpec(entry.shape, entry.dtype) for name, entry in stored.items() if entry is not None}
 
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:

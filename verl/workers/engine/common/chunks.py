@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common.checkpoint import plain_errors, writer_for
+from verl.workers.engine.common.dcp_reader import TensorsOnlyPlanner, TensorsOnlyReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ def save_chunks(
 def load_chunks(chunks: Iterable[Chunk], folder: Path) -> None:
     """Read into the chunks' tensors, in place; a collective. ValueError for what is not there."""
     with plain_errors():
-        dcp.load({}, checkpoint_id=folder, planner=_LoadPlanner(list(chunks)))
+        dcp.load({}, storage_reader=TensorsOnlyReader(folder), planner=_LoadPlanner(list(chunks)))
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -71,7 +72,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self._chunks[index.fqn, tuple(index.offset or ())].tensor.detach()
 
 
-class _LoadPlanner(DefaultLoadPlanner):
+class _LoadPlanner(TensorsOnlyPlanner):
     def __init__(self, chunks: list[Chunk]) -> None:
         super().__init__(flatten_state_dict=False)
         self._chunks = {chunk.at: chunk for chunk in chunks}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from verl.config.names import CHECKPOINT_CONTENTS
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.torch_archive import load_archive
 from verl.workers.engine.common import checkpoint
 from verl.workers.engine.common.export import HFExport
 from verl.workers.engine.common.optim import LossScale
@@ -81,7 +82,7 @@ def extra_state(schedule_step: int, loss_scale: LossScale, device: torch.device)
 
 def restore_extra(folder: Path, loss_scale: LossScale, device: torch.device) -> int:
     """The same from a checkpoint; gives the schedule's step."""
-    extra = torch.load(folder / _EXTRA, weights_only=True)
+    extra = load_archive(folder / _EXTRA)
     loss_scale.load_state_dict(extra["loss_scale"])
     checkpoint.restore_random_state(extra["random"], device)
     return extra["schedule_step"]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from verl.utils.torch_archive import load_archive
+
 __all__ = ["FILE", "read_digests", "weight_differences", "weight_digests"]
 
 FILE = "initial_weights.json"
@@ -60,7 +62,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
     for file in [] if files else sorted(folder.glob("pytorch_model*.bin")):
         if zipfile.is_zipfile(file):
-            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+            yield from load_archive(file, mapped=True).items()
 
 
 def _digest(tensor: torch.Tensor) -> str:
