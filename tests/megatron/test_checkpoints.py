@@ -43,8 +43,11 @@ def test_a_checkpoint_continues(layout: str, model: str, found: list[dict[Any, A
         assert max(case["steps"].values()) < 2e-5
 
 
-def test_weights_that_core_wrote_are_read_on_another_layout(tmp_path: Path) -> None:
-    run_ranks(started_from_core, tmp_path, ranks=RANKS)
+@pytest.mark.parametrize(("saved_layout", "saved_model"), [("TP2 PP2", "tied"), ("TP2 EP2", "experts")])
+def test_weights_that_core_wrote_are_read_on_another_layout(
+    saved_layout: str, saved_model: str, tmp_path: Path
+) -> None:
+    run_ranks(started_from_core, tmp_path, saved_model, saved_layout, ranks=RANKS)
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"found-{rank}.pt", weights_only=False)
         assert found["loaded"] == []

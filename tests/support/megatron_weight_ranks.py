@@ -196,7 +196,7 @@ def _furthest(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
-def started_from_core(rank: int, ranks: int, folder: str) -> None:
+def started_from_core(rank: int, ranks: int, folder: str, model: str, layout: str) -> None:
     """Weights that Core itself wrote on one layout, read on another; the masters are theirs as well."""
     from megatron.core import dist_checkpointing
 
@@ -204,11 +204,11 @@ def started_from_core(rank: int, ranks: int, folder: str) -> None:
     if rank == 0:
         place.mkdir()
     dist.barrier()
-    engine = _megatron("tied", "TP2 PP2")
+    engine = _megatron(model, layout)
     with engine.layout.active():
-        parts = {f"model{number}": model.sharded_state_dict() for number, model in enumerate(engine.models)}
+        parts = {f"model{number}": each.sharded_state_dict() for number, each in enumerate(engine.models)}
         dist_checkpointing.save(parts, str(place))
-    again = _megatron("tied", "DP4", other_model)
+    again = _megatron(model, "DP4", other_model)
     again.load(place, ("model",))
     found: dict[str, Any] = {"loaded": wrong(whole_weights(again), whole_weights(engine))}
     for each in (engine, again):
