@@ -21,7 +21,7 @@ Known = Mapping[tuple[str, str], Any]
 
 _MAX_ARGUMENTS = 64
 _MAX_NAMES = 512
-_NO_CODE = "nothing in it was executed"
+_MAX_DEPTH = 1000
 
 
 class _FrozenType(type):
@@ -81,7 +81,7 @@ def load_records(
         ValueError,
         OverflowError,
     ) as error:
-        raise ValueError(f"the pickle is damaged or not of torch ({error}); {_NO_CODE}") from error
+        raise ValueError(f"{error}; nothing in it was executed") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -145,53 +145,98 @@ class _Function:
         raise pickle.UnpicklingError("it sets the state of a function")
 
 
-# Neither in files of torch nor in pickles of dataclasses: code by number, objects outside the file, protocols 0 and 1.
+# Neither in files of torch nor in pickles of dataclasses: code by number, objects outside the file, protocols 0 and 1,
+# and what no pickler writes.
 _REFUSED = {
-    *("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER"),
-    *("INT", "LONG", "LONG4", "STRING", "UNICODE", "FLOAT", "GET", "PUT"),
+    *("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "INT", "LONG", "LONG4"),
+    *("STRING", "UNICODE", "FLOAT", "GET", "PUT", "LIST", "DICT", "DUP", "POP", "POP_MARK"),
 }
-_ACCEPTED = [opcode for opcode in pickletools.opcodes if opcode.name not in _REFUSED]
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_FIXED = {ord(each.code): each.arg.n if each.arg else 0 for each in _ACCEPTED if each.arg is None or each.arg.n >= 0}
-_PREFIXED = {
-    ord(each.code): _LENGTH_BYTES[each.arg.n]
-    for each in _ACCEPTED
-    if each.arg is not None and each.arg.n in _LENGTH_BYTES
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes if opcode.name not in _REFUSED}
+_NAMES = {opcode.name: code for code, opcode in _OPCODES.items()}
+_GLOBAL, _MARK, _STOP, _MEMOIZE = (_NAMES[name] for name in ("GLOBAL", "MARK", "STOP", "MEMOIZE"))
+_PUTS = (_MEMOIZE, _NAMES["BINPUT"], _NAMES["LONG_BINPUT"])
+_GETS = (_NAMES["BINGET"], _NAMES["LONG_BINGET"])
+_TUPLES = tuple(code for name, code in _NAMES.items() if name.startswith(("TUPLE", "FROZENSET")))
+# By opcode: bytes of its argument; bytes of the length in front of an argument; values it takes from the stack (below
+# the mark, where it takes all above that); and whether it leaves one.
+_FIXED = {code: opcode.arg.n if opcode.arg else 0 for code, opcode in _OPCODES.items()}
+_PREFIXED = {code: _LENGTH_BYTES[size] for code, size in _FIXED.items() if size in _LENGTH_BYTES}
+_TO_MARK = {
+    code: opcode.stack_before.index(pickletools.markobject)
+    for code, opcode in _OPCODES.items()
+    if pickletools.markobject in opcode.stack_before
 }
-_GLOBAL, _STOP, _MEMOIZE = b"c"[0], b"."[0], b"\x94"[0]
-_MEMO_PUTS = {b"q"[0]: 1, b"r"[0]: 4}
+_TAKES = {code: len(opcode.stack_before) for code, opcode in _OPCODES.items()}
+# Constants: they only add a value to the stack, and are most of a pickle.
+_CONSTANTS = {
+    code: size
+    for code, size in _FIXED.items()
+    if size >= 0 and not _TAKES[code] and code not in (*_GETS, *_PUTS, _MARK) and _OPCODES[code].stack_after
+}
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Raise UnpicklingError for a refused opcode, a length beyond the end, or a memo index that leaves gaps."""
-    position, stored = 0, 0
-    while position < len(data):
+    """Raise UnpicklingError for a refused opcode, a memo index that leaves gaps, or tuples nested too deeply.
+
+    `pickle` allocates an array up to the largest index, and hashing deep tuples overflows its stack.
+    """
+    position, end = 0, len(data)
+    stack: list[int] = []  # how deep tuples are nested in each value
+    marks: list[int] = []
+    memo: list[int] = []
+    while position < end:
         code = data[position]
         position += 1
-        if code == _MEMOIZE:
-            stored += 1
-        elif code in _MEMO_PUTS:
-            index = int.from_bytes(data[position : position + _MEMO_PUTS[code]], "little")
-            if index > stored + 1:  # pickle keeps an array of this length
-                raise pickle.UnpicklingError(f"memo entry {index} follows {stored} entries")
-            stored = max(stored, index + 1)
-        elif code == _STOP:
-            return
-        if code in _FIXED:
-            position += _FIXED[code]
+        if code in _CONSTANTS:
+            position += _CONSTANTS[code]
+            stack.append(0)
         elif code in _PREFIXED:
             width = _PREFIXED[code]
             position += width + int.from_bytes(data[position : position + width], "little")
+            stack.append(0)
+        elif code in _PUTS:
+            width = _FIXED[code]
+            index = int.from_bytes(data[position : position + width], "little") if width else len(memo)
+            position += width
+            if index > len(memo):
+                raise pickle.UnpicklingError(f"memo entry {index} follows {len(memo)} entries")
+            memo[index : index + 1] = [stack[-1]]
+        elif code in _GETS:
+            width = _FIXED[code]
+            stack.append(memo[int.from_bytes(data[position : position + width], "little")])
+            position += width
+        elif code == _MARK:
+            marks.append(len(stack))
+        elif code == _STOP:
+            return
         elif code == _GLOBAL:
             position = _after_line(data, _after_line(data, position))
+            stack.append(0)
+        elif code in _OPCODES:
+            position += _FIXED[code]
+            _apply(code, stack, marks)
         else:
             raise pickle.UnpicklingError(f"torch writes no opcode {code:#04x}")
     raise pickle.UnpicklingError("it is truncated")
+
+
+def _apply(code: int, stack: list[int], marks: list[int]) -> None:
+    """Take the arguments of an opcode from the stack, and leave its result."""
+    first = marks.pop() - _TO_MARK[code] if code in _TO_MARK else len(stack) - _TAKES[code]
+    if first < 0:
+        raise pickle.UnpicklingError("its stack is empty")
+    if not _OPCODES[code].stack_after:
+        return  # PROTO and FRAME
+    depth = max(stack[first:], default=0) + (code in _TUPLES)
+    if depth > _MAX_DEPTH:
+        raise pickle.UnpicklingError("it is nested too deeply")
+    stack[first:] = [depth]
 
 
 def _after_line(data: bytes, position: int) -> int:

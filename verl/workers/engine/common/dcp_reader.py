@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
         places = {_index(key): _fields(info, "_StorageInfo") for key, info in _items(fields, "storage_data")}
         entries = dict(_items(fields, "state_dict_metadata"))
         tensors = {_text(name): _tensor(folder, name, entry, places) for name, entry in entries.items()}
-        _check_overlap(chunk for tensor in tensors.values() if tensor is not None for chunk in tensor.chunks)
+        _check_places(chunk for tensor in tensors.values() if tensor is not None for chunk in tensor.chunks)
     except ValueError as error:
         raise ValueError(f"{path}: {error}. Copy the checkpoint again, from a source you trust.") from error
     return tensors
@@ -180,13 +180,18 @@ def _inside(folder: Path, relative: Any) -> Path:
     return folder / path
 
 
-def _check_overlap(chunks: Iterable[StoredChunk]) -> None:
-    """Tensors that share bytes would be larger together than the files."""
-    last: StoredChunk | None = None
+def _check_places(chunks: Iterable[StoredChunk]) -> None:
+    """Tensors that share bytes, or end after their file, would be larger together than the files."""
+    path, end, size = None, 0, 0
     for chunk in sorted(chunks, key=lambda each: (each.path, each.start)):
-        if last is not None and last.path == chunk.path and last.start + last.length > chunk.start:
+        if chunk.path != path:
+            path, end = chunk.path, 0
+            size = path.stat().st_size if path.is_file() else 0
+        if chunk.start < end:
             raise ValueError(f"two tensors share byte {chunk.start} of {chunk.path.name}")
-        last = chunk
+        end = chunk.start + chunk.length
+        if end > size:
+            raise ValueError(f"a tensor ends at byte {end} of {chunk.path.name}, which has {size} bytes")
 
 
 def _fields(record: Any, kind: str) -> Any:
