@@ -210,7 +210,7 @@ def listed_loops(agent: AgentConfig) -> dict[str, LoopSpec]:
     """The configured loops by name: entries of `agent_loop_config_path`, and the default loop if it is in a file."""
     specs = {} if agent.agent_loop_config_path is None else read_loop_file(agent.agent_loop_config_path)
     default = agent.default_agent_loop
-    if default not in specs and ":" in default:
+    if default not in specs and default not in AGENT_LOOPS and (":" in default or "." in default):
         specs[default] = LoopSpec(_read_path("actor_rollout_ref.rollout.agent.default_agent_loop", default))
     return specs
 
@@ -237,12 +237,17 @@ def read_loop_file(path: str) -> dict[str, LoopSpec]:
 
 
 def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
-    """The class of a loop and the keywords of its configuration entry. `name`: an entry of `listed`, a registered name,
-    or an import path (`pkg.module.Class`, `file.py:Class`)."""
+    """The class of a loop and the keywords of its configuration entry. `name`: an entry of `listed`, or registered.
+
+    Rows name loops, and data must not choose what is imported: import paths belong into the configuration.
+    """
     if name in listed:
         return imported_class(f"agent_name {name!r}", listed[name].path, AgentLoopBase), listed[name].keywords
     if name not in AGENT_LOOPS and ("." in name or ":" in name):
-        return imported_class("agent_name", name, AgentLoopBase), {}
+        raise ValueError(
+            f"agent_name: a row names the code {name!r}, which data cannot do. Give it a name in the file of "
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path."
+        )
     return AGENT_LOOPS.lookup(name), {}
 
 

@@ -36,12 +36,13 @@ def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Pat
         assert find_loop("mine_of_test_loop", {})[0] is Mine
     finally:
         del AGENT_LOOPS["mine_of_test_loop"]
-    assert find_loop("verl.agent.single_turn.SingleTurnAgentLoop", {})[0] is SingleTurnAgentLoop
+    path = "verl.agent.single_turn.SingleTurnAgentLoop"
+    agent = SimpleNamespace(agent_loop_config_path=None, default_agent_loop=path)
+    assert find_loop(path, listed_loops(agent))[0] is SingleTurnAgentLoop
     file = tmp_path / "own.py"
     file.write_text(
         "from verl.agent.single_turn import SingleTurnAgentLoop\nclass Own(SingleTurnAgentLoop):\n    pass\n"
     )
-    assert find_loop(f"{file}:Own", {})[0].__name__ == "Own"
     listing = tmp_path / "loops.yaml"
     listing.write_text(f"- name: listed\n  _target_: {file}:Own\n  depth: 3\n")
     cls, keywords = find_loop("listed", read_loop_file(str(listing)))
@@ -68,8 +69,9 @@ def test_the_function_that_a_gateway_agent_runs_travels_as_loops_do(tmp_path: Pa
 def test_a_name_that_is_no_loop_says_which_there_are(tmp_path: Path):
     with pytest.raises(ValueError, match=r"agent_name: 'single_turn' is not known\. Did you mean 'single_turn_agent'"):
         find_loop("single_turn", {})
+    agent = SimpleNamespace(agent_loop_config_path=None, default_agent_loop="verl.types.trajectory.Turn")
     with pytest.raises(ValueError, match="no subclass"):
-        find_loop("verl.types.trajectory.Turn", {})
+        find_loop("verl.types.trajectory.Turn", listed_loops(agent))
     bad = tmp_path / "loops.yaml"
     bad.write_text("- name: x\n")
     with pytest.raises(ValueError, match=r"entry 0 of .* has no name or no _target_"):
