@@ -15,7 +15,7 @@ from verl.model_merger.fsdp_shards import rank_files, shard_tensors
 from verl.model_merger.model_folder import folder_tensors
 from verl.model_merger.options import MergeOptions
 from verl.model_merger.stored import Stored
-from verl.models.loading import ModelKind
+from verl.models.loading import ModelKind, refuse_hub_kernels
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import MANIFEST, damaged_files, read_manifest
 from verl.workers.engine.common.same_model import ABOUT
@@ -113,6 +113,8 @@ def _config(beside: Path | None, about: Mapping[str, Any], options: MergeOptions
 
     if beside is not None:
         config = AutoConfig.from_pretrained(beside, trust_remote_code=options.trust_remote_code)
+        if not options.trust_remote_code:
+            refuse_hub_kernels(config, str(beside))
     elif about.get("config"):
         fields = dict(about["config"])
         config = type(AutoConfig.for_model(fields.pop("model_type"))).from_dict(fields)

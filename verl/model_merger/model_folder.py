@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from verl.model_merger.stored import FileTensor, Stored
+from verl.utils.torch_archive import dimensions
 from verl.workers.engine.common.safetensors_files import DTYPE_NAMES
 
+_MAX_HEADER = 100_000_000  # of the format
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -33,13 +37,26 @@ def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, St
 def _file_tensors(path: Path) -> dict[str, FileTensor]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        available = path.stat().st_size - 8 - size
         try:
+            if size > _MAX_HEADER or available < 0:
+                raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
-            begin = 8 + size
-            return {
-                name: FileTensor(path, begin + each["data_offsets"][0], tuple(each["shape"]), _DTYPES[each["dtype"]])
+            tensors = {
+                name: _tensor(path, 8 + size, available, each)
                 for name, each in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+            if sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values()) > available:
+                raise ValueError("its tensors are larger than the file")
+            return tensors
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: is no whole safetensors file ({error}).") from error
+
+
+def _tensor(path: Path, begin: int, available: int, entry: Any) -> FileTensor:
+    start, stop = dimensions(entry["data_offsets"])
+    shape, dtype = dimensions(entry["shape"]), _DTYPES[entry["dtype"]]
+    if not start <= stop <= available or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {list(shape)} has bytes {start} to {stop}")
+    return FileTensor(path, begin + start, shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from verl.models.heads import ValueModel
+from verl.utils.torch_archive import read_archive
 
 ModelKind: TypeAlias = Literal["causal_lm", "value", "sequence_classification"]
 _AUTO_CLASSES = {
@@ -30,6 +32,8 @@ def read_config(path: str, trust_remote_code: bool = False, override_config: Map
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not trust_remote_code:
+        refuse_hub_kernels(config, path)
     overrides = dict(override_config or {})
     switch_dropout_off(config, keep=overrides)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
@@ -68,6 +72,9 @@ def pretrained_model(
     A classifier that `learns` may begin without a head (as a causal LM): it starts at 0, where all texts score alike.
     """
     auto = _auto_class(kind)
+    for file in sorted(Path(path).glob("*.bin")):
+        if zipfile.is_zipfile(file):  # torch.load would inflate what is compressed, whatever its size
+            read_archive(file, lambda place: place, plain=True)
     model, found = auto.from_pretrained(
         path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
     )
@@ -93,6 +100,18 @@ def stored_head(path: str) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as tensors:
             head.update({name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith("score.")})
     return head
+
+
+def refuse_hub_kernels(config: Any, path: str) -> None:
+    """A config can name an attention or experts implementation `owner/kernel`, which transformers fetches and runs."""
+    for name in ("_attn_implementation", "_experts_implementation"):
+        for part in (config, config.get_text_config()):
+            value = getattr(part, name, None)
+            if isinstance(value, str) and "/" in value:
+                raise ValueError(
+                    f"{path}/config.json: {name.lstrip('_')} is {value!r}, code from a hub. Remove it, or set "
+                    "trust_remote_code=True if you trust the model."
+                )
 
 
 def _auto_class(kind: ModelKind) -> Any:

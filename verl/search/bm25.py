@@ -33,7 +33,10 @@ class BM25Index:
 
     def __init__(self, folder: Path) -> None:
         bm25s = library()
-        self._index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+        try:
+            self._index = bm25s.BM25.load(str(folder), mmap=True, allow_pickle=False, show_progress=False)
+        except ValueError as error:
+            raise ValueError(f"--index_path: {folder} is not an index of this program ({error}).") from error
         self._known = self._index.vocab_dict
         self.documents = int(self._index.scores["num_docs"])
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +48,10 @@ class Corpus:
         lines = cache / "corpora" / f"{seen}.npz"
         if not lines.is_file():
             _scan(self.path, lines)
-        with np.load(lines) as found:
-            self.digest, self._starts = str(found["digest"]), found["starts"]
+        try:
+            self.digest, self._starts = _read_lines(lines)
+        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{lines}: not a list of lines that was written here ({error}). Delete it.") from error
         with self.path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -91,6 +94,14 @@ def _scan(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as out:
         np.savez(out, starts=np.concatenate(portions).astype(np.int64), digest=np.str_(digest.hexdigest()))
+
+
+def _read_lines(file: Path) -> tuple[str, np.ndarray]:
+    """(digest, places) as `_scan` wrote them."""
+    with np.load(file, allow_pickle=False) as content:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in content.zip.infolist()):
+            raise ValueError("it is compressed")
+        return str(content["digest"]), content["starts"]
 
 
 def _parsed(line: bytes, path: Path, start: int, everything: mmap.mmap) -> Document:

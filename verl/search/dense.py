@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class Encoder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise ValueError("dense retrieval needs sentence-transformers. Run: pip install verl[search]") from error
-        self._model = SentenceTransformer(path, local_files_only=True)
+        _refuse_code(Path(path))
+        self._model = SentenceTransformer(path, local_files_only=True, trust_remote_code=False)
         name = (called or os.path.basename(os.path.abspath(path))).lower()
         query, passage = next((pair for word, pair in _PREFIXES.items() if word in name), ("", ""))
         own = {kind: text for kind, text in self._model.prompts.items() if text}
@@ -76,7 +78,7 @@ class DenseIndex:
         faiss = library()
         self._encoder, self._busy = encoder, threading.Lock()
         file = path if path.is_file() else path / _INDEX
-        self._index = faiss.read_index(str(file))
+        self._index = _read_index(faiss, file)
         self.documents = int(self._index.ntotal)
         if on_gpu:
             self._index = _on_gpus(faiss, self._index)
@@ -123,6 +125,47 @@ def library() -> Any:
     except ImportError as error:
         raise ValueError("retriever_name=dense needs the package faiss-cpu. Run: pip install verl[search]") from error
     return faiss
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raise ValueError where a folder of sentence-transformers names classes that are not the library's or torch's.
+
+    The library itself imports them in versions before 6, and modules beside the working directory are among them.
+    """
+    modules = folder / "modules.json"
+    listed = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
+    for module in listed:
+        names = {"type": str(module["type"])}
+        config = folder / os.path.normpath(str(module.get("path") or "")) / "config.json"
+        if config.is_file():
+            content = json.loads(config.read_text(encoding="utf-8"))
+            names |= {key: str(value) for key, value in content.items() if key.endswith("activation_function")}
+        foreign = [name for name in names.values() if not name.startswith(("sentence_transformers.", "torch.nn."))]
+        if foreign:
+            raise ValueError(f"--retriever_model: {folder} names the class {foreign[0]}, which may run any code.")
+
+
+def _read_index(faiss: Any, file: Path) -> Any:
+    """An index of faiss. A vector that it declares is no larger than the file."""
+    with _vectors_up_to(faiss, file.stat().st_size):
+        try:
+            return faiss.read_index(str(file), faiss.IO_FLAG_READ_ONLY)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--index_path: {file} is not an index of faiss ({reason}).") from error
+
+
+@contextmanager
+def _vectors_up_to(faiss: Any, limit: int) -> Iterator[None]:
+    if not hasattr(faiss, "set_deserialization_vector_byte_limit"):  # before 1.14
+        yield
+        return
+    usual = faiss.get_deserialization_vector_byte_limit()
+    faiss.set_deserialization_vector_byte_limit(limit)
+    try:
+        yield
+    finally:
+        faiss.set_deserialization_vector_byte_limit(usual)
 
 
 def _on_gpus(faiss: Any, index: Any) -> Any:

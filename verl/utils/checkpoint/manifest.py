@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
@@ -157,7 +157,7 @@ def decode_manifest(content: bytes) -> Manifest:
         own = fields.pop("crc32")
         if fields["format"] != _FORMAT or own != zlib.crc32(_canonical(fields)):
             raise ValueError("its checksum does not fit")
-        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        files = {_inside(name): FileRecord(**record) for name, record in fields["files"].items()}
         return Manifest(fields["step"], fields["serial"], files, tuple(fields.get("dropped", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST}: damaged ({error})") from error
@@ -276,6 +276,13 @@ def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> s
     except OSError as error:
         return f"{name}: unreadable ({error.strerror})"
     return None
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} is not inside the step")
+    return name
 
 
 def _is_in(name: str, part: str) -> bool:

@@ -58,7 +58,7 @@ def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
 
     try:
         found = datasets.load_dataset_builder(str(folder)).config.data_files or {}
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, RuntimeError) as error:  # RuntimeError: the folder has a script
         names = ", ".join(str(part.get("config_name")) for part in parts)
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -66,8 +66,17 @@ def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
         ) from error
     by_split: dict[str, list[Path]] = {}
     for name, files in found.items():
-        by_split.setdefault(_known_split(str(name)) or str(name), []).extend(map(Path, files))
+        paths = [_inside(folder, str(file)) for file in files]
+        by_split.setdefault(_known_split(str(name)) or str(name), []).extend(paths)
     return by_split
+
+
+def _inside(folder: Path, file: str) -> Path:
+    """A file that the card names, which must be one of the folder's."""
+    path = Path(os.path.normpath(file))
+    if not path.is_relative_to(os.path.normpath(folder.absolute())):
+        raise ValueError(f"{folder}: its card names {file}, outside of the folder. Name the files you mean.")
+    return path
 
 
 def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
