@@ -84,18 +84,18 @@ def test_functions_that_may_execute_code_are_used_where_it_is_listed() -> None:
 
 def test_no_call_allows_pickles_or_code_of_models() -> None:
     refused = {"allow_pickle": True, "trust_remote_code": True, "weights_only": False}
-    found = [
+    calls = [
         f"{file}:{node.value.lineno} {node.arg}"
         for file, tree in _files()
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg in refused
         if isinstance(node.value, ast.Constant) and node.value.value is refused[node.arg]
     ]
-    assert found == []
+    assert calls == []
 
 
 def test_caches_of_compiled_code_are_not_in_a_run_folder() -> None:
     """They are executable: torch and Triton keep them where the user's own settings say."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "load_cache_artifacts", "TORCH_COMPILE_CACHE")
-    found = [(file, name) for file, _ in _files() for name in names if name in (ROOT / file).read_text()]
-    assert found == []
+    calls = [(file, name) for file, _ in _files() for name in names if name in (ROOT / file).read_text()]
+    assert calls == []

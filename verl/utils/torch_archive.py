@@ -273,10 +273,10 @@ def _record_of(kind: Any, *args: Any) -> Any:
 
 
 def _record_with_state(make: Any, _: Any, args: Any, state: Any) -> Any:
-    made = make(*args)
-    if isinstance(made, Record):
-        made.__setstate__(state)
-    return made
+    value = make(*args)
+    if isinstance(value, Record):
+        value.__setstate__(state)
+    return value
 
 
 class _Part(io.RawIOBase):
