@@ -1,0 +1,1 @@
+"""Tasks, exploits and valid solutions for tests of code rewards."""
