@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from verl.utils.code_runner import CodeSettings
-from verl.utils.reward_score import code_driver
+from verl.utils.reward_score.code_bundle import program
 from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
 from verl.utils.reward_score.registry import register_score
 from verl.utils.sandbox import Limits, Result
@@ -49,27 +47,32 @@ def compute_score(
     """`score`: the share of the tests that pass; not `continuous`: 1 if all do, else 0. `acc`: whether all do.
 
     The tests of an answer share one run of the sandbox, of at most `settings.wall_s` seconds, each of them `timeout` at
-    most. Beside the score: `passed` and `tests` (how many), `outcome` (of the first that fails).
+    most. Beside the score: `passed` and `tests` (how many), `outcome` (of the first that fails), `forgeable` (1 if a
+    test had to be executed in the solution's own process, or where that process was not kept away from the test).
     """
     settings = settings or CodeSettings()
     tests = read_tests(ground_truth)
     found = extract_code(solution_str)
     if found is None:
-        return _told(0, len(tests), "no code", continuous)
+        return _result(0, len(tests), "no code", continuous)
     language, code = found
     outcomes: Iterable[Outcome]
     if language == "python":
         outcomes = _python_outcomes(_whole(code, ground_truth), tests, timeout, settings, continuous)
     else:
         outcomes = _other_outcomes(language, code, tests, timeout, settings)
+    outcomes = list(outcomes)
     verdicts = [_verdict(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
     failed = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
-    return _told(verdicts.count("passed"), len(tests), failed, continuous)
+    unprotected = any(outcome.get("protected") is False for outcome in outcomes)
+    forgeable = unprotected or any(test.forgeable for test in tests)
+    return _result(verdicts.count("passed"), len(tests), failed, continuous, forgeable)
 
 
-def _told(passed: int, tests: int, outcome: str, continuous: bool) -> dict[str, Any]:
+def _result(passed: int, tests: int, outcome: str, continuous: bool, forgeable: bool = False) -> dict[str, Any]:
     score = passed / tests if continuous else float(passed == tests)
-    return {"score": score, "acc": float(passed == tests), "passed": passed, "tests": tests, "outcome": outcome}
+    share = {"score": score, "acc": float(passed == tests), "passed": passed, "tests": tests}
+    return {**share, "outcome": outcome, "forgeable": int(forgeable)}
 
 
 def _verdict(test: Test, outcome: Outcome) -> str:
@@ -100,7 +103,7 @@ def _python_outcomes(
 ) -> Sequence[Outcome]:
     job = {
         "solution": code,
-        "tests": len(tests),
+        "kinds": [test.kind for test in tests],
         "timeout": timeout,
         "budget": max(0.1, settings.wall_s - _AROUND_SECONDS),
         "stop_at_failure": not continuous,
@@ -108,18 +111,14 @@ def _python_outcomes(
     blocks = [job, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
     limits = replace(settings.limits, output_bytes=_MOST_OUTPUT)
-    result = _ran(settings, _driver(), "python", stdin, limits)
+    # A server may have another Python, which does not read the compiled form.
+    result = _ran(settings, program(compiled=settings.url is None), "python", stdin, limits)
     told = list(_lines(result.stdout))[: len(tests)]
     if told and told[-1]["status"] == "syntax":
         return [told[-1]] * len(tests)
     # What is missing was not run: the run ended before, or there was nothing to gain any more.
     rest = {"status": result.status if result.status in _IN_WORDS else "not run"}
     return told + [rest] * (len(tests) - len(told))
-
-
-@functools.cache
-def _driver() -> str:
-    return Path(str(code_driver.__file__)).read_text()
 
 
 def _lines(stdout: str) -> Iterator[dict[str, Any]]:

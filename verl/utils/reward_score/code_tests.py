@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+from verl.utils.reward_score.code_analysis import Plan, plan
 
 # Names that datasets have for a list of assertions (MBPP: test_list).
 _ASSERTS = ("asserts", "test_list", "assert_case")
 _SETUP = ("test_imports", "test_setup_code")
 _TOLERANCE = 1e-6
-# Output beyond the expected that is still kept, so that a wrong answer can be told from a cut one.
-_SPARE_BYTES = 4096
+# Output limits are powers of two from here on: a solution that sees its limit learns little about the expected output.
+_LEAST_OUTPUT = 1 << 16
 Outcome = Mapping[str, Any]
 
 
 class Test(Protocol):
-    """One test, run as `blocks` of the driver say (`code_driver`)."""
+    """One test, run as `blocks` of the driver say (`code_driver`).
 
+    `forgeable`: a solution can make it pass, because it has to be executed in the solution's own process.
+    """
+
+    @property
+    def forgeable(self) -> bool: ...
+    @property
+    def kind(self) -> str: ...
     def blocks(self) -> list[dict[str, Any]]: ...
     def passed(self, outcome: Outcome) -> bool: ...
 
@@ -31,9 +41,11 @@ class StdinTest:
 
     stdin: str
     expected: str
+    kind = "stdin"
+    forgeable = False
 
     def blocks(self) -> list[dict[str, Any]]:
-        most = 2 * len(self.expected.encode()) + _SPARE_BYTES
+        most = _output_limit(2 * len(self.expected.encode()))
         return [{"kind": "stdin", "stdin": self.stdin, "most": most}]
 
     def passed(self, outcome: Outcome) -> bool:
@@ -47,9 +59,11 @@ class CallTest:
     name: str
     arguments: list[Any]
     expected: Any
+    kind = "call"
+    forgeable = False
 
     def blocks(self) -> list[dict[str, Any]]:
-        most = 4 * len(json.dumps(self.expected)) + _SPARE_BYTES
+        most = _output_limit(4 * len(json.dumps(self.expected)))
         return [{"kind": "call", "name": self.name, "arguments": self.arguments, "most": most}]
 
     def passed(self, outcome: Outcome) -> bool:
@@ -64,16 +78,35 @@ class CallTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """Statements that must not raise; `token` is told only by a process that got to their end."""
+    """Statements that must not raise. `token` proves that they were executed to their end.
+
+    A judge process executes them, away from the solution, where `plan` allows that.
+    """
 
     source: str
     token: str
+    plan: Plan
+
+    @property
+    def forgeable(self) -> bool:
+        return self.plan.reason is not None
+
+    @property
+    def kind(self) -> str:
+        return "assert" if self.forgeable else "judged"
 
     def blocks(self) -> list[dict[str, Any]]:
-        return [{"kind": "assert", "most": 64}, {"source": self.source, "token": self.token}]
+        statements = {"source": self.source, "token": self.token}
+        if self.forgeable:
+            return [{"kind": "assert", "most": 64}, statements]
+        return [{**statements, **asdict(self.plan)}]
 
     def passed(self, outcome: Outcome) -> bool:
-        return outcome["report"] == self.token
+        return bool(outcome["report"] == self.token)
+
+
+def _output_limit(expected: int) -> int:
+    return max(_LEAST_OUTPUT, 1 << (2 * expected).bit_length())
 
 
 def read_tests(ground_truth: Any) -> list[Test]:
@@ -93,7 +126,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
     if "inputs" in truth and "outputs" in truth:
         return _in_out(truth["inputs"], truth["outputs"], _name(truth))
     if "test" in truth and "entry_point" in truth:
-        return _asserts([f"{truth['test']}\ncheck({truth['entry_point']})"])
+        return [_humaneval(truth)]
     for name in _ASSERTS:
         if truth.get(name):
             return _asserts(truth[name], _setup(truth))
@@ -122,7 +155,18 @@ def _setup(truth: Mapping[str, Any]) -> str:
 
 
 def _asserts(statements: Iterable[str], setup: str = "") -> list[Test]:
-    return [AssertTest(f"{setup}\n{statement}", secrets.token_hex(16)) for statement in statements]
+    sources = [f"{setup}\n{statement}" for statement in statements]
+    return [AssertTest(source, secrets.token_hex(16), _plan(source, setup)) for source in sources]
+
+
+def _humaneval(truth: Mapping[str, Any]) -> Test:
+    entry_point = str(truth["entry_point"])
+    source = f"{truth['test']}\ncheck({entry_point})"
+    return AssertTest(source, secrets.token_hex(16), _plan(source, "", entry_point, str(truth.get("prompt") or "")))
+
+
+# A group of answers has the same tests.
+_plan = functools.lru_cache(maxsize=4096)(plan)
 
 
 def _in_out(inputs: Any, outputs: Any, name: str | None) -> list[Test]:

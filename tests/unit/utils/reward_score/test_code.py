@@ -32,12 +32,14 @@ def scored(program, truth=SUMS, **arguments):
 
 
 def test_a_right_program_scores_1():
-    assert scored(READ + "print(a + b)") == {"score": 1.0, "acc": 1.0, "passed": 4, "tests": 4, "outcome": "passed"}
+    result = {"score": 1.0, "acc": 1.0, "passed": 4, "tests": 4, "outcome": "passed", "forgeable": 0}
+    assert scored(READ + "print(a + b)") == result
 
 
 def test_a_half_right_program_gets_its_share_or_nothing():
     program = READ + "print(a * b if a != b else a + b)"
-    assert scored(program) == {"score": 0.5, "acc": 0.0, "passed": 2, "tests": 4, "outcome": "wrong answer"}
+    result = {"score": 0.5, "acc": 0.0, "passed": 2, "tests": 4, "outcome": "wrong answer", "forgeable": 0}
+    assert scored(program) == result
     assert scored(program, continuous=False)["score"] == 0.0
 
 
@@ -154,6 +156,7 @@ def test_assertions_are_tests_of_their_own():
         "passed": 1,
         "tests": 2,
         "outcome": "wrong answer",
+        "forgeable": 0,
     }
     assert scored("def f(x): return x + 1", ["assert f(1) == 2"])["score"] == 1.0
 

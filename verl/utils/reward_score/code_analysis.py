@@ -1,0 +1,343 @@
+"""Decide from the source of a test alone how it is executed: by a judge process, or beside the solution.
+
+A judge can execute a test that calls functions and methods of a solution and compares plain data. A test that needs
+the solution's own operators (`Point(1, 2) == Point(1, 2)`), or its frames, globals or imports, has to share an
+interpreter with it, where the solution can make any comparison succeed: such a test is forgeable. The solution has no
+influence on the decision.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from verl.utils.reward_score.code_driver import PRELUDE
+
+# Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
+_REACHING_NAMES = (
+    "globals locals vars eval exec compile __import__ inspect gc ctypes dis importlib builtins __builtins__ "
+    "pickle marshal shelve dill yaml mock patch monkeypatch threading multiprocessing concurrent asyncio "
+    "signal tracemalloc weakref sysconfig timeit runpy"
+)
+_REACHING = frozenset(_REACHING_NAMES.split())
+_ATTRIBUTE_NAMES = (
+    "_getframe modules settrace setprofile getrefcount setrecursionlimit stdin seed setstate environ chdir "
+    "__globals__ __code__ __closure__ __mro__ __bases__ __subclasses__ __defaults__ __kwdefaults__ __func__"
+)
+_REACHING_ATTRIBUTES = frozenset(_ATTRIBUTE_NAMES.split())
+_STANDARD = frozenset(sys.stdlib_module_names) | {"numpy", "pytest"}
+_ALIASES = {"np": "numpy"}
+_KNOWN_TYPES = {
+    name: f"{module}:{name}"
+    for module, names in {
+        "decimal": ["Decimal"],
+        "fractions": ["Fraction"],
+        "datetime": ["date", "datetime", "timedelta"],
+        "types": ["GeneratorType", "FunctionType"],
+        "io": ["StringIO"],
+    }.items()
+    for name in names
+}
+_COMPARING_NAMES = "sorted min max sum set frozenset hash dict Counter copy deepcopy abs round divmod pow"
+_COMPARING = frozenset(_COMPARING_NAMES.split())
+_CLASS = re.compile(r"_?[A-Z]\w*")
+_PLAIN_ATTRIBUTES = frozenset(
+    name for kind in (str, bytes, int, float, complex, list, tuple, dict, set, frozenset) for name in dir(kind)
+) | {"tolist", "all", "any", "shape", "dtype", "popleft", "appendleft", "most_common", "__name__", "__doc__"}
+_BUILTINS = frozenset(dir(builtins))
+
+
+def _prelude() -> tuple[frozenset[str], frozenset[str]]:
+    """Names that every test has, and those of them that are type hints only."""
+    names: set[str] = set()
+    hints: set[str] = set()
+    for node in ast.parse(PRELUDE).body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            hints |= set(importlib.import_module(str(node.module)).__all__)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+    return frozenset(names | hints), frozenset(hints - names)
+
+
+_PRELUDE, _TYPING = _prelude()
+
+
+@dataclass
+class Plan:
+    """How a judge executes a test. `reason`: why it cannot, if so."""
+
+    reason: str | None = None
+    names: list[str] = field(default_factory=list)
+    """Names that the solution has to provide."""
+    open: list[str] = field(default_factory=list)
+    """Those of them whose results the test uses as objects of a class."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """Modules, and types as `module:name`, that the test uses without importing them."""
+    definitions: str = ""
+    """Imports, functions and classes of the set-up code, which the solution may use."""
+    prompt: str = ""
+    """Functions that the task itself provides, which a solution cannot replace."""
+
+
+def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: str = "") -> Plan:
+    """The plan for `source`, which includes `setup`. `entry_point`, `prompt`: of a HumanEval task."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Plan()  # it fails in the judge as well
+    helpers = _definitions(prompt, without=entry_point)
+    found = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
+    return Plan(
+        reason=_reaching(tree) or found.problem(),
+        names=sorted(found.provided),
+        open=sorted(found.classes | found.opened),
+        modules=found.modules,
+        definitions=_text(_definitions(setup)),
+        prompt=_text(helpers),
+    )
+
+
+def _definitions(source: str, without: str | None = None) -> list[ast.stmt]:
+    """Imports, functions and classes at the top of a source; constants stay away, they may be expected values."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    return [node for node in body if isinstance(node, kinds) and getattr(node, "name", None) != without]
+
+
+def _text(statements: Sequence[ast.stmt]) -> str:
+    return "\n".join(map(ast.unparse, statements))
+
+
+def _reaching(tree: ast.AST) -> str | None:
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+            if isinstance(node.ctx, ast.Store) and node.id in _BUILTINS:
+                return f"it replaces {node.id}"
+        elif isinstance(node, ast.Attribute):
+            if node.attr in _REACHING_ATTRIBUTES:
+                return f"it uses {node.attr}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+            if isinstance(node, ast.ImportFrom):
+                names += str(node.module).split(".")
+            top = str(node.module or ".") if isinstance(node, ast.ImportFrom) else node.names[0].name
+            if top.split(".")[0] not in _STANDARD:
+                return f"it imports {top}"
+        elif isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Global):
+            return "it is asynchronous, or assigns globals"
+        elif isinstance(node, ast.ClassDef) and not any(_is_test_case(base) for base in node.bases):
+            return f"it defines the class {node.name}"
+        for name in names:
+            if name in _REACHING:
+                return f"it uses {name}"
+    return None
+
+
+def _is_test_case(base: ast.expr) -> bool:
+    return ast.unparse(base).endswith("TestCase")
+
+
+class _Names:
+    """Which names of a test belong to the solution, and which values of the test are objects of its classes."""
+
+    def __init__(self, tree: ast.Module, entry_point: str | None, helpers: set[str]) -> None:
+        self._tree = tree
+        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        defined = helpers | set(_bound(tree))
+        loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        free = [node for node in loaded if node.id not in defined]
+        self.modules = self._used_modules(free)
+        ours = {node.id for node in free} - set(self.modules)
+        called = {node.id for node in free if getattr(self._parents[node], "func", None) is node}
+        taken = _PRELUDE - (called & _TYPING)  # a class may be named as a type hint: `Container()`
+        self.provided = {name for name in ours if name not in _BUILTINS and name not in taken}
+        if entry_point is not None:
+            self.provided.add(entry_point)
+        elif not self.provided:  # a solution may be named as a builtin function: `assert sum(10, 15) == 6`
+            self.provided = self._innermost_calls(ours)
+        self._free = [node for node in free if node.id in self.provided]
+        self.classes = {name for name in self.provided if self._is_class(name)}
+        self._aliases = self._parameters(entry_point)
+        if entry_point in self.classes:
+            self.classes |= self._aliases
+        self._instances: set[str] = set()
+        self._find_instances()
+        self.opened = self._opened()
+
+    def problem(self) -> str | None:
+        """Why the values of this test cannot be compared as plain data."""
+        for node in ast.walk(self._tree):
+            operands = _operands(node)
+            if any(map(self._is_instance, operands)):
+                return f"it applies an operator to an object of a class: {ast.unparse(node)[:80]}"
+            if isinstance(node, ast.Compare) and sum(map(self._is_from_instance, operands)) > 1:
+                return f"it compares two values of a class: {ast.unparse(node)[:80]}"
+        for node in self._free:
+            parent = self._parents[node]
+            used = isinstance(
+                parent, ast.Call | ast.Attribute | ast.ExceptHandler | ast.keyword | ast.Tuple | ast.withitem
+            )
+            if not used and not isinstance(parent, ast.Assign | ast.FunctionDef):
+                return f"it takes the value of {node.id} from the solution"
+        return None
+
+    def _used_modules(self, free: list[ast.Name]) -> dict[str, str]:
+        modules = {}
+        others = {node.id for node in free if node.id not in _BUILTINS and node.id not in _PRELUDE}
+        for node in free:
+            parent = self._parents.get(node)
+            name, used = node.id, parent.attr if isinstance(parent, ast.Attribute) else None
+            if name in _KNOWN_TYPES and used not in _KNOWN_TYPES and len(others) > 1:
+                modules[name] = _KNOWN_TYPES[name]
+            elif used is not None and name not in _PRELUDE and (name in _STANDARD or name in _ALIASES):
+                modules[name] = _ALIASES.get(name, name)
+        return modules
+
+    def _innermost_calls(self, names: set[str]) -> set[str]:
+        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+        called = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+        inner = [call for call in called if not any(other in ast.walk(call) for other in called if other is not call)]
+        return {call.func.id for call in inner[:1] if isinstance(call.func, ast.Name)}
+
+    def _is_class(self, name: str) -> bool:
+        for node in self._free:
+            parent = self._parents[node]
+            if node.id == name and (
+                isinstance(parent, ast.ExceptHandler)
+                or (isinstance(parent, ast.Call) and parent.func is node and _CLASS.fullmatch(name))
+                or (isinstance(parent, ast.Attribute) and _CLASS.fullmatch(name))
+                or (isinstance(parent, ast.Call) and ast.unparse(parent.func) in ("isinstance", "issubclass"))
+            ):
+                return True
+        return bool(_CLASS.fullmatch(name)) and name.lower() != name and any(char.islower() for char in name)
+
+    def _parameters(self, entry_point: str | None) -> set[str]:
+        """The names under which functions of the test know the entry point."""
+        functions = {node.name: node for node in self._tree.body if isinstance(node, ast.FunctionDef)}
+        found = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+                for argument, parameter in zip(node.args, functions[node.func.id].args.args, strict=False):
+                    if isinstance(argument, ast.Name) and argument.id == entry_point:
+                        found.add(parameter.arg)
+        return found
+
+    def _find_instances(self) -> None:
+        """Find the variables that hold objects of the solution's classes, or containers of them."""
+        while True:
+            before = set(self._instances)
+            for targets, value in _assignments(self._tree):
+                if any(map(self._is_instance, _parts(value))):
+                    self._instances |= {node.id for node in ast.walk(targets) if isinstance(node, ast.Name)}
+            if self._instances == before:
+                return
+
+    def _is_instance(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in _COMPARING:
+                return False
+            return isinstance(node.func, ast.Name) and node.func.id in self.classes
+        if isinstance(node, ast.Attribute):
+            return isinstance(node.value, ast.Name) and node.value.id in self.classes
+        return isinstance(node, ast.Name) and (node.id in self._instances or node.id in self.classes)
+
+    def _is_from_instance(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+            if self._is_instance(node):
+                return True
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return self._is_instance(node)
+
+    def _opened(self) -> set[str]:
+        """Functions, and so classes in lower case, on whose results the test uses methods that plain values lack."""
+        made = {}
+        for targets, value in _assignments(self._tree):
+            if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                made[targets.id] = value.func.id
+        opened = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Attribute) and node.attr not in _PLAIN_ATTRIBUTES:
+                if isinstance(node.value, ast.Name):
+                    opened.add(made.get(node.value.id, node.value.id))
+                elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+                    opened.add(node.value.func.id)
+        return opened & self.provided
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """Names that a source binds itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield (alias.asname or alias.name).split(".")[0]
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                # `a, b = value` takes the items of a value, which are not objects of its class.
+                if isinstance(target, ast.Name | ast.Attribute) or isinstance(node.value, ast.Tuple | ast.List):
+                    yield target, node.value
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            yield node.target, node.value
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield node.target, node.iter
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield node.optional_vars, node.context_expr
+
+
+def _parts(value: ast.expr) -> Iterator[ast.expr]:
+    """A value, and what it contains if it is a display or a comprehension."""
+    yield value
+    if isinstance(value, ast.List | ast.Tuple | ast.Set):
+        for item in value.elts:
+            yield from _parts(item)
+    elif isinstance(value, ast.Dict):
+        for item in value.values:
+            yield from _parts(item)
+    elif isinstance(value, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+        yield from _parts(value.elt)
+    elif isinstance(value, ast.IfExp):
+        yield from (value.body, value.orelse)
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """Values that an operator, or a function that compares, is applied to."""
+    if isinstance(node, ast.Compare):
+        if all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
+            return []
+        return [part for operand in (node.left, *node.comparators) for part in _parts(operand)]
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign):
+        return [ast.Name(node.target.id) if isinstance(node.target, ast.Name) else node.target, node.value]
+    if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
+        return [node.operand]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+        name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        if name in _COMPARING and (isinstance(node.func, ast.Name) or name in ("copy", "deepcopy")):
+            return [part for argument in node.args for part in _parts(argument)]
+    if isinstance(node, ast.Dict):
+        return [key for key in node.keys if key is not None]
+    if isinstance(node, ast.Set):
+        return node.elts
+    return []

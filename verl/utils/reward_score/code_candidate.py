@@ -1,0 +1,235 @@
+"""The candidate process: executes a solution and calls its functions for a judge in another process.
+
+Nothing here is trusted by the judge. The solution shares this interpreter and may change all of it; what it cannot
+reach is the test, which stays in the judge. Standard library only: this file also runs inside the sandbox.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import io
+import sys
+from types import CodeType
+from typing import Any
+
+from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
+from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused
+
+# Special methods that a judge may use on an object of the candidate: none of them takes an operand to compare with.
+_SPECIAL_METHODS = (
+    "__call__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __bool__ __str__ __repr__ __int__ "
+    "__float__ __index__ __complex__ __bytes__ __enter__ __exit__ __reversed__"
+)
+FORWARDED = tuple(_SPECIAL_METHODS.split())
+STANDARD_MODULES = sys.stdlib_module_names | {"numpy"}
+_MAX_OUTPUT = 1 << 20
+_MISSING: Any = type("missing", (), {})()
+
+
+def serve_candidate(descriptor: int, protected: bool, solution: CodeType, names: dict[str, Any]) -> None:
+    """Execute `solution` in `names`, then serve the judge at `descriptor` until it closes the channel.
+
+    `protected`, sent before the solution runs: whether this process is unable to read the memory of the judge.
+    """
+    candidate = _Candidate(descriptor, names)
+    candidate.channel.send(["hello", protected])
+    try:
+        exec(solution, names)
+    except BaseException as error:  # noqa: BLE001 - reported to the judge
+        candidate.failure = error
+    try:
+        candidate.channel.serve_forever()
+    except (ChannelClosed, ProtocolError):
+        return
+
+
+class JudgeObject:
+    """An object of the judge that the candidate can hold and pass back."""
+
+    def __init__(self, number: int) -> None:
+        self._judge_number = number
+
+
+class JudgeFunction(JudgeObject):
+    """A function of the judge; a call runs there."""
+
+    def __init__(self, number: int, name: str, candidate: _Candidate) -> None:
+        super().__init__(number)
+        self.__name__ = self.__qualname__ = name
+        self._candidate = candidate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._candidate.call_judge(self._judge_number, args, kwargs)
+
+
+class _Candidate:
+    def __init__(self, descriptor: int, names: dict[str, Any]) -> None:
+        self.channel = Channel(descriptor, self._serve)
+        self.failure: BaseException | None = None
+        self._names = names
+        self._objects: list[Any] = []
+        self._ids: dict[int, int] = {}
+        self._judge_objects: dict[int, JudgeObject] = {}
+        self._output = io.BytesIO()
+        sys.stdout = io.TextIOWrapper(self._output, "utf-8", errors="replace", write_through=True)
+
+    # -- requests of the judge -----------------------------------------------------------------------------------
+
+    def _serve(self, operation: str, parts: list[Any]) -> list[Any]:
+        decoder = Decoder(self._import)
+        before: list[Any] = []
+        encoder: Encoder | None = None
+        try:
+            action, arguments = getattr(self, f"_on_{operation}"), [decoder.decode(part) for part in parts]
+            before = [value.copy() for value in decoder.containers]
+            value = action(*arguments)
+            encoder = Encoder(self._export, decoder.containers)
+            reply = ["value", encoder.encode(value)]
+        except (ChannelClosed, ProtocolError):
+            raise
+        except ValueRefused as error:
+            encoder = Encoder(self._export, decoder.containers)
+            reply = ["raise", self._exception(encoder, TypeError(f"the result cannot leave its process: {error}"))]
+        except BaseException as error:  # noqa: BLE001 - raised again in the judge
+            encoder = Encoder(self._export, decoder.containers)
+            reply = ["raise", self._exception(encoder, error)]
+        updates = [
+            [number, encoder.content(value)]
+            for number, (value, old) in enumerate(zip(decoder.containers, before, strict=False))
+            if _changed(value, old)
+        ]
+        return [*reply, updates, self._take_output()]
+
+    def _on_names(self, wanted: list[str], definitions: str) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        if definitions:
+            exec(compile(definitions, "setup.py", "exec"), self._names)
+        values = [self._names.get(name, _MISSING) for name in wanted]
+        return [_Object(value) if callable(value) else value for value in values]
+
+    def _on_call(self, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        value = target(*arguments, **keywords)
+        constructed = isinstance(target, type) and not _is_standard(target)
+        return _Object(value) if constructed and not isinstance(value, BaseException) else value
+
+    def _on_get(self, target: Any, name: str) -> Any:
+        return getattr(target, name)
+
+    def _on_set(self, target: Any, name: str, value: Any) -> None:
+        setattr(target, name, value)
+
+    def _on_delete(self, target: Any, name: str) -> None:
+        delattr(target, name)
+
+    def _on_special(self, target: Any, name: str, arguments: list[Any]) -> Any:
+        return getattr(type(target), name)(target, *arguments)
+
+    def _on_describe(self, kind: type) -> list[Any]:
+        special = [name for name in FORWARDED if getattr(kind, name, None) is not None]
+        return [kind.__name__, kind.__module__, list(map(_Base, kind.__bases__)), special]
+
+    # -- calls to the judge --------------------------------------------------------------------------------------
+
+    def call_judge(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        encoder = Encoder(self._export)
+        parts = [number, encoder.items(args), [[name, encoder.encode(value)] for name, value in kwargs.items()]]
+        outcome, node, *_ = self.channel.request("call", *parts, self._take_output())
+        value = Decoder(self._import).decode(node)
+        if outcome == "raise":
+            raise value
+        return value
+
+    # -- objects -------------------------------------------------------------------------------------------------
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._ids:
+            self._ids[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._ids[id(value)]
+
+    def _export(self, encoder: Encoder, value: Any) -> Any:
+        if value is _MISSING:
+            return ["missing"]
+        if isinstance(value, _Object):
+            return self._reference(value.value)
+        if isinstance(value, _Base):
+            return self._class(value.value)
+        if isinstance(value, JudgeObject):
+            return ["judge", value._judge_number]
+        if isinstance(value, BaseException):
+            return self._exception(encoder, value)
+        return self._reference(value)
+
+    def _reference(self, value: Any) -> list[Any]:
+        if isinstance(value, type):
+            return ["class", self._number(value)]
+        return ["object", self._number(value), self._number(type(value))]
+
+    def _class(self, kind: type) -> list[Any]:
+        if _is_standard(kind):
+            builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+            return ["standard", kind.__module__, kind.__name__, builtin]
+        return ["class", self._number(kind)]
+
+    def _exception(self, encoder: Encoder, error: BaseException) -> list[Any]:
+        name = self._class(type(error))
+        attributes = {key: value for key, value in vars(error).items() if not key.startswith("__")}
+        try:
+            return ["exception", name, encoder.encode(error.args), encoder.encode(attributes), str(error)[:10000]]
+        except Exception:  # noqa: BLE001 - a solution's exception may hold anything, also what cannot be written
+            return ["exception", name, ["tuple"], ["dict"], ""]
+
+    def _import(self, decoder: Decoder, node: list[Any]) -> Any:
+        if node[0] in ("class", "object"):
+            return self._objects[node[1]]
+        if node[0] == "judge":
+            number, name = node[1:]
+            if number not in self._judge_objects:
+                self._judge_objects[number] = JudgeObject(number) if name is None else JudgeFunction(number, name, self)
+            return self._judge_objects[number]
+        if node[0] == "standard":
+            return getattr(importlib.import_module(node[1]), node[2])
+        if node[0] == "exception":
+            return decoder.decode(node[1])(*decoder.decode(node[2]))
+        raise ProtocolError("not a value")
+
+    def _take_output(self) -> str:
+        if not self._output.tell():
+            return ""
+        text = self._output.getvalue()[:_MAX_OUTPUT].decode(errors="replace")
+        self._output.seek(0)
+        self._output.truncate()
+        return text
+
+
+def _is_standard(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in STANDARD_MODULES
+
+
+class _Object:
+    """A value that is sent as a reference even where it could be sent as data."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Base:
+    """A class that is sent by its name where it belongs to the standard library."""
+
+    def __init__(self, value: type) -> None:
+        self.value = value
+
+
+def _changed(value: Any, old: Any) -> bool:
+    """Whether a container holds other objects than before, or the same in another order."""
+    if isinstance(value, dict):
+        return not (_identical(value.keys(), old.keys()) and _identical(value.values(), old.values()))
+    if isinstance(value, list | collections.deque | set):
+        return not _identical(value, old)
+    return bytes(value) != bytes(old)
+
+
+def _identical(values: Any, old: Any) -> bool:
+    return len(values) == len(old) and all(one is other for one, other in zip(values, old, strict=True))

@@ -1,0 +1,143 @@
+"""Keep a candidate process away from the processes that judge it: their memory, descriptors and later tests.
+
+All of them have one user. Two kernel features separate them, either is enough: a process that is not dumpable, and a
+Landlock domain of the candidate's own, from inside of which no process outside can be traced or (ABI 6) signalled.
+`can_read` verifies the result. Standard library only: this file also runs inside the sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Iterable
+from typing import Any
+
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
+_LANDLOCK_VERSION = 1
+_MAKE_BLOCK_DEVICE = 1 << 11  # the one right that the domain takes away: no candidate has it anyway
+_SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
+_KILL_SECONDS = 5.0
+_PROBE = b"probe of the judge's memory"
+
+
+def _libc() -> Any:
+    try:
+        import ctypes
+
+        return ctypes.CDLL(None, use_errno=True)
+    except (ImportError, OSError):  # an interpreter without ctypes: `can_read` reports what that means
+        return None
+
+
+def protect() -> None:
+    """Make this process and its forks unreadable for processes of the same user; adopt orphans of the candidates."""
+    libc = _libc()
+    if libc is not None:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def confine(seconds: float) -> None:
+    """Called in the candidate's process before its solution: enter a Landlock domain, limit processor time."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    limit = int(2 * seconds) + 2  # for a sandbox that does not let its programs kill each other
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    libc = _libc()
+    if libc is None:
+        return
+    import ctypes
+
+    def syscall(*values: Any) -> int:
+        return int(libc.syscall(*(ctypes.c_long(value) if isinstance(value, int) else value for value in values)))
+
+    version = syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+    if version > 0:
+        size = 8 if version < 4 else 16 if version < 6 else 24
+        attributes = struct.pack("=QQQ", _MAKE_BLOCK_DEVICE, 0, _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS)[:size]
+        rules = syscall(_LANDLOCK_CREATE, attributes, size, 0)
+        if rules >= 0:
+            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            syscall(_LANDLOCK_RESTRICT, rules, 0)
+            os.close(rules)
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # the sandbox counts this process's memory
+
+
+def can_read(pids: Iterable[int]) -> bool:
+    """Whether this process can read the memory of any of these, its relatives by fork."""
+    return any(_opens_memory(pid) or _copies_memory(pid) for pid in pids)
+
+
+def _opens_memory(pid: int) -> bool:
+    try:
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+def _copies_memory(pid: int) -> bool:
+    libc = _libc()
+    if libc is None or not hasattr(libc, "process_vm_readv"):
+        return False
+    import ctypes
+
+    source = ctypes.c_char_p(_PROBE)  # at the same address in a relative
+    target = ctypes.create_string_buffer(len(_PROBE))
+    address = ctypes.cast(source, ctypes.c_void_p).value or 0
+    local = struct.pack("=QQ", ctypes.addressof(target), len(_PROBE))
+    remote = struct.pack("=QQ", address, len(_PROBE))
+    return int(libc.process_vm_readv(pid, local, ctypes.c_ulong(1), remote, ctypes.c_ulong(1), ctypes.c_ulong(0))) > 0
+
+
+def keep_descriptors(kept: Iterable[int]) -> None:
+    """Close every descriptor but these; 0, 1 and 2 become the null device where they are not kept."""
+    kept = sorted(set(kept))
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        if standard not in kept:
+            os.dup2(null, standard)
+    first = 3
+    for descriptor in [*(number for number in kept if number > 2), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(first, min(descriptor, 1 << 16))
+        first = descriptor + 1
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill these children, what they started and what was orphaned, and wait for them."""
+    targets = set(pids)
+    end = time.monotonic() + _KILL_SECONDS
+    while targets and time.monotonic() < end:
+        for pid in targets:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if not all([_killed(pid) for pid in targets]):
+            return
+        targets = _children()
+
+
+def _killed(pid: int) -> bool:
+    """Kill and reap a child; False where the sandbox does not let its programs kill each other."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except PermissionError:
+            return os.waitpid(pid, os.WNOHANG)[0] != 0
+        os.waitpid(pid, 0)
+    return True
+
+
+def _children() -> set[int]:
+    """Children of this process, adopted ones included; none where /proc is not to be seen."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
