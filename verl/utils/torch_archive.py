@@ -231,8 +231,9 @@ def plain_types() -> Known:
 
 
 def _place(path: Path, storage: _Storage, offset: Any, shape: Any, stride: Any, dtype: torch.dtype) -> TensorPlace:
-    (first,) = dimensions((offset,))
-    place = TensorPlace(path, storage.position, storage.nbytes, first, dimensions(shape), dimensions(stride), dtype)
+    sizes = dimensions(shape)
+    first = dimensions((offset,))[0] if math.prod(sizes) else 0  # an empty slice may begin after its storage
+    place = TensorPlace(path, storage.position, storage.nbytes, first, sizes, dimensions(stride), dtype)
     if len(place.shape) != len(place.stride):
         raise ValueError(f"a tensor of {len(place.shape)} dimensions has {len(place.stride)} strides")
     if max(place.numel, first + place.span) * dtype.itemsize > storage.nbytes:

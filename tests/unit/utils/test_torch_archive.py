@@ -35,7 +35,13 @@ def test_values_come_back_the_same(mapped: bool, tmp_path: Path) -> None:
     base = torch.arange(24.0)
     value = {
         "dtypes": [torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES],
-        "views": [base.view(4, 6).T, base[3:7], base.view(2, 3, 4).permute(2, 0, 1)[1:], torch.empty(0, 3)],
+        "views": [
+            base.view(4, 6).T,
+            base[3:7],
+            base.view(2, 3, 4).permute(2, 0, 1)[1:],
+            torch.empty(0, 3),
+            torch.empty(0, 2)[:, 1:],
+        ],
         "scalar": torch.tensor(1.5),
         "parameter": torch.nn.Parameter(torch.ones(2)).data,
         "plain": [1, -(2**40), 2**200, 1.5, True, None, "text", b"bytes", (1, (2,)), {"a": []}],

@@ -92,9 +92,14 @@ class TensorsOnlyReader(dcp.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
+        self._failure: ValueError | OSError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors = read_folder(self._folder)
+        try:
+            tensors = read_folder(self._folder)
+        except (ValueError, OSError) as error:
+            # torch drops what is raised here, in some versions without a trace; set_up_storage_reader comes next.
+            self._failure, tensors = error, {}
         chunks = {
             MetadataIndex(name, chunk.offsets): chunk
             for name, tensor in tensors.items()
@@ -102,6 +107,11 @@ class TensorsOnlyReader(dcp.FileSystemReader):
         }
         entries = {name: _torch_entry(tensor) for name, tensor in tensors.items()}
         return Metadata(entries, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         for item in plan.items:
