@@ -95,7 +95,7 @@ class TextWorkers:
 
     async def _result(self, future: Future[Any]) -> Any:
         try:
-            return await asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.wrap_future(future)
         except TaskTimeout as error:
             raise TextWorkLimit(f"could not be read in {self.seconds:g} s") from error
         except (MemoryError, ProcessDied) as error:
