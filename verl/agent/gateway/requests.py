@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.agent.gateway.anthropic_api import as_openai
+from verl.agent.gateway.anthropic_requests import as_openai
 from verl.agent.gateway.tree import digests_of, scope_of
 from verl.inference.serving.fields import ApiError, HeavyRequest, read_json
 from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, brings_program, check_grammar, read_chat
