@@ -10,7 +10,8 @@ from typing import Any
 
 from tests.support.tiny import tiny_tokenizer
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.sessions import Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
 from verl.utils.http_server.server import Limits, LocalServer
@@ -82,23 +83,34 @@ class RunningGateway:
         self.model, self.sessions, self.address = model, sessions, address
 
     def base_url(self, name: str) -> str:
-        return f"{self.address}/sessions/{name}"
+        """As agents receive it in training: it contains the secret of the session."""
+        return f"{self.address}/sessions/{name}~secret-of-{name}"
 
 
 @contextlib.contextmanager
 def running_gateway(
-    answer: Callable[[int], str], max_model_len: int = 4096, pace_s: float = 0.0, ping_s: float = 10.0, **session: Any
+    answer: Callable[[int], str],
+    max_model_len: int = 4096,
+    pace_s: float = 0.0,
+    ping_s: float = 10.0,
+    api_key: str | None = None,
+    max_sessions: int | None = None,
+    template: str = TEMPLATE,
+    text_seconds: float = 10.0,
+    **session: Any,
 ) -> Iterator[RunningGateway]:
-    """Sessions are opened by the first request to them."""
+    """Sessions are created by the first request that generates."""
     scripted = ScriptedModel(answer, pace_s)
     tokenizer = scripted.tokenizer
+    tokenizer._own.chat_template = template
     facts = ModelFacts(("tiny",), max_model_len, 264, frozenset({END}), 1, False, 16)
-    model = Model(facts, tokenizer, get_parser("hermes"))
-    sessions = Sessions(lambda name: Session(name, scripted.generate, **session))
+    model = Model(facts, tokenizer, get_parser("hermes"), seconds=text_seconds)
+    sessions = Sessions(lambda name: Session(name, scripted.generate, **session), max_sessions)
+    app = GatewayApp(sessions, model, ping_s=ping_s, api_key=api_key)
     started, address, loop, stop = threading.Event(), [""], asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with LocalServer(GatewayApp(sessions, model, ping_s=ping_s), "a test", Limits()) as address[0]:
+        async with LocalServer(app, "a test", Limits()) as address[0]:
             started.set()
             await stop.wait()
 

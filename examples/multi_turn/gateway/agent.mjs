@@ -1,5 +1,7 @@
-// The guessing game against an HTTP address: node agent.mjs <base url that ends in /sessions/...> <secret>
-const [base, secret] = process.argv.slice(2);
+// The guessing game against an HTTP address: BASE_URL=<base_url of run_agent> node agent.mjs <secret number>
+// The base URL gives access to the conversation: other users of the machine can read arguments, but not the environment.
+const base = process.env.BASE_URL;
+const [secret] = process.argv.slice(2);
 const post = async (path, body) => {
   const answer = await fetch(base + path, {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),

@@ -7,6 +7,7 @@ who halves what is left always finds it.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ async def run_node(
 ) -> None:
     """The same game in JavaScript, in a process of its own, which posts its reward itself."""
     secret = metadata["reward_model"]["ground_truth"]
-    process = await asyncio.create_subprocess_exec("node", str(Path(program)), base_url, secret)
+    environment = {**os.environ, "BASE_URL": base_url}
+    process = await asyncio.create_subprocess_exec("node", str(Path(program)), secret, env=environment)
     try:
         if await process.wait():
             raise RuntimeError(f"{program} ended with exit code {process.returncode}")

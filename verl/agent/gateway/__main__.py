@@ -1,7 +1,8 @@
 """`python -m verl.agent.gateway --model PATH`: the gateway on the embedded engine, to try an agent outside of training.
 
-Agents talk to http://127.0.0.1:8002/sessions/<any name of theirs>, by the OpenAI or the Anthropic API. DELETE ends a
-session and writes it to --out as a line of JSON; so does the end of the program for those that are open.
+Agents use http://127.0.0.1:8002/sessions/<name> with the OpenAI or the Anthropic API and an API key of their own, which
+is the secret of the session. A session that is deleted, idle for too long or open when the program ends is written to
+--out as a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,57 +19,89 @@ from pathlib import Path
 import uvicorn
 
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.sessions import Sessions
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import Served, ServedModel, add_model_options
 from verl.types.request import Output, Request
-from verl.utils.http_server.server import Limits, bind_socket, create_server, warn_if_public
+from verl.utils.http_server.server import (
+    Limits,
+    add_server_options,
+    bind_socket,
+    create_server,
+    positive,
+    warn_if_public,
+)
 from verl.utils.logging_setup import setup_logging
 from verl.utils.tool_calls import get_parser
 
 __all__ = ["main"]
 
 DEFAULT_PORT = 8002
+_IDLE_CHECK_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
+    """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
     try:
-        with bind_socket(options.host, options.port) as taken:
-            warn_if_public(taken, "Leave out --host.")
-            parser = get_parser(options.format)
-            with (
-                ServedModel(options).loaded(max_answers=1, client_templates=False) as served,
-                contextlib.closing(Model(served.facts, served.tokenizer, parser)) as model,
-            ):
-                model.start_workers()
-                gateway = _Gateway(served, model, options.out)
-                server = create_server(gateway.app, served.what, Limits(), "/sessions/<id>")
-                asyncio.run(gateway.serve(server, [taken]))
+        _serve(options)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2
     return 0
 
 
+def _serve(options: argparse.Namespace) -> None:
+    with bind_socket(options.host, options.port) as bound:
+        if options.api_key is None:
+            warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
+        parser = get_parser(options.format)
+        with contextlib.ExitStack() as stack:
+            served = stack.enter_context(ServedModel(options).loaded(max_answers=1, client_templates=False))
+            model = stack.enter_context(contextlib.closing(Model(served.facts, served.tokenizer, parser)))
+            model.start_workers()
+            gateway, limits = _Gateway(served, model, options), Limits(connections=options.max_connections)
+            asyncio.run(gateway.serve(create_server(gateway.app, served.what, limits, "/sessions/<name>"), bound))
+
+
 class _Gateway:
-    """Sessions that clients name themselves."""
+    """Sessions that clients name themselves, with limits on their number, size and idle time."""
 
-    def __init__(self, served: Served, model: Model, out: Path | None) -> None:
-        self._served, self._out = served, out
-        self._sessions = Sessions(lambda name: Session(name, self._generate))
-        self.app = GatewayApp(self._sessions, model, self._write)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.touch()
+    def __init__(self, served: Served, model: Model, options: argparse.Namespace) -> None:
+        self._served, self._out, self._idle_s = served, options.out, 60.0 * options.session_idle_minutes
+        limits = {"max_turns": options.max_session_turns, "max_bytes": options.max_session_mb * 2**20}
+        self._sessions = Sessions(lambda name: Session(name, self._generate, **limits), options.max_sessions)
+        self.app = GatewayApp(
+            self._sessions,
+            model,
+            self._write,
+            max_body_bytes=options.max_body_mb * 2**20,
+            api_key=options.api_key,
+        )
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.touch()
 
-    async def serve(self, server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        """Until a signal comes."""
-        await server.serve(sockets)
-        for name in self._sessions.names:
-            await self._write(await self._sessions.close(name))
+    async def serve(self, server: uvicorn.Server, bound: socket.socket) -> None:
+        """Serve until a signal; then close all sessions."""
+        closing_idle = asyncio.create_task(self._close_idle())
+        try:
+            await server.serve([bound])
+        finally:
+            closing_idle.cancel()
+        await self._close(self._sessions.all())
+
+    async def _close_idle(self) -> None:
+        while True:
+            await asyncio.sleep(min(_IDLE_CHECK_S, self._idle_s))
+            await self._close(self._sessions.idle(self._idle_s))
+
+    async def _close(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            await self._sessions.close(session)
+            await self._write(session)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
         self._served.check(request)
@@ -84,10 +117,19 @@ class _Gateway:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verl.agent.gateway", description=(__doc__ or "").split("\n")[0])
-    add_model_options(parser, DEFAULT_PORT)
-    parser.add_argument("--format", default="hermes", help="how the model writes calls of tools (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, help="file to which sessions are appended when they end, a line of JSON each"
+    add_model_options(parser)
+    add_server_options(parser, DEFAULT_PORT, max_body_mb=64)
+    add = parser.add_argument
+    add("--format", default="hermes", help="format in which the model writes tool calls (default: %(default)s)")
+    add("--out", type=Path, help="file to which sessions are appended when they end, a line of JSON each")
+    add("--max-sessions", type=positive, default=256, help="open sessions (default: %(default)s)")
+    add("--max-session-mb", type=positive, default=32, help="messages and tokens of a session (default: %(default)s)")
+    add("--max-session-turns", type=positive, default=1000, help="responses of a session (default: %(default)s)")
+    add(
+        "--session-idle-minutes",
+        type=positive,
+        default=60,
+        help="time without a request after which a session ends (default: %(default)s)",
     )
     return parser
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
+import secrets
+import traceback
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from verl.agent.gateway.app import GatewayApp
+from verl.agent.gateway.app import MAX_REWARD, GatewayApp
 from verl.agent.gateway.run_agent import load_agent, start_agent
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.sessions import Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
+from verl.utils.exceptions import RemoteTraceback
 from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.import_utils import ImportPath
 from verl.utils.text_workers import longest_token
 from verl.utils.tool_calls import get_parser
 from verl.workers.rollout.call_record import current
 
-__all__ = ["GatewayAgentLoop", "outputs_of"]
+__all__ = ["GatewayAgentLoop", "failure_of", "outputs_of"]
 
 # Agents of this worker keep connections open while they run tools.
 _HTTP_LIMITS = Limits(connections=8192, idle_seconds=600, grace_seconds=1)
@@ -84,7 +89,7 @@ class GatewayAgentLoop(AgentLoopBase):
             waiting = asyncio.wrap_future(future)
             try:
                 await asyncio.wait({waiting}, timeout=self._timeout)
-                died = self._death(waiting)
+                died = self._death(waiting, base_url)
             finally:
                 waiting.cancel()
         if died is not None and session.reward_info is None:
@@ -98,16 +103,12 @@ class GatewayAgentLoop(AgentLoopBase):
         _note(outputs, session, info, died)
         return outputs
 
-    def _death(self, agent: asyncio.Future[Any]) -> TrajectoryFailed | None:
-        """Why an agent that was waited for came to no end of its own; None: it did."""
+    def _death(self, agent: asyncio.Future[Any], base_url: str) -> TrajectoryFailed | None:
+        """Why the agent failed, without the secret of its session; None: it returned."""
         if not agent.done():
             return TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
         error = asyncio.CancelledError("it cancelled itself") if agent.cancelled() else agent.exception()
-        if error is None:
-            return None
-        died = TrajectoryFailed(f"run_agent raised {type(error).__name__}: {error}", "exception")
-        died.__cause__ = error
-        return died
+        return None if error is None else failure_of(error, base_url)
 
     def _generator(self, sampling_params: Mapping[str, Any]) -> Any:
         """Asks the worker's engines in the name of this trajectory, whoever's task it is."""
@@ -129,6 +130,15 @@ class GatewayAgentLoop(AgentLoopBase):
             yield Output(told.token_ids, told.log_probs, told.extra_fields["versions"], reason, told.log_probs)
 
         return generate
+
+
+def failure_of(error: BaseException, base_url: str) -> TrajectoryFailed:
+    """The error of a run_agent function without the secret of its session: HTTP clients put URLs into messages."""
+    secret, trace = base_url.rpartition("~")[2], "".join(traceback.format_exception(error))
+    message = f"run_agent raised {type(error).__name__}: {error}".replace(secret, "<secret>")
+    failed = TrajectoryFailed(message, "exception")
+    failed.__cause__ = RemoteTraceback(trace.replace(secret, "<secret>")) if secret in trace else error
+    return failed
 
 
 def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
@@ -180,7 +190,21 @@ def _note(
     outputs[0].metrics = AgentLoopMetrics(failures={kind: count for kind, count in failures.items() if count})
     outputs[-1].extra_fields["reward_info"] = None if info is None else dict(info)
     reward = None if info is None else info.get("reward")
-    outputs[-1].reward_score = None if reward is None else float(reward)
+    outputs[-1].reward_score = None if reward is None else _checked_reward(reward)
+
+
+def _checked_reward(reward: Any) -> float:
+    """The reward as a number. Other numbers would make the advantages of the whole group not finite."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not abs(value) <= MAX_REWARD:
+        raise TrajectoryFailed(
+            f"the agent's reward is {reward!r:.200}. It must be a number from {-MAX_REWARD:g} to {MAX_REWARD:g}.",
+            "exception",
+        )
+    return value
 
 
 # ---------------------------------------------------------------- one server for all sessions of a worker
@@ -197,18 +221,19 @@ class _Gateway:
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncGenerator[str, None]:
-        """The address of a session, which is open until this is left."""
-        self._sessions.open(session)
+        """The URL of a session, which is open until this is left. It contains a secret that no other agent knows."""
+        secret = secrets.token_urlsafe(32)
+        self._sessions.add(session, secret)
         if self._stack is None:
             self._stack = AsyncExitStack()
             app = GatewayApp(self._sessions, self._model)
             self._address = await self._stack.enter_async_context(LocalServer(app, "agents", _HTTP_LIMITS))
         try:
-            yield f"{self._address}/sessions/{session.name}"
+            yield f"{self._address}/sessions/{session.name}~{secret}"
         finally:
-            await self._sessions.close(session.name)
-            if not self._sessions.names and self._stack is not None:
-                # Nobody waits for it: connections that agents left open take a moment.
+            await self._sessions.close(session)
+            if not self._sessions and self._stack is not None:
+                # In the background: connections that agents left open take a moment.
                 task = asyncio.create_task(self._stack.aclose())
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)

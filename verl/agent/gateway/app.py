@@ -1,39 +1,69 @@
-"""The gateway's HTTP API as an ASGI app: below /sessions/<id> the OpenAI and the Anthropic API, rewards, the record."""
+"""The gateway's HTTP API as an ASGI app: the OpenAI and the Anthropic API of sessions, rewards, recorded state."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.anthropic_api import AnthropicReplies, error_content
+from verl.agent.gateway.anthropic_api import AnthropicReplies, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.sessions import Sessions
 from verl.inference.serving import openai_replies
-from verl.inference.serving.fields import ApiError, read_json
+from verl.inference.serving.api_errors import ApiError, openai_error
 from verl.inference.serving.openai_replies import Part
 from verl.inference.serving.openai_requests import CHAT, Ask
-from verl.utils.http_server.asgi import JSON, Gone, Receive, Response, Send, headers_of, read_body, while_there
+from verl.utils.http_server.app import HttpError, create_app, json_response
+from verl.utils.http_server.json_body import RequestModel, parse_json, validate_model
 
-__all__ = ["GatewayApp"]
+__all__ = ["MAX_REWARD", "GatewayApp"]
 
-_EVENTS = b"text/event-stream"
-_MAX_BODY = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
+MAX_REWARD = 1e9
+_MAX_REWARD_INFO_BYTES = 64 * 2**10
+_MAX_REWARD_INFO_DEPTH = 32
 _PING_S = 10.0
-"""A stream without news says so this often: some clients and proxies give up on silence."""
+"""Interval of pings in a stream without events: some clients and proxies close silent connections."""
+_SECRET = "session_secret"
+"""Key of the scope."""
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class RewardInfo(RequestModel):
+    """Stored in the trajectory as it was sent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
+
+
+class RewardRequest(RequestModel):
+    """`POST /sessions/<name>/reward_info`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    reward_info: RewardInfo
+
+
 class GatewayApp:
-    """Answers the requests of sessions. What is told whole is in the session's tree, token for token."""
+    """Responses that a client received completely are in the tree of its session, token for token.
+
+    A request belongs to the session of its name and its secret: the path's `/sessions/<name>~<secret>`, or without one
+    the API key that the client sends (if the server itself has no `api_key`).
+    """
 
     def __init__(
         self,
@@ -41,107 +71,161 @@ class GatewayApp:
         model: Model,
         on_close: Callable[[Session], Awaitable[None]] | None = None,
         ping_s: float = _PING_S,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        api_key: str | None = None,
     ) -> None:
-        """`on_close` gets a session that its client has ended."""
+        """`on_close` is called with a session that its client has deleted."""
         self._sessions, self._model, self._on_close, self._ping_s = sessions, model, on_close, ping_s
+        self._keys_are_secrets = api_key is None
         self._since = int(time.time())
+        path = "/sessions/{name}"
+        routes = [
+            Route(path + CHAT, self._generate, methods=["POST"]),
+            Route(path + MESSAGES, self._generate, methods=["POST"]),
+            Route(path + "/reward_info", self._set_reward, methods=["POST"]),
+            Route(path, self._state, methods=["GET"]),
+            Route(path, self._delete, methods=["DELETE"]),
+            Route(path + "/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        self._app = create_app(
+            routes, health=self._health, max_body_bytes=max_body_bytes, api_key=api_key, error_content=_error_content
+        )
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        path, response = scope["path"].rstrip("/"), Response(send)
-        try:
-            await self._route(scope["method"], path, headers_of(scope), receive, response)
-        except Gone:
-            return
-        except asyncio.CancelledError:
-            logger.info("a request was cut off: the server stops")
-        except Exception as error:
-            refusal = error
-            if not isinstance(error, ApiError):
-                logger.exception("%s %s failed", scope["method"], path)
-                refusal = ApiError(f"the gateway failed: {error}", status=500)
-            if response.begun:
-                raise
-            assert isinstance(refusal, ApiError)
-            content = error_content(refusal) if path.endswith(MESSAGES) else refusal.content
-            await response.whole(refusal.status, content)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Paths are logged and part of error messages: handlers get the secret separately.
+        public, _, rest = scope["path"].partition("~")
+        secret, slash, rest = rest.partition("/")
+        path = public + slash + rest
+        await self._app({**scope, "path": path, "raw_path": path.encode(), _SECRET: secret}, receive, send)
 
-    async def _route(
-        self, method: str, path: str, headers: dict[str, str], receive: Receive, response: Response
-    ) -> None:
-        _, root, name, rest = ([*path.split("/", 3), "", "", ""])[:4]
-        if root != "sessions" or not name:
-            rest, name = path.removeprefix("/"), ""
-        match method, name, f"/{rest}".rstrip("/"):
-            case "GET", "", "/health":
-                await response.whole(200, {"status": "ok", "sessions": len(self._sessions.names)})
-            case "GET", _, "/v1/models":
-                await response.whole(200, {"object": "list", "data": [self._entry()]})
-            case "POST", name, "/v1/chat/completions" | "/v1/messages" as api if name:
-                session, body = self._sessions.find(name), await _body(headers, receive)
-                ended = ApiError(f"session {name!r} has ended.", status=410, code="no_session")
-                if session.closed:  # while the body came
-                    raise ended
-                try:
-                    await while_there(self._generate(session, api, body, response), receive)
-                except Gone:
-                    if session.closed and not response.begun:
-                        raise ended from None
-                    raise
-            case "POST", name, "/reward_info" if name:
-                session = self._sessions.find(name)
-                session.reward_info = _reward_info(read_json(await _body(headers, receive)))
-                await response.whole(200, {"status": "ok"})
-            case "GET", name, "" if name:
-                await response.whole(200, self._sessions.find(name).state())
-            case "DELETE", name, "" if name:
-                session = await self._sessions.close(name)
-                if self._on_close is not None:
-                    await self._on_close(session)
-                await response.whole(200, session.state())
-            case _:
-                raise ApiError(
-                    f"there is no {method} {path}. There are POST /sessions/<id>{CHAT}, POST /sessions/<id>{MESSAGES},"
-                    " POST /sessions/<id>/reward_info, GET and DELETE /sessions/<id>, GET /v1/models, GET /health.",
-                    status=404,
-                )
+    def _health(self) -> Mapping[str, Any]:
+        return {"status": "ok", "sessions": len(self._sessions)}
 
-    def _entry(self) -> dict[str, Any]:
-        return {"id": self._model.facts.names[0], "object": "model", "created": self._since, "owned_by": "verl"}
+    async def _models(self, _request: Request) -> Response:
+        entry = {"id": self._model.facts.names[0], "object": "model", "created": self._since, "owned_by": "verl"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    def _access(self, request: Request) -> tuple[str, str]:
+        """The name and the secret of the request's session."""
+        headers, secret = request.headers, str(request.scope[_SECRET])
+        if not secret and self._keys_are_secrets:
+            secret = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2].strip()
+        if not secret:
+            how = "Send an API key, or use" if self._keys_are_secrets else "Use"
+            raise ApiError(f"a session needs a secret. {how} the path /sessions/<name>~<secret>.", status=401)
+        return request.path_params["name"], secret
+
+    async def _state(self, request: Request) -> Response:
+        return await _state_response(self._sessions.get(*self._access(request)))
+
+    async def _delete(self, request: Request) -> Response:
+        session = self._sessions.get(*self._access(request))
+        await self._sessions.close(session)
+        if self._on_close is not None:
+            await self._on_close(session)
+        return await _state_response(session)
+
+    async def _set_reward(self, request: Request) -> Response:
+        session, body = self._sessions.get(*self._access(request)), await request.body()
+        if len(body) > _MAX_REWARD_INFO_BYTES:
+            raise ApiError(f"reward_info: may have {_MAX_REWARD_INFO_BYTES} bytes.", "reward_info", 413)
+        content = parse_json(body)
+        validate_model(RewardRequest, content, status=400)
+        if _depth(content["reward_info"]) > _MAX_REWARD_INFO_DEPTH:
+            raise ApiError(f"reward_info: may be nested {_MAX_REWARD_INFO_DEPTH} levels.", "reward_info")
+        session.reward_info = content["reward_info"]
+        return JSONResponse({"status": "ok"})
 
     # ---------------------------------------------------------------- generating
 
-    async def _generate(self, session: Session, api: str, body: bytes, response: Response) -> None:
-        model = self._model
-        asked = await model.read(api, body)
-        place, chat = await session.place(asked, model), asked.chat
-        ask = replace(chat.ask, prompts=[place.prompt_ids])
-        answer = Answer(chat, asked.reads_calls, model.parser, model.tokenizer, model.ends(chat))
-        replies = (AnthropicReplies if api == MESSAGES else OpenAIReplies)(ask, answer, model.tokenizer)
-        (request,) = ask.requests(model.facts.max_model_len)
-        parts = session.answer(place, request, answer)
-        with session.under_way():
-            async with contextlib.aclosing(parts):
-                await (self._stream if ask.stream else self._whole)(parts, replies, response)
+    async def _generate(self, request: Request) -> Response:
+        api = MESSAGES if request.scope["path"].endswith(MESSAGES) else CHAT
+        with self._sessions.use(*self._access(request)) as session:
+            model = self._model
+            parsed = await model.read(api, await request.body())
+            place, chat = await session.place(parsed, model), parsed.chat
+            ask = replace(chat.ask, prompts=[place.prompt_ids])
+            answer = Answer(chat, parsed.reads_calls, model.parser, model.tokenizer, model.ends(chat))
+            replies = (AnthropicReplies if api == MESSAGES else OpenAIReplies)(ask, answer, model.tokenizer)
+            (engine_request,) = ask.requests(model.facts.max_model_len)
+            parts = session.answer(place, engine_request, answer)
+            if not ask.stream:
+                return await _complete(parts, replies)
+        return EventStream(self._events(session, parts, replies))
 
-    async def _whole(self, parts: AsyncIterator[Part], replies: Replies, response: Response) -> None:
-        told = Part(0)
-        async for part in parts:
-            told = Part(0, told.text + part.text, told.tokens + part.tokens, part.calls, 0, part.finish_reason)
-        await response.piece(replies.whole(told), JSON)
-        await response.end()
-
-    async def _stream(self, parts: AsyncIterator[Part], replies: Replies, response: Response) -> None:
-        await response.piece(replies.begin(), _EVENTS)
+    async def _events(
+        self, session: Session, parts: AsyncGenerator[Part, None], replies: Replies
+    ) -> AsyncGenerator[str, None]:
         try:
-            async for part in _with_pauses(parts, self._ping_s):
-                if part is None:
-                    await response.piece(replies.ping, _EVENTS)
-                elif part.text or part.calls or part.finish_reason:
-                    await response.piece(replies.piece(part), _EVENTS)
-            await response.piece(replies.end(), _EVENTS)
-        except ApiError as error:
-            await response.piece(replies.error(error), _EVENTS)
-        await response.end()
+            with session.under_way():
+                yield replies.begin()
+                async with contextlib.aclosing(parts), contextlib.aclosing(_with_pauses(parts, self._ping_s)) as paced:
+                    async for part in paced:
+                        if part is None:
+                            yield replies.ping
+                        elif part.text or part.calls or part.finish_reason:
+                            yield replies.piece(part)
+            yield replies.end()
+        except HttpError as error:
+            yield replies.error(error)
+        except Exception:
+            yield replies.error(HttpError(500, "the server failed; the cause is in its log."))
+            raise
+
+
+def _error_content(path: str, error: HttpError) -> Mapping[str, Any]:
+    return (anthropic_error if path.endswith(MESSAGES) else openai_error)(path, error)
+
+
+async def _state_response(session: Session) -> Response:
+    state = session.state()  # not in a thread: requests change the tree
+    return await json_response(lambda: state, session.tree.stored_bytes)
+
+
+def _depth(content: Any) -> int:
+    """Levels of nested objects and arrays."""
+    depth, level = 0, [content]
+    while level:
+        depth += 1
+        level = [
+            item
+            for each in level
+            if isinstance(each, dict | list)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
+async def _complete(parts: AsyncGenerator[Part, None], replies: Replies) -> Response:
+    texts: list[str] = []
+    whole = Part(0)
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            texts.append(part.text)
+            whole.tokens += part.tokens
+            whole.calls, whole.finish_reason = part.calls, part.finish_reason
+    whole.text = "".join(texts)
+    # Log-probs of a long response are megabytes of JSON.
+    text = await asyncio.to_thread(replies.whole, whole)
+    return Response(text, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events. The generator is closed when the response ends, also if the client disconnects."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                await asyncio.sleep(0)  # other clients are served between two events that are ready
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Replies(Protocol):
@@ -153,7 +237,7 @@ class Replies(Protocol):
     def begin(self) -> str: ...
     def piece(self, part: Part) -> str: ...
     def end(self) -> str: ...
-    def error(self, error: ApiError) -> str: ...
+    def error(self, error: HttpError) -> str: ...
 
 
 class OpenAIReplies:
@@ -179,12 +263,12 @@ class OpenAIReplies:
         usage = self._replies.usage_piece(len(self._answer.output.token_ids)) if self._usage else ""
         return f"data: {usage}\n\ndata: [DONE]\n\n" if usage else "data: [DONE]\n\n"
 
-    def error(self, error: ApiError) -> str:
-        return f"data: {json.dumps(error.content, ensure_ascii=False)}\n\n"
+    def error(self, error: HttpError) -> str:
+        return f"data: {json.dumps(openai_error('', error), ensure_ascii=False)}\n\n"
 
 
-async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
-    """The pieces, and None each time that nothing has come for so long."""
+async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncGenerator[T | None, None]:
+    """The pieces, and None whenever there was no piece for this time."""
     following: asyncio.Future[T] | None = None
     try:
         while True:
@@ -203,22 +287,3 @@ async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncIterato
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-
-
-async def _body(headers: dict[str, str], receive: Receive) -> bytes:
-    # A page in somebody's browser can send a form to this address, but not JSON.
-    kind = headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(f"Content-Type is {kind!r}. Send the request as application/json.")
-    too_large = ApiError(f"the body is larger than {_MAX_BODY} bytes.", status=413)
-    return await read_body(headers, receive, _MAX_BODY, too_large)
-
-
-def _reward_info(given: dict[str, Any]) -> dict[str, Any]:
-    info = given.get("reward_info")
-    if not isinstance(info, dict):
-        raise ApiError('reward_info: send {"reward_info": {"reward": 1.0, …}}.', "reward_info")
-    reward = info.get("reward")
-    if reward is not None and not isinstance(reward, int | float):
-        raise ApiError(f"reward_info.reward: {str(reward)[:200]!r} must be a number.", "reward_info")
-    return info

@@ -8,8 +8,16 @@ from typing import Any
 
 from verl.agent.gateway.anthropic_requests import as_openai
 from verl.agent.gateway.tree import digests_of, scope_of
-from verl.inference.serving.fields import ApiError, HeavyRequest, read_json
-from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, brings_program, check_grammar, read_chat
+from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.openai_requests import (
+    ChatAsk,
+    HeavyRequest,
+    ModelFacts,
+    brings_program,
+    check_grammar,
+    read_chat,
+)
+from verl.utils.http_server.json_body import parse_json
 
 __all__ = ["MESSAGES", "GatewayRequest", "check_body", "read_request"]
 
@@ -17,6 +25,7 @@ MESSAGES = "/v1/messages"
 # JSON writes a character in up to six bytes (\u0020), two of these where it is outside of the first plane.
 _BYTES_PER_CHARACTER = 12
 _BODY_SLACK = 2**20
+_MAX_MODEL_NAME = 256
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,24 @@ def read_request(
     names: agents send the one of the model that they were written for. `forces_calls`: whether an answer can be made to
     begin with a call, in the model's format of calls. `grammars`: whether answers follow the grammar of a request.
     """
-    given = read_json(body)
+    given = parse_json(body)
+    if not isinstance(given, dict):
+        raise ApiError("the body is not a JSON object.")
     given = as_openai(given) if api == MESSAGES else given
     if not heavy and brings_program(given):
         raise HeavyRequest
     name = given.get("model") or facts.names[0]
+    if not isinstance(name, str) or len(name) > _MAX_MODEL_NAME:
+        raise ApiError(f"model: should be a text of at most {_MAX_MODEL_NAME} characters.", "model")
     if given.get("n", 1) not in (1, None):
-        raise ApiError(f"n: {str(given['n'])[:200]} is not done by the gateway: a turn has one answer.", "n")
+        raise ApiError(f"n: {str(given['n'])[:200]} is not supported by the gateway: a turn has one response.", "n")
     silent = given.get("tool_choice") == "none"
     given = {key: value for key, value in given.items() if not (silent and key == "tool_choice")}
     chat = read_chat({**given, "model": facts.names[0]}, facts, tokenizer)
     if chat.ask.begun and not forces_calls:
-        raise ApiError("tool_choice: only auto and none are done for this model's format of calls.", "tool_choice")
+        raise ApiError("tool_choice: only auto and none are supported for this model's format of calls.", "tool_choice")
     if grammars:
         check_grammar(chat.ask, tokenizer)
-    chat = replace(chat, ask=replace(chat.ask, model=str(name)))
+    chat = replace(chat, ask=replace(chat.ask, model=name))
     scope = scope_of(chat.tools, chat.options)
     return GatewayRequest(chat, bool(chat.tools) and not silent, scope, digests_of(scope, chat.messages))

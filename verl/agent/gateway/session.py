@@ -1,10 +1,11 @@
-"""Sessions: one trajectory's conversation each, with its tree, its reward and its requests under way."""
+"""Session: one conversation with its tree, its reward and its in-flight requests; Model: what all sessions share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,9 +16,9 @@ from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.context import start_ids, suffix_ids
 from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
 from verl.agent.gateway.tree import Message, Node, Place, Tree
-from verl.inference.serving.fields import ApiError, HeavyRequest
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, checked_length
+from verl.inference.serving.openai_requests import ChatAsk, HeavyRequest, ModelFacts, checked_length
 from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
 from verl.utils.end_tokens import find_end_tokens
@@ -32,7 +33,7 @@ from verl.utils.text_workers import (
 from verl.utils.tool_calls import Parser
 from verl.utils.tool_calls.hermes import HermesParser
 
-__all__ = ["Generate", "Model", "Session", "Sessions"]
+__all__ = ["Generate", "Model", "Session"]
 
 Generate = Callable[[Request], AsyncGenerator[Output, None]]
 """The answer to a request, in pieces as far as the engine gives pieces; closing the generator aborts it."""
@@ -44,6 +45,7 @@ _SHORT_MESSAGES = 256
 # Bodies up to this size are read in this process, in about a millisecond.
 _SHORT_BODY = 64 * 1024
 _SECONDS = 10.0
+MAX_SESSION_BYTES = 2**30
 
 
 class Model:
@@ -127,8 +129,12 @@ class Session:
     """One trajectory."""
 
     name: str
+    """Public: it does not give access to the session."""
     generate: Generate
     max_turns: int | None = None
+    """Responses that are recorded."""
+    max_bytes: int = MAX_SESSION_BYTES
+    """Memory of the recorded messages and tokens, as `Tree.stored_bytes` estimates it."""
     tree: Tree = field(default_factory=Tree)
     reward_info: dict[str, Any] | None = None
     closed: bool = False
@@ -136,15 +142,14 @@ class Session:
     """Answers that nobody was told: their clients left before the end."""
     on_full_context: Callable[[list[int]], None] | None = None
     """Called with the prompt tokens of a request that fill the context, so that no answer fits."""
+    last_used: float = field(default_factory=time.monotonic)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _placing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def place(self, request: GatewayRequest, model: Model) -> Place:
         """Where the answer goes; only what is new is tokenised."""
-        if self.max_turns is not None and len(self.tree.nodes) >= self.max_turns:
-            raise ApiError(
-                f"this session has had its {self.max_turns} answers (multi_turn.max_assistant_turns).", status=403
-            )
+        self._check_limits()
         async with self._placing:  # the same request sent twice at once has one place
             chat = request.chat
             found = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
@@ -162,16 +167,50 @@ class Session:
             raise
         return place
 
+    def _check_limits(self) -> None:
+        if self.max_turns is not None and len(self.tree.nodes) >= self.max_turns:
+            raise ApiError(
+                f"this session has reached its limit of {self.max_turns} responses (multi_turn.max_assistant_turns, or"
+                " --max-session-turns).",
+                status=403,
+            )
+        if self.tree.stored_bytes >= self.max_bytes:
+            raise ApiError(
+                f"this session has reached its limit of {self.max_bytes / 2**20:g} MB of messages and tokens"
+                " (--max-session-mb).",
+                status=403,
+            )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being processed."""
+        return len(self._tasks)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether there is nothing to keep: no request was placed in the tree, and none is in flight."""
+        return not self.tree.counts and not self._tasks and self.reward_info is None
+
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """The running task answers a request of this session."""
+        """The current task processes a request of this session: `close` cancels it, which raises ApiError 410 here."""
+        ended = ApiError("this session has ended.", status=410, code="no_session")
+        if self.closed:
+            raise ended
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             yield
+        except asyncio.CancelledError:
+            if self.closed:
+                raise ended from None
+            raise
         finally:
             self._tasks.discard(task)
+            self.last_used = time.monotonic()
+            if not self._tasks:
+                self._idle.set()
 
     async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
         """The answer in parts; it is in the tree before its last one is told."""
@@ -192,12 +231,13 @@ class Session:
             self.cut_off += not finished
 
     async def close(self) -> None:
-        """No more requests; those under way are cut off."""
+        """Accept no more requests and cancel those in flight. Does not wait until their clients read the response."""
         self.closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
+        self._idle.clear()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tasks:
+            await self._idle.wait()
 
     def state(self) -> dict[str, Any]:
         """All of it, as JSON can hold it. A node's place in the list is its name."""
@@ -236,36 +276,3 @@ def _told(node: Node) -> dict[str, Any]:
         "versions": answer.versions,
         "finish_reason": answer.finish_reason,
     }
-
-
-class Sessions:
-    """Those that are open, by name. `create` opens one that a client names first; without it, only `open` does."""
-
-    def __init__(self, create: Callable[[str], Session] | None = None) -> None:
-        self._create = create
-        self._open: dict[str, Session] = {}
-
-    def open(self, session: Session) -> Session:
-        if session.name in self._open:
-            raise ValueError(f"session {session.name!r} is open already. Give each its own name.")
-        self._open[session.name] = session
-        return session
-
-    def find(self, name: str) -> Session:
-        found = self._open.get(name)
-        if found is None and self._create is not None:
-            found = self.open(self._create(name))
-        if found is None:
-            raise ApiError(f"there is no session {name[:200]!r}, or it has ended.", status=404, code="no_session")
-        return found
-
-    async def close(self, name: str) -> Session:
-        """Forget it; what it recorded is in what is returned."""
-        session = self.find(name)
-        del self._open[name]
-        await session.close()
-        return session
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._open)

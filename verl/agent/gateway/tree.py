@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from verl.types.request import Output
 __all__ = ["Lookup", "Message", "Node", "Path", "Place", "Tree", "digests_of", "scope_of"]
 
 Message = dict[str, Any]
+_CONTEXT_TOKEN_BYTES = 36
+_SAMPLED_TOKEN_BYTES = 160
+_ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +104,8 @@ class Tree:
     nodes: list[Node] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Requests: start, extension, retry, branch."""
+    stored_bytes: int = 0
+    """Memory of all messages and tokens, estimated."""
     _asked: dict[str, Place] = field(default_factory=dict)
     _told: dict[str, Node] = field(default_factory=dict)
 
@@ -121,6 +127,7 @@ class Tree:
         place = Place(lookup.parent, lookup.messages, context_ids, scope)
         kind = "extension" if lookup.parent is not None else "branch" if self._asked else "start"
         self._asked[lookup.asked] = place
+        self.stored_bytes += _memory([lookup.messages, scope]) + _CONTEXT_TOKEN_BYTES * len(context_ids)
         self.counts[kind] += 1
         return place
 
@@ -129,6 +136,8 @@ class Tree:
         finished_at = len(self.nodes)
         node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
         self.nodes.append(node)
+        top = sum(map(len, answer.top_log_probs))
+        self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(answer.token_ids) + top)
         self._told[digests_of(place.scope, [*place.conversation, reply])[-1]] = node
         return node
 
@@ -195,6 +204,19 @@ def digests_of(scope: str, messages: Sequence[Message]) -> list[str]:
         digest.update(_canonical(message).encode())
         digests.append(digest.hexdigest())
     return digests
+
+
+def _memory(value: Any) -> int:
+    """Bytes of nested dicts, lists and texts, and of one entry of the tree."""
+    total, remaining = _ENTRY_BYTES, [value]
+    while remaining:
+        item = remaining.pop()
+        total += sys.getsizeof(item)
+        if isinstance(item, dict):
+            remaining.extend(item.values())
+        elif isinstance(item, list):
+            remaining.extend(item)
+    return total
 
 
 def _canonical(message: Message) -> str:

@@ -196,12 +196,12 @@ def test_errors_have_the_shape_of_their_api():
             with pytest.raises(openai.BadRequestError, match="maximum context length is 60") as caught:
                 create(model="m", messages=[{"role": "user", "content": "x" * 100}])
             assert caught.value.code == "context_length_exceeded"
-            with pytest.raises(openai.BadRequestError, match="n: 2 is not done"):
+            with pytest.raises(openai.BadRequestError, match="n: 2 is not supported"):
                 create(model="m", messages=[ASK], n=2)
             with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: temprature"):
                 create(model="m", messages=[ASK], extra_body={"temprature": 1})
             assert len(create(model="m", messages=[ASK]).choices[0].message.content) < 50, "what fits into the model"
-            with pytest.raises(openai.PermissionDeniedError, match="has had its 1 answers"):
+            with pytest.raises(openai.PermissionDeniedError, match="limit of 1 responses"):
                 create(model="m", messages=[ASK])
         with anthropic_client(gateway, "t") as client:
             with pytest.raises(anthropic.BadRequestError, match="maximum context length is 60") as refused:
@@ -223,7 +223,7 @@ def test_rewards_are_posted_and_the_session_is_read_and_ended():
         assert state["reward_info"] == {"reward": 0.5, "steps": 2}
         assert state["status"] == "closed"
         assert len(state["nodes"]) == 1
-        assert gateway.sessions.names == []
+        assert len(gateway.sessions) == 0
         assert [model.id for model in client.models.list()] == ["tiny"]
 
 
@@ -277,6 +277,19 @@ def test_a_session_that_is_ended_cuts_off_its_requests():
         thread.join(10)
         assert failed
         assert gateway.model.aborted == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_stream_of_a_session_that_is_ended_ends_with_an_error(path):
+    with running_gateway(lambda _: "x" * 3000, pace_s=0.01) as gateway:
+        body = json.dumps({"model": "m", "messages": [ASK], "stream": True, "max_tokens": 3000}).encode()
+        request = urllib.request.Request(gateway.base_url("s") + path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            answer.readline()
+            assert fetched(gateway, method="DELETE")["requests"] == {"start": 1, "cut_off": 1, "under_way": 0}
+            last = json.loads(answer.read().decode().strip().splitlines()[-1].removeprefix("data: "))
+        assert last["error"]["message"] == "this session has ended."
+        assert ("type" in last) == (path == "/v1/messages")
 
 
 def test_a_stream_that_has_no_news_says_so():

@@ -10,7 +10,8 @@ import pytest
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, template_kwargs
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.sessions import Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output
 from verl.utils.tool_calls import get_parser
@@ -48,7 +49,8 @@ class Gateway:
             sent.append(message)
 
         headers = [(b"content-type", b"application/json")]
-        scope = {"method": "POST", "path": "/sessions/a/v1/chat/completions", "headers": headers}
+        path = "/sessions/a~secret/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         await self.app(scope, receive, send)
         assert sent[0]["status"] == 200, sent
         return json.loads(b"".join(message.get("body", b"") for message in sent))["choices"][0]

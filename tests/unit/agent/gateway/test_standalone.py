@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import anthropic
@@ -26,7 +27,7 @@ def started(folder, log, out):
         process = subprocess.Popen(
             [*command, "--out", str(out)], stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
-    while not (found := re.search(r"at (http://127\.0\.0\.1:\d+)/sessions/<id>", log.read_text())):
+    while not (found := re.search(r"at (http://127\.0\.0\.1:\d+)/sessions/<name>", log.read_text())):
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
     return process, found[1]
@@ -43,7 +44,10 @@ def test_an_agent_is_tried_and_its_sessions_are_written(tmp_path):
             following = [*messages, told.message, {"role": "user", "content": "go on"}]
             pieces = list(client.chat.completions.create(messages=following, stream=True, **asked))
             assert sum(bool(piece.choices[0].delta.content) for piece in pieces) > 1, "told as it is sampled"
-        urllib.request.urlopen(urllib.request.Request(f"{address}/sessions/one", method="DELETE")).close()
+        url, key = f"{address}/sessions/one", {"x-api-key": "any"}
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(urllib.request.Request(url, method="DELETE", headers={"x-api-key": "other"}))
+        urllib.request.urlopen(urllib.request.Request(url, method="DELETE", headers=key)).close()
         with anthropic.Anthropic(base_url=f"{address}/sessions/two", api_key="any") as client:
             client.messages.create(model="any", max_tokens=4, messages=messages)
         process.send_signal(signal.SIGTERM)

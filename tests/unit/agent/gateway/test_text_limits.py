@@ -11,7 +11,7 @@ from tests.support.gateway_server import END, CountingTokenizer
 from verl.agent.gateway import session as session_module
 from verl.agent.gateway.requests import MESSAGES, check_body
 from verl.agent.gateway.session import Model, Session
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import CHAT, ModelFacts
 from verl.utils.tool_calls import get_parser
 
