@@ -146,7 +146,7 @@ class GatewayApp:
             parsed = await model.read(api, await request.body())
             place, chat = await session.place(parsed, model), parsed.chat
             ask = replace(chat.ask, prompts=[place.prompt_ids])
-            answer = Answer(chat, parsed.reads_calls, model.parser, model.tokenizer, model.ends(chat))
+            answer = Answer(chat, parsed.reads_calls, model.parser, model.tokenizer, await model.ends(chat))
             replies = (AnthropicReplies if api == MESSAGES else OpenAIReplies)(ask, answer, model.tokenizer)
             (engine_request,) = ask.requests(model.facts.max_model_len)
             parts = session.answer(place, engine_request, answer)

@@ -9,8 +9,9 @@ from verl.agent.chat import Chat
 from verl.agent.chat_writer import ChatWriter, chat_of
 from verl.agent.gateway.tree import Message
 from verl.inference.serving.openai_requests import ModelFacts, check_characters, template_errors
+from verl.utils.end_tokens import find_end_tokens
 
-__all__ = ["start_ids", "suffix_ids"]
+__all__ = ["end_ids", "start_ids", "suffix_ids"]
 
 
 def start_ids(
@@ -38,6 +39,12 @@ def suffix_ids(
     with template_errors():
         chat = chat_of(tokenizer, writer)
         return chat.suffix(messages, answer_end) + _encoded(chat, begun)
+
+
+def end_ids(tokenizer: Any, template_kwargs: dict[str, Any]) -> frozenset[int]:
+    """Tokens that end a turn in the chat template."""
+    with template_errors():
+        return find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
 
 
 def _encoded(chat: Chat, begun: str) -> list[int]:

@@ -8,12 +8,11 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from verl.agent.chat_writer import ChatWriter
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.context import start_ids, suffix_ids
+from verl.agent.gateway.context import end_ids, start_ids, suffix_ids
 from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
 from verl.agent.gateway.tree import Message, Node, Place, Tree
 from verl.inference.serving.api_errors import ApiError
@@ -21,7 +20,6 @@ from verl.inference.serving.openai_replies import Part
 from verl.inference.serving.openai_requests import ChatAsk, HeavyRequest, ModelFacts, checked_length
 from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
-from verl.utils.end_tokens import find_end_tokens
 from verl.utils.text_workers import (
     SHORT_TEXT,
     TextWorkers,
@@ -44,6 +42,7 @@ _KEPT_ENDS = 256
 _SHORT_MESSAGES = 256
 # Bodies up to this size are read in this process, in about a millisecond.
 _SHORT_BODY = 64 * 1024
+_SHORT_OPTION = 64
 _SECONDS = 10.0
 MAX_SESSION_BYTES = 2**30
 
@@ -67,7 +66,7 @@ class Model:
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
         self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds)
-        self._ends_of = lru_cache(_KEPT_ENDS)(self._find_ends)
+        self._ends: dict[str, frozenset[int]] = {}
 
     def start_workers(self) -> None:
         """Start the text workers, which the first long text does otherwise. Blocks for seconds."""
@@ -97,9 +96,19 @@ class Model:
         named = _with_names(messages, node.reply)
         return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
 
-    def ends(self, chat: ChatAsk) -> frozenset[int]:
+    async def ends(self, chat: ChatAsk) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self._ends_of(json.dumps(chat.options, sort_keys=True))
+        key = json.dumps(chat.options, sort_keys=True)
+        if key not in self._ends:
+            template_kwargs = {**self._template_kwargs, **chat.options}
+            if _are_flags(chat.options):
+                ids = end_ids(self.tokenizer, template_kwargs)
+            else:
+                ids = await self._call(end_ids, template_kwargs)
+            if len(self._ends) >= _KEPT_ENDS:
+                self._ends.clear()
+            self._ends[key] = ids | self.facts.eos_token_ids
+        return self._ends[key]
 
     async def _tokenise(
         self, function: Callable[..., list[int]], request: GatewayRequest, messages: Sequence[Message], *more: Any
@@ -109,7 +118,7 @@ class Model:
         writer = ChatWriter.of(chat.tools, self.facts.eos_token_ids, options)
         arguments = (writer, list(messages), *more, chat.ask.begun, self.facts)
         length = text_length(messages) + len(request.scope)
-        if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES:
+        if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES and _are_flags(chat.options):
             return function(self.tokenizer, *arguments)
         return await self._call(function, *arguments)
 
@@ -118,10 +127,6 @@ class Model:
             return await self._workers.call(function, *arguments, heavy=True)
         except (TextWorkLimit, TextWorkersBusy) as error:
             raise text_work_error(error) from error
-
-    def _find_ends(self, options: str) -> frozenset[int]:
-        template_kwargs = {**self._template_kwargs, **json.loads(options)}
-        return find_end_tokens(None, None, self.tokenizer, template_kwargs).turn_ids | self.facts.eos_token_ids
 
 
 @dataclass(eq=False)
@@ -251,6 +256,14 @@ class Session:
             "nodes": [{"parent": number.get(id(node.place.parent)), **_told(node)} for node in self.tree.nodes],
             "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
         }
+
+
+def _are_flags(options: Mapping[str, Any]) -> bool:
+    """Whether a client's options of the template are flags and names. Others may be the length of a loop."""
+    return all(
+        value is None or isinstance(value, bool) or (isinstance(value, str) and len(value) <= _SHORT_OPTION)
+        for value in options.values()
+    )
 
 
 def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:

@@ -6,11 +6,12 @@ import copy
 import http.client
 import json
 import random
+import threading
 import urllib.parse
 
 import pytest
 
-from tests.support.gateway_server import running_gateway
+from tests.support.gateway_server import TEMPLATE, running_gateway
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 ASK = {"role": "user", "content": "How warm is it?"}
@@ -145,3 +146,27 @@ def test_a_message_that_cannot_fit_is_rejected_before_it_is_tokenised():
             connection.close()
             assert (response.status, content["error"]["code"]) == (status, "context_length_exceeded")
         assert max(map(len, gateway.model.tokenizer.texts), default=0) < 1600 * 2
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_options_that_make_the_template_loop_do_not_block_other_clients():
+    loops = "{% for i in range(n or 0) %}{% for j in range(n) %}{% endfor %}{% endfor %}" + TEMPLATE
+    with running_gateway(lambda _: "Warm.", template=loops, text_seconds=2.0) as gateway:
+        replies = []
+
+        def post(name, **fields):
+            url = urllib.parse.urlsplit(gateway.base_url(name))
+            connection = http.client.HTTPConnection(url.netloc)
+            body = json.dumps({"messages": [ASK], **fields})
+            connection.request("POST", url.path + "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            replies.append((name, connection.getresponse().status))
+            connection.close()
+
+        thread = threading.Thread(target=post, args=("looping",), kwargs={"chat_template_kwargs": {"n": 99_999}})
+        thread.start()
+        while not gateway.sessions:
+            pass
+        post("other", chat_template_kwargs={"enable_thinking": False})
+        thread.join(60)
+        assert replies == [("other", 200), ("looping", 400)]
