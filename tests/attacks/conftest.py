@@ -1,0 +1,14 @@
+"""All tests of this directory are in the slow tier: `make test-attacks`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.attacks)
+            item.add_marker(pytest.mark.slow)

@@ -1,0 +1,1 @@
+"""Shared parts of the attack suite: servers, generators, attackers, regular clients, probes."""

@@ -1,0 +1,201 @@
+"""A whole attack on one server: regular clients, probes and attackers together, and the figures of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.attacks.support.attacker import Outcome
+from tests.attacks.support.probe import HealthProbe, MemoryProbe, control_server, percentile
+from tests.attacks.support.regular import RegularClients, regular_work
+from tests.attacks.support.servers import ROOT, RunningServer, running_server
+
+__all__ = ["Figures", "run_campaign", "stored_seeds"]
+
+STAGES = ("requests", "connections")
+_MB = 2**20
+_RECOVERY_S = 20.0
+_ALLOWED_GROWTH = 0.15
+_ALLOWED_GROWTH_MB = 64
+
+
+@dataclass
+class Figures:
+    """What an attack showed."""
+
+    server: str
+    seed: int
+    seconds: float = 0.0
+    attacks: int = 0
+    connections: int = 0
+    results: dict[str, int] = field(default_factory=dict)
+    health_s: dict[str, float] = field(default_factory=dict)
+    control_s: dict[str, float] = field(default_factory=dict)
+    memory_mb: dict[str, float] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=dict)
+    regular: dict[str, Any] = field(default_factory=dict)
+    stop: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """Responses that are not acceptable."""
+    health_failures: list[str] = field(default_factory=list)
+    regular_problems: list[str] = field(default_factory=list)
+    left_processes: list[str] = field(default_factory=list)
+    log_errors: list[str] = field(default_factory=list)
+    slowest: list[tuple[float, str]] = field(default_factory=list)
+    slow_health: list[tuple[float, list[str]]] = field(default_factory=list)
+    """The slowest /health: seconds and the attacks that ran at that time."""
+
+    @property
+    def health_excess_s(self) -> float:
+        """The longest /health minus the longest response of an idle server on the same machine at the same time."""
+        return self.health_s["max"] - self.control_s["max"]
+
+    @property
+    def allowed_memory_mb(self) -> float:
+        return self.memory_mb["before"] * (1 + _ALLOWED_GROWTH) + _ALLOWED_GROWTH_MB
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stored_seeds() -> list[int]:
+    """The seeds of tests/attacks/seeds.json, or the one in ATTACK_SEED."""
+    if "ATTACK_SEED" in os.environ:
+        return [int(os.environ["ATTACK_SEED"])]
+    return json.loads((Path(__file__).parents[1] / "seeds.json").read_text())["requests"]
+
+
+def run_campaign(name: str, seed: int, folder: Path) -> Figures:
+    """Start the server, attack it while regular clients use it, stop it."""
+    figures = Figures(name, seed)
+    with running_server(name, folder) as server, control_server() as control:
+        clients = RegularClients(server.url, regular_work(name))
+        clients.record()
+        memory = MemoryProbe(server)
+        before, processes = _idle_level(memory)
+        figures.memory_mb["before"], figures.processes["before"] = _mb(before), processes
+        probes = [HealthProbe(server.url), HealthProbe(control), memory]
+        began = time.monotonic()
+        for part in (*probes, clients):
+            part.start()
+        try:
+            outcomes = [outcome for stage in STAGES for outcome in _attack(server, seed, stage)]
+        finally:
+            for part in (clients, *probes):
+                part.stop()
+        figures.seconds = round(time.monotonic() - began, 1)
+        _record_outcomes(figures, outcomes)
+        _record_clients(figures, clients)
+        health, idle = probes[0], probes[1]
+        figures.health_s, figures.control_s = _latencies(health.seconds), _latencies(idle.seconds)
+        figures.health_failures = health.failures
+        figures.slow_health = _slow_health(health, outcomes)
+        _wait_for_recovery(figures, memory)
+        _stop(figures, server, memory)
+    return figures
+
+
+def _idle_level(memory: MemoryProbe) -> tuple[int, int]:
+    """(resident bytes, number of processes) when the number does not change any more: servers start workers early."""
+    level = memory.read()
+    for _ in range(20):
+        time.sleep(0.5)
+        previous, level = level, memory.read()
+        if level[1] == previous[1]:
+            break
+    return level
+
+
+def _attack(server: RunningServer, seed: int, stage: str) -> Iterator[Outcome]:
+    """Run the attacker's process; it generates everything before it sends anything."""
+    module = "tests.attacks.support.attacker"
+    command = [sys.executable, "-m", module, "--server", server.name, "--url", server.url, "--stage", stage]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*command, "--seed", str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready"), f"the attacker did not start: {ready!r}"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            yield Outcome(**json.loads(line))
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _record_outcomes(figures: Figures, outcomes: list[Outcome]) -> None:
+    figures.attacks, figures.connections = len(outcomes), sum(outcome.sent for outcome in outcomes)
+    results = Counter(str(outcome.statuses[0]) if outcome.statuses else outcome.result for outcome in outcomes)
+    figures.results = dict(sorted(results.items()))
+    figures.problems = [f"{outcome.name[:200]}: {outcome.problem}" for outcome in outcomes if outcome.problem]
+    figures.slowest = sorted(((outcome.seconds, outcome.name[:100]) for outcome in outcomes), reverse=True)[:5]
+
+
+def _record_clients(figures: Figures, clients: RegularClients) -> None:
+    figures.regular = {"ok": clients.ok, "changed": clients.changed, "failed": clients.failed}
+    figures.regular["slowest_s"] = round(clients.slowest_s, 2)
+    figures.regular_problems = clients.problems
+
+
+def _latencies(seconds: list[float]) -> dict[str, float]:
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(percentile(seconds, share), 4) for name, share in shares.items()} | {"count": len(seconds)}
+
+
+def _slow_health(health: HealthProbe, outcomes: list[Outcome]) -> list[tuple[float, list[str]]]:
+    samples = sorted(zip(health.seconds, health.began, strict=True), reverse=True)[:5]
+    return [
+        (
+            round(seconds, 3),
+            [
+                outcome.name[:100]
+                for outcome in outcomes
+                if outcome.began < began + seconds and outcome.began + outcome.seconds > began
+            ],
+        )
+        for seconds, began in samples
+    ]
+
+
+def _wait_for_recovery(figures: Figures, memory: MemoryProbe) -> None:
+    """Memory and processes after the attack, as soon as both are back at their level or after some seconds."""
+    deadline = time.monotonic() + _RECOVERY_S
+    while True:
+        resident, processes = memory.read()
+        recovered = _mb(resident) <= figures.allowed_memory_mb and processes <= figures.processes["before"]
+        if recovered or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    figures.memory_mb |= {"peak": _mb(memory.peak), "peak_parent": _mb(memory.peak_parent), "after": _mb(resident)}
+    figures.processes["after"] = processes
+
+
+def _stop(figures: Figures, server: RunningServer, memory: MemoryProbe) -> None:
+    code, seconds = server.stop()
+    figures.stop = {"exit_code": code, "seconds": round(seconds, 2)}
+    deadline = time.monotonic() + 5
+    while memory.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    figures.left_processes = [f"{process.pid} {' '.join(process.cmdline())[:100]}" for process in memory.alive()]
+    lines = server.log_text().splitlines()
+    figures.log_errors = [line[:300] for line in lines if "Traceback" in line or " ERROR" in line or "failed" in line][
+        :20
+    ]
+
+
+def _mb(count: int) -> float:
+    return round(count / _MB, 1)

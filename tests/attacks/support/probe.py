@@ -1,0 +1,149 @@
+"""Probes during an attack: latency of GET /health, memory and processes of the server.
+
+The machine is loaded by the attack itself. A control server, which does nothing else, is probed at the same time:
+its latency is what the machine adds to any response.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import psutil
+
+from tests.attacks.support.servers import RunningServer
+
+__all__ = ["HealthProbe", "MemoryProbe", "control_server", "percentile"]
+
+_INTERVAL_S = 0.05
+_MEMORY_INTERVAL_S = 0.25
+_TIMEOUT_S = 30.0
+_KILL_BYTES = 6 << 30
+_REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+_CONTROL = """
+import asyncio
+async def respond(reader, writer):
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\n{}")
+    await writer.drain()
+    writer.close()
+async def main():
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def control_server() -> Iterator[str]:
+    """The url of an idle server in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", _CONTROL], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
+
+
+class _Sampler:
+    """Calls `_sample` from a thread until `stop`."""
+
+    _interval_s: float
+
+    def start(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._sample()
+            self._ended.wait(self._interval_s)
+
+    def _sample(self) -> None:
+        raise NotImplementedError
+
+
+class HealthProbe(_Sampler):
+    """Seconds of each GET /health, on a new connection each; `failures` are other responses than 200."""
+
+    _interval_s = _INTERVAL_S
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (str(parts.hostname), int(parts.port or 80))
+        self.began: list[float] = []
+        self.seconds: list[float] = []
+        self.failures: list[str] = []
+
+    def _sample(self) -> None:
+        began = time.monotonic()
+        try:
+            with socket.create_connection(self._address, timeout=_TIMEOUT_S) as connection:
+                connection.sendall(_REQUEST)
+                status = connection.makefile("rb").readline()
+        except OSError as error:
+            status = repr(error).encode()
+        self.began.append(began)
+        self.seconds.append(time.monotonic() - began)
+        if b" 200 " not in status:
+            self.failures.append(f"after {self.seconds[-1]:.2f} s: {status.decode(errors='replace').strip()}")
+
+
+class MemoryProbe(_Sampler):
+    """Resident bytes of the server's process tree, and every process that it ever had."""
+
+    _interval_s = _MEMORY_INTERVAL_S
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        self.peak = 0
+        self.peak_parent = 0
+        self.processes: dict[tuple[int, float], psutil.Process] = {}
+
+    def read(self) -> tuple[int, int]:
+        """(resident bytes, number of processes)"""
+        total, tree = 0, self._server.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                self.processes.setdefault((process.pid, process.create_time()), process)
+                resident = process.memory_info().rss
+                total += resident
+                if process.pid == self._server.process.pid:
+                    self.peak_parent = max(self.peak_parent, resident)
+        return total, len(tree)
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the server that still run."""
+        return [process for process in self.processes.values() if _runs(process)]
+
+    def _sample(self) -> None:
+        self.peak = max(self.peak, self.read()[0])
+        if self.peak > _KILL_BYTES:  # before the kernel kills other programs of the machine
+            self._server.process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
