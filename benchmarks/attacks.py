@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks._report import report
+from _report import report
 from tests.attacks.support.campaign import Figures, run_campaign, stored_seeds
 from tests.attacks.support.servers import SERVERS
 

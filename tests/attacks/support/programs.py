@@ -57,5 +57,6 @@ FETCHED: dict[str, str] = {
     "hard-link": "import os; os.link('/etc/passwd', 'x')",
     "missing": "pass",
     "swapped": "import os\nopen('y', 'w').close()\nif os.fork() == 0:\n"
-    "    while True:\n        os.symlink('/etc/passwd', 'z'); os.replace('z', 'x'); os.replace('y', 'x'); open('y', 'w')",
+    "    while True:\n        os.symlink('/etc/passwd', 'z'); os.replace('z', 'x'); os.replace('y', 'x')\n"
+    "        open('y', 'w').close()",
 }

@@ -20,7 +20,7 @@ from tests.attacks.support.attack import (
     Repeated,
     http_request,
 )
-from tests.attacks.support.values import DEEP, LARGE, NOT_A_NUMBER, NUMBERS, REJECTED_TEXTS, TEXTS, TYPES
+from tests.attacks.support.values import DEEP, NOT_A_NUMBER, NUMBERS, REJECTED_TEXTS, TEXTS, TYPES, large_values
 
 __all__ = [
     "Endpoint",
@@ -99,8 +99,8 @@ def field_attacks(endpoint: Endpoint) -> Iterator[Attack]:
 
 def large_attacks(endpoint: Endpoint) -> Iterator[Attack]:
     """4 MB of every kind in a text and in another field, of some kinds in the rest; bodies at and above the limit."""
-    within = LARGE(min(_LARGE_BYTES, endpoint.max_body // 2))
-    limit = LARGE(endpoint.max_body - 4096)
+    within = large_values(min(_LARGE_BYTES, endpoint.max_body // 2))
+    limit = large_values(endpoint.max_body - 4096)
     kinds = sorted(within)
     main = {*endpoint.texts[:1], *endpoint.others[:1]}
     for number, name in enumerate(dict.fromkeys((*endpoint.texts, *endpoint.others))):
@@ -109,7 +109,7 @@ def large_attacks(endpoint: Endpoint) -> Iterator[Attack]:
         for kind in ("text", "words", "list-of-texts", "list-of-messages") if name in main else ():
             yield post(endpoint, f"limit {name}={kind}", body_with(endpoint.valid, {name: limit[kind]}), OVERLOADED)
     if endpoint.texts:
-        value = LARGE(max(_ABOVE_LIMIT_BYTES, 2 * endpoint.max_body))["text"]
+        value = large_values(max(_ABOVE_LIMIT_BYTES, 2 * endpoint.max_body))["text"]
         body = body_with(endpoint.valid, {endpoint.texts[0]: value})
         yield post(endpoint, "above-limit", body, REJECTED | {"503"})
         expecting = {"Expect": "100-continue"}

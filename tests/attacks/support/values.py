@@ -6,7 +6,7 @@ import json
 
 from tests.attacks.support.attack import Repeated
 
-__all__ = ["DEEP", "FILE_NAMES", "LARGE", "NOT_A_NUMBER", "NUMBERS", "REJECTED_TEXTS", "TEXTS", "TYPES"]
+__all__ = ["DEEP", "FILE_NAMES", "NOT_A_NUMBER", "NUMBERS", "REJECTED_TEXTS", "TEXTS", "TYPES", "large_values"]
 
 # Rejected in every numeric field.
 NOT_A_NUMBER: dict[str, bytes] = {
@@ -147,7 +147,7 @@ def _repeat(head: bytes, unit: bytes, size: int, tail: bytes) -> Repeated:
     return Repeated(head, unit, max(1, size // len(unit)), tail)
 
 
-def LARGE(size: int) -> dict[str, Repeated]:  # noqa: N802 - a table with a parameter
+def large_values(size: int) -> dict[str, Repeated]:
     """Values of about `size` bytes."""
     return {
         "text": _repeat(b'"', b"x", size, b'"'),
