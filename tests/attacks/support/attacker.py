@@ -32,7 +32,7 @@ from tests.attacks.support.surfaces import SURFACES
 
 __all__ = ["Outcome", "main", "run_attack"]
 
-_ROOT = Path(__file__).parents[3]
+_SERVER_CODE = str(Path(__file__).parents[3] / "verl")
 _LINGER = struct.pack("ii", 1, 0)
 _OPEN_FILES = 8_192
 _SHOWN = 300
@@ -155,8 +155,8 @@ class _Connection:
 
     def _problems(self, response: http.client.HTTPResponse, body: bytes, method: str) -> Iterator[str]:
         text = body.decode(errors="replace")
-        if str(_ROOT) in text:
-            place = text.index(str(_ROOT))
+        if _SERVER_CODE in text:
+            place = text.index(_SERVER_CODE)
             yield f"the response contains paths of the server's code: {text[max(0, place - 50) : place + 150]}"
         if response.status < 400:
             return
