@@ -3,7 +3,8 @@
     python benchmarks/attacks.py [--server sandbox] [--seed 32] [--json results.jsonl] [--details]
 
 Sends the malicious requests of tests/attacks to each server while regular clients use it. "health" is GET /health of
-the attacked server, "idle" the response of a server that does nothing, probed at the same time on the same machine.
+the attacked server, "with CPU" the same without the time in which the server was ready to run and had no CPU, "idle"
+the response of a server that does nothing, probed at the same time on the same machine.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def _row(figures: Figures) -> dict[str, Any]:
         "outcomes": statuses,
         "unacceptable": len(figures.problems),
         **{f"health {name}": round(1000 * figures.health_s[key], 1) for name, key in latencies.items()},
+        "with CPU max ms": round(1000 * figures.own_health_s["max"], 1),
         "health failed": len(figures.health_failures),
         "idle max ms": round(1000 * figures.control_s["max"], 1),
         **{f"MB {name}": round(figures.memory_mb[name]) for name in ("before", "peak", "after")},

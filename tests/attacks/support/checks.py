@@ -22,7 +22,8 @@ def check_figures(figures: Figures) -> None:
         if figures.problems
         else "",
         f"/health failed {len(figures.health_failures)} times" if figures.health_failures else "",
-        f"/health took up to {figures.health_s['max']} s, an idle server {figures.control_s['max']} s"
+        f"/health took up to {figures.health_s['max']} s ({figures.own_health_s['max']} s with a CPU), an idle server "
+        f"{figures.control_s['max']} s"
         if figures.health_excess_s > _HEALTH_S
         else "",
         f"memory: {figures.memory_mb}, allowed afterwards: {figures.allowed_memory_mb:.0f}"

@@ -1,7 +1,8 @@
 """Probes during an attack: latency of GET /health, memory and processes of the server.
 
-The machine is loaded by the attack itself. A control server, which does nothing else, is probed at the same time:
-its latency is what the machine adds to any response.
+The machine is loaded by the attack itself, and latencies contain what the machine adds. Two measurements of that part:
+the time in which threads of the server were ready to run and had no CPU (schedstat of the kernel), and the latency of
+a control server that does nothing else and is probed at the same time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -44,12 +46,12 @@ asyncio.run(main())
 
 
 @contextlib.contextmanager
-def control_server() -> Iterator[str]:
-    """The url of an idle server in a process of its own."""
+def control_server() -> Iterator[tuple[str, int]]:
+    """(url, pid) of an idle server in a process of its own."""
     process = subprocess.Popen([sys.executable, "-c", _CONTROL], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}", process.pid
     finally:
         process.kill()
         process.wait()
@@ -84,19 +86,24 @@ class _Sampler:
 
 
 class HealthProbe(_Sampler):
-    """Seconds of each GET /health, on a new connection each; `failures` are other responses than 200."""
+    """Seconds of each GET /health, on a new connection each; `failures` are other responses than 200.
+
+    `own_seconds` are without the longest time that one thread of the process `pid` waited for a CPU meanwhile.
+    """
 
     _interval_s = _INTERVAL_S
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
         parts = urlsplit(url)
+        self._pid = pid
         self._address = (str(parts.hostname), int(parts.port or 80))
         self.began: list[float] = []
         self.seconds: list[float] = []
+        self.own_seconds: list[float] = []
         self.failures: list[str] = []
 
     def _sample(self) -> None:
-        began = time.monotonic()
+        waited, began = _seconds_without_cpu(self._pid), time.monotonic()
         try:
             with socket.create_connection(self._address, timeout=_TIMEOUT_S) as connection:
                 connection.sendall(_REQUEST)
@@ -105,8 +112,19 @@ class HealthProbe(_Sampler):
             status = repr(error).encode()
         self.began.append(began)
         self.seconds.append(time.monotonic() - began)
+        delays = [delay - waited.get(thread, 0.0) for thread, delay in _seconds_without_cpu(self._pid).items()]
+        self.own_seconds.append(max(0.0, self.seconds[-1] - max(delays, default=0.0)))
         if b" 200 " not in status:
             self.failures.append(f"after {self.seconds[-1]:.2f} s: {status.decode(errors='replace').strip()}")
+
+
+def _seconds_without_cpu(pid: int) -> dict[str, float]:
+    """Per thread of a process: how long it was ready to run and had no CPU, since it started."""
+    delays = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError):  # the thread has ended, or the kernel does not count
+            delays[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return delays
 
 
 class MemoryProbe(_Sampler):
