@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _report import report
+
 from tests.attacks.support.campaign import Figures, run_campaign, stored_seeds
 from tests.attacks.support.servers import SERVERS
 
