@@ -63,7 +63,9 @@ CHANNELS = {
 def _uses(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            yield ".".join(ast.unparse(node).split(".")[-2:])
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            yield f"{name}.{node.attr}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node.func.id
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
