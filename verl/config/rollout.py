@@ -131,7 +131,7 @@ class GeneratorConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig(GeneratorConfig):
-    temperature: float = key("Sampling temperature; log-probs in training use the same one.", above=0)
+    temperature: float = key("Sampling temperature; log-probs in training use the same one.", min=1e-5, max=1e5)
     seed: int = key("Seed of the sampling noise.", null="", follows="data.seed", min=0)
     max_new_tokens: int = key(
         "Longest answer in tokens.", null="", follows="data.max_response_length", min=1, aliases=("response_length",)
