@@ -62,10 +62,11 @@ def prepare() -> None:
         os.mkdir(f"{_OWN_CGROUP}{os.getpid()}")
         with open(f"{_OWN_CGROUP}{os.getpid()}/cgroup.procs", "w", encoding="ascii") as file:
             file.write("0")
-    linux.unshare(linux.CLONE_NEWNS)
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC)  # shared memory that programs leave ends with this process
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     options = f"mode=1777,size={_TEMPORARY_MB}m"
-    linux.mount("measure", tempfile.gettempdir(), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+    for folder in (tempfile.gettempdir(), "/dev/shm"):
+        linux.mount("measure", folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
 def measure_attacks(cgroup: bool, attacks: Sequence[ResourceAttack] = RESOURCE_ATTACKS) -> list[dict[str, Any]]:
