@@ -121,7 +121,7 @@ class Sequence:
             return True
         if self.grammar is not None and self.grammar.complete:
             if self.grammar.error is not None:
-                self.error = RuntimeError(f"request {self.request.id!r}: {self.grammar.error}")
+                self.error = ValueError(f"request {self.request.id!r}: grammar: {self.grammar.error}. Simplify it.")
             self.output.finish_reason = "stop"
             return True
         if len(self.token_ids) >= self.max_length:
