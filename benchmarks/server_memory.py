@@ -1,17 +1,23 @@
-"""Memory of the server over storms of requests: what rises is KV memory that is used for the first time.
+"""Memory and requests/s of the inference server.
 
     python benchmarks/server_memory.py --model ~/models/SmolLM2-135M-Instruct [--storms 10] [--max-model-len 2048]
+    python benchmarks/server_memory.py --model ~/models/tiny --storms 0 --small 2000
 
 On a CPU the KV memory that the log announces at start is taken page by page, when a block is used for the first time;
 the prefix cache keeps blocks with known content and prefers blank ones, so every storm of new prompts uses new ones
 until all have been. After each storm of 200 requests (half of them streamed) this prints the resident memory of the
 server, how much of it is the KV mapping, and the rest, which is to stay where it is.
+
+`--small N` sends N completions of one token from 16 connections, five times, and prints requests/s and the CPU time of
+the server and its processes per request: with a tiny model, the cost of HTTP, parsing and encoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import re
 import subprocess
@@ -24,6 +30,8 @@ import openai
 import psutil
 
 MB = 2**20
+_SMALL_RUNS = 5
+_CONNECTIONS = 16
 
 
 def main() -> None:
@@ -32,6 +40,7 @@ def main() -> None:
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--requests", type=int, default=200, help="of one storm")
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--small", type=int, default=0, help="small requests per run (default: no such runs)")
     options = parser.parse_args()
     with tempfile.NamedTemporaryFile("r") as log:
         command = [sys.executable, "-m", "verl.inference.server", "--model", options.model, "--port", "0"]
@@ -47,6 +56,10 @@ def main() -> None:
                     asyncio.run(_storm(address, storm, options.requests))
                 _show(psutil.Process(process.pid), storm, time.monotonic() - began)
             print(re.search(r"[\d.]+ GB of KV memory.*", Path(log.name).read_text())[0])
+            for run in range(_SMALL_RUNS + 1 if options.small else 0):  # the first one warms up
+                rate, cpu = _measure_small(address, psutil.Process(process.pid), options.small)
+                if run:
+                    print(f"small requests: {rate:.0f}/s, {1000 * cpu:.2f} ms CPU per request", flush=True)
         finally:
             process.terminate()
             process.wait()
@@ -73,6 +86,44 @@ async def _storm(address: str, storm: int, count: int) -> None:
                     pass
 
         await asyncio.gather(*map(ask, range(count)))
+
+
+def _measure_small(address: str, server: psutil.Process, count: int) -> tuple[float, float]:
+    """(requests/s, CPU seconds of the server per request)."""
+    before, began = _cpu_seconds(server), time.monotonic()
+    asyncio.run(_small_requests(address, count))
+    return count / (time.monotonic() - began), (_cpu_seconds(server) - before) / count
+
+
+def _cpu_seconds(server: psutil.Process) -> float:
+    """Of the server and its processes, those that have ended included."""
+    total = 0.0
+    for process in (server, *server.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+async def _small_requests(address: str, count: int) -> None:
+    """A client of few instructions: it shares the cores with the server."""
+    host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
+    remaining = iter(range(count))
+
+    async def connection() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for number in remaining:
+            body = json.dumps({"prompt": f"question {number}", "max_tokens": 1, "temperature": 0}).encode()
+            headers = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if b" 200 " not in head:
+                sys.exit(head.decode())
+            length = re.search(rb"content-length: (\d+)", head)
+            await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
+        writer.close()
+
+    await asyncio.gather(*(connection() for _ in range(_CONNECTIONS)))
 
 
 def _show(process: psutil.Process, storm: int, seconds: float) -> None:
