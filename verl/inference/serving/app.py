@@ -30,6 +30,8 @@ __all__ = ["OpenAIServer", "api_errors", "in_options"]
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
+# Tokens and alternatives with log-probs that are encoded in a few milliseconds.
+_SMALL_REPLY = 512
 _NO_CACHE = {"Cache-Control": "no-cache"}
 
 logger = logging.getLogger(__name__)
@@ -71,10 +73,11 @@ class OpenAIServer:
         replies = Replies(ask, chat, self._tokenizer)
         choices = [_Choice(index, request, ask, chat, self._tokenizer) for index, request in enumerate(requests)]
         if not ask.stream:
-            return await self._whole(choices, replies)
+            return await self._whole(ask, choices, replies)
         return GeneratorResponse(self._events(ask, choices, replies), media_type="text/event-stream", headers=_NO_CACHE)
 
-    async def _whole(self, choices: list[_Choice], replies: Replies) -> Response:
+    async def _whole(self, ask: Ask, choices: list[_Choice], replies: Replies) -> Response:
+        """A small reply is encoded at once; the choices of a large one in a thread, one by one, while they are sent."""
         with api_errors(status=422):
             futures = self._engine.submit([choice.request for choice in choices])
             try:
@@ -83,9 +86,13 @@ class OpenAIServer:
                 # If one fails, the request fails: the others are not needed.
                 for future in futures:
                     future.cancel()
-        completion_tokens = sum(map(_Choice.counted, choices, outputs))
-        pieces = _encoded(list(zip(choices, outputs, strict=True)), replies, *replies.frame(completion_tokens))
-        return GeneratorResponse(pieces, media_type="application/json")
+        before, after = replies.frame(sum(map(_Choice.counted, choices, outputs)))
+        results = list(zip(choices, outputs, strict=True))
+        entries = sum(len(output.token_ids) for output in outputs) * (1 + ask.params.top_log_probs)
+        if entries <= _SMALL_REPLY and not (ask.echoed or ask.tells_prompt):
+            texts = [replies.choice(choice.take(output)) for choice, output in results]
+            return Response(before + ", ".join(texts) + after, media_type="application/json")
+        return GeneratorResponse(_encoded(results, replies, before, after), media_type="application/json")
 
     async def _events(self, ask: Ask, choices: list[_Choice], replies: Replies) -> AsyncGenerator[str, None]:
         """Server-sent events with the pieces of all choices as they are generated."""
@@ -169,7 +176,7 @@ class _Choice:
 async def _encoded(
     results: list[tuple[_Choice, Output]], replies: Replies, before: str, after: str
 ) -> AsyncGenerator[str, None]:
-    """The pieces of a whole reply. Choices are encoded one by one in a thread: they may be megabytes of log-probs."""
+    """The pieces of a whole reply, which may have megabytes of log-probs."""
     for choice, output in results:
         text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
         yield before + text
