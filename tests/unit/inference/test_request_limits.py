@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from verl.inference.answer_rules import AnswerRules
 from verl.inference.grammar import json_grammar
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.app import api_errors
-from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelFacts, parse
+from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelFacts, parse
 from verl.types.request import SamplingParams
 
 TOKENIZER = tiny_tokenizer()
@@ -56,6 +57,22 @@ def test_scoring_a_prompt_needs_no_more_room_than_before():
     ask = read(COMPLETIONS, prompt="a" * 39, echo=True, logprobs=0, max_tokens=0)
     assert ask.scores_only
     assert ask.requests(CONTEXT)[0].params.max_new_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "heavy"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False, "date": None}}, False),
+        ({"chat_template_kwargs": {"n": 99_999}}, True),  # may be the length of a loop in the model's template
+        ({"chat_template_kwargs": {"chat_template": "x"}}, True),
+        ({"chat_template": "x"}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+    ],
+)
+def test_requests_that_may_run_long_are_parsed_apart_from_the_others(fields, heavy):
+    body = json.dumps({"messages": MESSAGES, **fields}).encode()
+    with pytest.raises(HeavyRequest) if heavy else contextlib.nullcontext():
+        parse(CHAT, body, FACTS, TOKENIZER, heavy=False)
 
 
 def without_decoder():

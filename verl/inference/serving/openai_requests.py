@@ -141,15 +141,20 @@ def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool
 
 
 def brings_program(given: dict[str, Any]) -> bool:
-    """Whether text of the client is executed: a chat template, or the schema of a grammar."""
+    """Whether text of the client is executed: a chat template, options of the template, or the schema of a grammar."""
     options, form = given.get("chat_template_kwargs"), given.get("response_format")
-    if given.get("chat_template") is not None or (isinstance(options, dict) and options.get("chat_template")):
+    if given.get("chat_template") is not None or (isinstance(options, dict) and not _are_flags(options)):
         return True
     if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
         return True
     tools = given.get("tools") if given.get("tool_choice") not in (None, "none", "auto") else None
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
+
+
+def _are_flags(options: dict[str, Any]) -> bool:
+    """Whether options of a chat template are flags. Others may be the length of a loop, or a template."""
+    return all(value is None or isinstance(value, bool) for value in options.values())
 
 
 def check_grammar(ask: Ask, tokenizer: Any) -> None:
