@@ -54,7 +54,7 @@ def compute_score(
     tests = read_tests(ground_truth)
     found = extract_code(solution_str)
     if found is None:
-        return _result(0, len(tests), "no code", continuous)
+        return _result(0, len(tests), "no code", continuous, any(test.forgeable for test in tests))
     language, code = found
     outcomes: Iterable[Outcome]
     if language == "python":

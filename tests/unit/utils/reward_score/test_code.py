@@ -241,6 +241,12 @@ def test_an_answer_without_code_is_never_run():
     assert compute_score("42", SUMS)["outcome"] == "no code"
 
 
+def test_the_label_of_the_tests_does_not_depend_on_the_answer():
+    for test, forgeable in (("assert f(1) == 2", 0), ("assert P(1) == P(1)", 1)):
+        result = compute_score("no program", [test])
+        assert (result["outcome"], result["forgeable"]) == ("no code", forgeable)
+
+
 @pytest.mark.parametrize(
     ("truth", "words"),
     [
