@@ -18,6 +18,8 @@ import pytest
 from verl.sandbox import SandboxClient, SandboxUnavailable
 from verl.sandbox.request import RunRequest
 from verl.utils.code_runner import CodeSettings
+from verl.utils.http_server.app import create_app
+from verl.utils.http_server.server import serve_in_thread
 from verl.utils.reward_score.code import compute_score
 from verl.utils.sandbox import REQUIRE, Limits, Result, available
 from verl.utils.sandbox_fusion.wire import ServerFailed, result_from_json, result_to_json, run_request
@@ -60,6 +62,15 @@ def test_ping_is_answered_with_pong(url):
     answer = httpx.get(f"{url}/v1/ping")
     assert (answer.status_code, answer.json()) == (200, "pong")
     assert SandboxClient(url).problem() is None
+
+
+def test_a_rejected_key_is_not_reported_as_a_missing_server():
+    app = create_app([], health=dict, max_body_bytes=1, api_key="key")
+    with serve_in_thread(app, "a server with a key") as port:
+        problem = SandboxClient(f"http://127.0.0.1:{port}").problem()
+    assert problem is not None
+    assert "VERL_API_KEY" in problem
+    assert "verl.sandbox.server" not in problem
 
 
 def test_a_run_has_every_field_of_the_api(url):

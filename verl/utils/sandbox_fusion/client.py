@@ -109,6 +109,8 @@ class SandboxClient:
             answer = httpx.get(f"{self.url}{PING}", timeout=within_s, trust_env=False, headers=api_headers())
             if answer.status_code == 200:
                 return None
+            if answer.status_code == 401:
+                return f"the sandbox at {self.url} rejects the API key. Set VERL_API_KEY to the key of the server."
             found = f"{PING} answered with status {answer.status_code}"
         except httpx.HTTPError as error:
             found = str(error) or repr(error)
