@@ -25,8 +25,9 @@ from tests.attacks.support.servers import SERVERS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--server", choices=SERVERS, action="append", help="default: all")
-    parser.add_argument("--seed", type=int, default=stored_seeds()[0])
+    parser.add_argument("--server", choices=SERVERS, action="append", help="may be repeated (default: all)")
+    seed = "seed of the random combinations (default: the first in seeds.json)"
+    parser.add_argument("--seed", type=int, default=stored_seeds()[0], help=seed)
     parser.add_argument("--json", help="file to which the results are appended")
     parser.add_argument("--details", action="store_true", help="print every unacceptable outcome")
     options = parser.parse_args()

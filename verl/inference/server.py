@@ -110,7 +110,8 @@ def options_parser() -> argparse.ArgumentParser:
         help="tokens that a classifier reads at once (default: %(default)s)",
     )
     add("--max-answers", type=positive, default=1024, help="prompts × n of one request (default: %(default)s)")
-    add("--max-parse-seconds", type=float, default=10, help="for reading one request (default: %(default)s)")
+    seconds = "time limit for parsing one request (default: %(default)s)"
+    add("--max-parse-seconds", type=float, default=10, help=seconds)
     add(
         "--allow-client-templates", action="store_true", help="run chat templates that clients send, which are programs"
     )

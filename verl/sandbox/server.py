@@ -137,14 +137,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=(__doc__ or "").split("\n")[0])
     add_server_options(parser, DEFAULT_PORT, max_body_mb=32)
     add = parser.add_argument
-    add("--require", choices=REQUIRE, default="files", help="isolation without which it does not start (%(default)s)")
+    require = "minimum isolation; the server does not start with less (default: %(default)s)"
+    add("--require", choices=REQUIRE, default="files", help=require)
     add("--warm", type=positive, default=4, help="interpreters kept ready (default: %(default)s)")
     cores = available_cores()
     add("--max-concurrent", type=positive, default=2 * cores, help="programs run at once (default: two per core)")
     add("--max-waiting", type=positive, default=1024, help="programs that may wait (default: %(default)s)")
-    add("--memory-limit-mb", type=positive, default=1024, help="of a program that sets none (%(default)s)")
-    add("--max-memory-mb", type=positive, default=8192, help="highest that a request may set (%(default)s)")
-    add("--max-seconds", type=positive, default=300, help="longest time that a request may set (%(default)s)")
+    memory = "memory of a program whose request sets no limit (default: %(default)s)"
+    add("--memory-limit-mb", type=positive, default=1024, help=memory)
+    highest = "largest memory limit that a request may set (default: %(default)s)"
+    add("--max-memory-mb", type=positive, default=8192, help=highest)
+    longest = "longest timeout that a request may set, in seconds (default: %(default)s)"
+    add("--max-seconds", type=positive, default=300, help=longest)
     return parser
 
 

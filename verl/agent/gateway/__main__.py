@@ -116,14 +116,20 @@ class _Gateway:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m verl.agent.gateway", description=(__doc__ or "").split("\n")[0])
+    secret = (
+        "A session needs a secret: the API key that its client sends, or the path /sessions/<name>~<secret>; with"
+        " --api-key, only the path."
+    )
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m verl.agent.gateway", description=description, epilog=secret)
     add_model_options(parser)
     add_server_options(parser, DEFAULT_PORT, max_body_mb=64)
     add = parser.add_argument
     add("--format", default="hermes", help="format in which the model writes tool calls (default: %(default)s)")
     add("--out", type=Path, help="file to which sessions are appended when they end, a line of JSON each")
     add("--max-sessions", type=positive, default=256, help="open sessions (default: %(default)s)")
-    add("--max-session-mb", type=positive, default=32, help="messages and tokens of a session (default: %(default)s)")
+    memory = "memory of the messages and tokens of a session in MB; beyond it, requests get 403 (default: %(default)s)"
+    add("--max-session-mb", type=positive, default=32, help=memory)
     add("--max-session-turns", type=positive, default=1000, help="responses of a session (default: %(default)s)")
     add(
         "--session-idle-minutes",

@@ -71,7 +71,8 @@ def add_server_options(parser: argparse.ArgumentParser, port: int, max_body_mb: 
     add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
     add("--port", type=int, default=port, help="port (default: %(default)s; 0: any free port)")
     key = os.environ.get("VERL_API_KEY") or None
-    add("--api-key", default=key, help="secret that clients must send (default: $VERL_API_KEY)")
+    sent = "key that clients must send as `Authorization: Bearer` or `x-api-key` (default: $VERL_API_KEY)"
+    add("--api-key", default=key, help=sent)
     add("--max-body-mb", type=positive, default=max_body_mb, help="size of one request (default: %(default)s)")
     add("--max-connections", type=positive, default=Limits.connections, help="open connections (default: %(default)s)")
 

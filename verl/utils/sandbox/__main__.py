@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--attack", action="store_true", help="run the attacks at every level of isolation")
     parser.add_argument("--measure", action="store_true", help="measure limits at every level of isolation")
     parser.add_argument("--rows", metavar="WITHOUT", help=argparse.SUPPRESS)  # one column, as JSON
-    parser.add_argument("--user", type=int, help="with --attack or --measure, as root: run everything as this user")
+    parser.add_argument(
+        "--user", type=int, help="with --attack or --measure, as root: numeric user id, for example 65534 (nobody)"
+    )
     arguments = parser.parse_args()
     if arguments.rows is not None:
         _print_rows(arguments.rows, arguments.user, arguments.measure)
