@@ -107,7 +107,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             pass
         if self._packages is not None and module.partition(".")[0] not in self._packages:
-            raise pickle.UnpicklingError(f"it names {module[:80]}.{name[:80]}")
+            raise pickle.UnpicklingError(f"the pickle refers to {module[:80]}.{name[:80]}, which is not allowed")
         return self._record_type(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -222,7 +222,7 @@ def _check_opcodes(data: bytes) -> None:
             position += _FIXED[code]
             _apply(code, stack, marks)
         else:
-            raise pickle.UnpicklingError(f"torch writes no opcode {code:#04x}")
+            raise pickle.UnpicklingError(f"the pickle contains opcode {code:#04x}, which is not allowed")
     raise pickle.UnpicklingError("it is truncated")
 
 

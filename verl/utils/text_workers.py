@@ -35,7 +35,7 @@ _tokenizer: Any = None
 
 
 class TextWorkLimit(Travels, ValueError):
-    """The work was stopped at its time or memory limit. The message is a predicate: "could not be read in 10 s"."""
+    """The work was stopped at its time or memory limit. The message names the limit."""
 
 
 class TextWorkersBusy(Travels):
@@ -51,7 +51,7 @@ class TextWorkers:
 
     def __init__(self, load_tokenizer: Callable[[], Any], seconds: float, memory: int = MEMORY_LIMIT) -> None:
         """A task may take `seconds` and `memory` bytes beyond what the processes need for the tokenizer."""
-        self.seconds = seconds
+        self.seconds, self._memory = seconds, memory
         self._pool = ProcessPool(_PROCESSES, initializer=partial(_load, load_tokenizer), memory_limit=memory)
         self._starting = threading.Lock()
         self._started = False
@@ -97,9 +97,11 @@ class TextWorkers:
         try:
             return await asyncio.wrap_future(future)
         except TaskTimeout as error:
-            raise TextWorkLimit(f"could not be read in {self.seconds:g} s") from error
+            raise TextWorkLimit(f"processing the request takes longer than {self.seconds:g} s") from error
         except (MemoryError, ProcessDied) as error:
-            raise TextWorkLimit("takes too much memory to be read") from error
+            raise TextWorkLimit(
+                f"processing the request takes more than {self._memory / 2**30:.3g} GB of memory"
+            ) from error
 
 
 def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
@@ -119,7 +121,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def max_characters(tokenizer: Any, tokens: int) -> int:
-    """Characters of a text beyond which it has more than so many tokens, see `longest_token`."""
+    """The largest number of characters of a text with at most `tokens` tokens. Exceptions: see `longest_token`."""
     return max(1, tokens) * longest_token(tokenizer)
 
 

@@ -142,7 +142,8 @@ def _named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (zipfile.BadZipFile, ValueError, LookupError, NotImplementedError, struct.error) as error:
-        raise ValueError(f"{path}: not a whole file of torch.save ({error}). Copy it again.") from error
+        remedy = "If it was truncated, copy it again; otherwise do not use it."
+        raise ValueError(f"{path}: cannot be read as a torch.save file: {error}. {remedy}") from error
 
 
 @dataclass(frozen=True)

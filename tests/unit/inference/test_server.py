@@ -664,7 +664,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 HUGE = "{{ 'x' * 9000000000 }}"
 
 
-@pytest.mark.parametrize(("template", "words"), [(ENDLESS, "could not be read in 3 s"), (HUGE, "too much memory")])
+@pytest.mark.parametrize(("template", "words"), [(ENDLESS, "3 s"), (HUGE, "2 GB")])
 def test_a_template_that_takes_too_much_is_ended(client, address, template, words):
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     with answering(address):
@@ -694,10 +694,10 @@ def test_a_prompt_that_is_far_too_long_costs_neither_time_nor_memory(address, se
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b'{"prompt": "a\\ud800b"}', "half a character"),
+        (b'{"prompt": "a\\ud800b"}', "surrogate"),
         (b'{"prompt": "a\xed\xa0\x80b"}', "not UTF-8"),
         (b'{"prompt": "a\xffb"}', "not valid JSON"),
-        (b'{"prompt": "x", "\\udc00": 1}', "half a character"),
+        (b'{"prompt": "x", "\\udc00": 1}', "surrogate"),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
         (b'{"temperature": 1e999}', "1e999 is too large"),

@@ -150,7 +150,7 @@ def test_what_is_missing_or_damaged_is_named(model, tmp_path, capsys):
     folder = described(write_dtensors(model.state_dict(), tmp_path / "actor"), model.config)
     file = folder / "model_world_size_2_rank_1.pt"
     content = file.read_bytes()
-    cases = [(None, "model_world_size_2_rank_1.pt missing"), (content[: len(content) // 2], "not a whole file")]
+    cases = [(None, "model_world_size_2_rank_1.pt missing"), (content[: len(content) // 2], "torch.save")]
     for change, words in cases:
         file.unlink(missing_ok=True)
         if change is not None:

@@ -58,7 +58,7 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
         workers = TextWorkers(tokenizer_loader(tiny_tokenizer()), seconds=2.0, memory=2**30)
         try:
             assert await workers.call(count, "hello") == 5
-            with pytest.raises(TextWorkLimit, match="takes too much memory"):
+            with pytest.raises(TextWorkLimit, match="GB of memory"):
                 await workers.call(grow)
             with pytest.raises(ZeroDivisionError):
                 await workers.call(divide)
@@ -71,7 +71,7 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
             assert not any(task.done() for task in heavy), "light work waited for heavy work"
             for task in heavy[2:]:
                 task.cancel()  # those that wait; a place is free when the work of the others has ended
-            with pytest.raises(TextWorkLimit, match="could not be read in 2 s"):
+            with pytest.raises(TextWorkLimit, match="2 s"):
                 await heavy[0]
             assert await workers.call(count, "hello", heavy=True) == 5
             await asyncio.gather(*heavy, return_exceptions=True)

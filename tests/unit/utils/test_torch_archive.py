@@ -82,7 +82,7 @@ def test_parts_of_files_are_read(tmp_path: Path) -> None:
 
 def test_the_reason_names_the_file(tmp_path: Path) -> None:
     torch.save({"a": torch.nn.Linear(1, 1)}, tmp_path / "module.pt")
-    with pytest.raises(ValueError, match=r"module\.pt.*it names torch\.nn\.modules\.linear\.Linear"):
+    with pytest.raises(ValueError, match=r"module\.pt.*torch\.nn\.modules\.linear\.Linear"):
         load_archive(tmp_path / "module.pt")
     with pytest.raises(FileNotFoundError):
         load_archive(tmp_path / "none.pt")

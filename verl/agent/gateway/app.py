@@ -129,11 +129,13 @@ class GatewayApp:
     async def _set_reward(self, request: Request) -> Response:
         session, body = self._sessions.get(*self._access(request)), await request.body()
         if len(body) > _MAX_REWARD_INFO_BYTES:
-            raise ApiError(f"reward_info: may have {_MAX_REWARD_INFO_BYTES} bytes.", "reward_info", 413)
+            message = f"reward_info: the body has {len(body)} bytes; at most {_MAX_REWARD_INFO_BYTES} are accepted."
+            raise ApiError(message, "reward_info", 413)
         content = parse_json(body)
         validate_model(RewardRequest, content, status=400)
-        if _depth(content["reward_info"]) > _MAX_REWARD_INFO_DEPTH:
-            raise ApiError(f"reward_info: may be nested {_MAX_REWARD_INFO_DEPTH} levels.", "reward_info")
+        if (depth := _depth(content["reward_info"])) > _MAX_REWARD_INFO_DEPTH:
+            message = f"reward_info: has {depth} levels; at most {_MAX_REWARD_INFO_DEPTH} are accepted."
+            raise ApiError(message, "reward_info")
         session.reward_info = content["reward_info"]
         return JSONResponse({"status": "ok"})
 

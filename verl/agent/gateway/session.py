@@ -144,7 +144,7 @@ class Session:
     reward_info: dict[str, Any] | None = None
     closed: bool = False
     cut_off: int = 0
-    """Answers that nobody was told: their clients left before the end."""
+    """Responses whose client disconnected before the end."""
     on_full_context: Callable[[list[int]], None] | None = None
     """Called with the prompt tokens of a request that fill the context, so that no answer fits."""
     last_used: float = field(default_factory=time.monotonic)

@@ -78,7 +78,7 @@ class Sessions:
 
     def _check_new(self, name: str) -> None:
         if len(name) > _MAX_NAME:
-            raise ApiError(f"the name of a session may have {_MAX_NAME} characters.")
+            raise ApiError(f"the session name has {len(name)} characters; at most {_MAX_NAME} are allowed.")
         if self._max_sessions is not None and len(self._open) >= self._max_sessions:
             raise ApiError(
                 f"{self._max_sessions} sessions are open (--max-sessions). Delete one, or try again later.",

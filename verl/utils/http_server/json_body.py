@@ -57,7 +57,9 @@ def parse_json(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise HttpError(400, f"the body is not valid JSON: it is not UTF-8 (byte {error.start}).") from error
     except UnicodeEncodeError as error:
-        raise HttpError(400, "the body contains half a character (a lone surrogate such as \\ud800).") from error
+        raise HttpError(
+            400, "the body contains a lone surrogate (such as \\ud800), which is not a character."
+        ) from error
     except ValueError as error:
         raise HttpError(400, f"the body is not valid JSON: {error}.") from error
     return content
@@ -65,7 +67,7 @@ def parse_json(body: bytes) -> Any:
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > 20 or abs(int(digits)) >= _INTEGER_LIMIT:
-        raise ValueError(f"the number {digits[:20]}… has {len(digits)} digits, more than 64 bits hold")
+        raise ValueError(f"the number {digits[:20]}… ({len(digits)} digits) does not fit in 64 bits")
     return int(digits)
 
 

@@ -36,7 +36,7 @@ def _check_path(path: str) -> None:
         elif path.endswith("/"):
             problem = "it is the name of a folder"
         elif len(path.encode()) > _LONGEST_PATH or max(map(len, parts)) > _LONGEST_NAME:
-            problem = f"it is longer than {_LONGEST_PATH} bytes, or one of its names than {_LONGEST_NAME}"
+            problem = f"the path is longer than {_LONGEST_PATH} bytes, or one of its parts than {_LONGEST_NAME} bytes"
     if problem is not None:
         raise ValueError(f"sandbox file {_shown(path)}: {problem}")
 
