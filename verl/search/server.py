@@ -54,7 +54,7 @@ class SearchServer:
         self._parser = BodyParser()
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._looking: asyncio.Task[None] | None = None
+        self._searching: asyncio.Task[None] | None = None
         self._answered = 0
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
@@ -71,15 +71,15 @@ class SearchServer:
 
     async def _retrieve(self, request: Request) -> Response:
         query = await self._parser.parse(RetrieveRequest, await request.body())
-        found = await self._look_up(query.queries, query.topk or self._retriever.topk)
+        results = await self._look_up(query.queries, query.topk or self._retriever.topk)
         self._answered += len(query.queries)
-        return StreamingResponse(_pieces(found, query.return_scores), media_type="application/json")
+        return StreamingResponse(_pieces(results, query.return_scores), media_type="application/json")
 
     async def _look_up(self, queries: list[str], topk: int) -> list[list[Hit]]:
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
         self._waiting.append((queries, topk, answer))
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._work())
+        if self._searching is None:
+            self._searching = asyncio.create_task(self._work())
         return await answer
 
     async def _work(self) -> None:
@@ -87,19 +87,19 @@ class SearchServer:
         loop = asyncio.get_running_loop()
         while self._waiting:
             batch = self._next_batch()
-            queries = [query for asked, _, _ in batch for query in asked]
+            queries = [query for batched, _, _ in batch for query in batched]
             try:
-                found = iter(await loop.run_in_executor(self._thread, self._retriever.retrieve, queries, batch[0][1]))
+                results = iter(await loop.run_in_executor(self._thread, self._retriever.retrieve, queries, batch[0][1]))
             except Exception as error:  # noqa: BLE001 - raised by every request of the batch
                 for _, _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for asked, _, future in batch:
-                answer = [next(found) for _ in asked]
+            for batched, _, future in batch:
+                answer = [next(results) for _ in batched]
                 if not future.done():  # else its client has left
                     future.set_result(answer)
-        self._looking = None
+        self._searching = None
 
     def _next_batch(self) -> list[_Waiting]:
         batch = [self._waiting.popleft()]
@@ -141,10 +141,10 @@ def _serve(options: argparse.Namespace) -> None:
             asyncio.run(create_server(app, name, limits, "/retrieve").serve([bound]))
 
 
-async def _pieces(found: list[list[Hit]], scores: bool) -> AsyncIterator[str]:
+async def _pieces(results: list[list[Hit]], scores: bool) -> AsyncIterator[str]:
     """The response, one query at a time: other clients are served in between."""
     yield '{"result": ['
-    for number, hits in enumerate(found):
+    for number, hits in enumerate(results):
         yield f"{', ' if number else ''}{json.dumps([_shown(hit, scores) for hit in hits], ensure_ascii=False)}"
         await asyncio.sleep(0)
     yield "]}"

@@ -68,20 +68,20 @@ def read_request(
     names: agents send the one of the model that they were written for. `forces_calls`: whether an answer can be made to
     begin with a call, in the model's format of calls. `grammars`: whether answers follow the grammar of a request.
     """
-    given = parse_json(body)
-    if not isinstance(given, dict):
+    fields = parse_json(body)
+    if not isinstance(fields, dict):
         raise ApiError("the body is not a JSON object.")
-    given = as_openai(given) if api == MESSAGES else given
-    if not heavy and brings_program(given):
+    fields = as_openai(fields) if api == MESSAGES else fields
+    if not heavy and brings_program(fields):
         raise HeavyRequest
-    name = given.get("model") or facts.names[0]
+    name = fields.get("model") or facts.names[0]
     if not isinstance(name, str) or len(name) > _MAX_MODEL_NAME:
         raise ApiError(f"model: should be a text of at most {_MAX_MODEL_NAME} characters.", "model")
-    if given.get("n", 1) not in (1, None):
-        raise ApiError(f"n: {str(given['n'])[:200]} is not supported by the gateway: a turn has one response.", "n")
-    silent = given.get("tool_choice") == "none"
-    given = {key: value for key, value in given.items() if not (silent and key == "tool_choice")}
-    chat = read_chat({**given, "model": facts.names[0]}, facts, tokenizer)
+    if fields.get("n", 1) not in (1, None):
+        raise ApiError(f"n: {str(fields['n'])[:200]} is not supported by the gateway: a turn has one response.", "n")
+    silent = fields.get("tool_choice") == "none"
+    fields = {key: value for key, value in fields.items() if not (silent and key == "tool_choice")}
+    chat = read_chat({**fields, "model": facts.names[0]}, facts, tokenizer)
     if chat.ask.begun and not forces_calls:
         raise ApiError("tool_choice: only auto and none are supported for this model's format of calls.", "tool_choice")
     if grammars:

@@ -157,12 +157,12 @@ class Session:
         self._check_limits()
         async with self._placing:  # the same request sent twice at once has one place
             chat = request.chat
-            found = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
-            place = found.place
+            lookup = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
+            place = lookup.place
             if place is None:
-                parent = found.parent
-                tokens = model.start(request) if parent is None else model.suffix(request, found.messages, parent)
-                place = self.tree.open_place(found, await tokens, request.scope)
+                parent = lookup.parent
+                tokens = model.start(request) if parent is None else model.suffix(request, lookup.messages, parent)
+                place = self.tree.open_place(lookup, await tokens, request.scope)
         prompt_ids = place.prompt_ids
         try:
             checked_length(prompt_ids, model.facts, "messages")
@@ -253,7 +253,7 @@ class Session:
             "status": "closed" if self.closed else "open",
             "requests": {**self.tree.counts, "cut_off": self.cut_off, "under_way": len(self._tasks)},
             "reward_info": self.reward_info,
-            "nodes": [{"parent": number.get(id(node.place.parent)), **_told(node)} for node in self.tree.nodes],
+            "nodes": [{"parent": number.get(id(node.place.parent)), **_node_state(node)} for node in self.tree.nodes],
             "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
         }
 
@@ -278,7 +278,7 @@ def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:
     ]
 
 
-def _told(node: Node) -> dict[str, Any]:
+def _node_state(node: Node) -> dict[str, Any]:
     answer = node.answer
     return {
         "messages": node.place.messages,

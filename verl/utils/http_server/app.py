@@ -177,8 +177,8 @@ class _Guard:
                 credentials = base64.b64decode(credentials, validate=True).decode(errors="replace").partition(":")[2]
             except binascii.Error:
                 credentials = ""
-        given = headers.get("x-api-key") or (credentials.strip() if kind.lower() in ("basic", "bearer") else "")
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        sent_key = headers.get("x-api-key") or (credentials.strip() if kind.lower() in ("basic", "bearer") else "")
+        if not hmac.compare_digest(sent_key.encode(), self._api_key.encode()):
             raise HttpError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytearray:

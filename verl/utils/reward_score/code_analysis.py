@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from verl.utils.reward_score.code_driver import PRELUDE
 
 # Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
-_REACHING_NAMES = (
+_INTERPRETER_NAMES = (
     "globals locals vars eval exec compile __import__ inspect gc ctypes dis importlib builtins __builtins__ "
     "pickle marshal shelve dill yaml mock patch monkeypatch threading multiprocessing concurrent asyncio "
     "signal tracemalloc weakref sysconfig timeit runpy"
 )
-_REACHING = frozenset(_REACHING_NAMES.split())
+_NEEDS_INTERPRETER = frozenset(_INTERPRETER_NAMES.split())
 _ATTRIBUTE_NAMES = (
     "_getframe modules settrace setprofile getrefcount setrecursionlimit stdin seed setstate environ chdir "
     "__globals__ __code__ __closure__ __mro__ __bases__ __subclasses__ __defaults__ __kwdefaults__ __func__"
 )
-_REACHING_ATTRIBUTES = frozenset(_ATTRIBUTE_NAMES.split())
+_INTERPRETER_ATTRIBUTES = frozenset(_ATTRIBUTE_NAMES.split())
 _STANDARD = frozenset(sys.stdlib_module_names) | {"numpy", "pytest"}
 _ALIASES = {"np": "numpy"}
 _KNOWN_TYPES = {
@@ -74,7 +74,7 @@ class Plan:
     reason: str | None = None
     names: list[str] = field(default_factory=list)
     """Names that the solution has to provide."""
-    open: list[str] = field(default_factory=list)
+    class_instances: list[str] = field(default_factory=list)
     """Those of them whose results the test uses as objects of a class."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules, and types as `module:name`, that the test uses without importing them."""
@@ -93,9 +93,9 @@ def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: s
     helpers = _definitions(prompt, without=entry_point)
     found = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
     return Plan(
-        reason=_reaching(tree) or found.problem(),
+        reason=_needs_interpreter(tree) or found.problem(),
         names=sorted(found.provided),
-        open=sorted(found.classes | found.opened),
+        class_instances=sorted(found.classes | found.class_instances),
         modules=found.modules,
         definitions=_text(_definitions(setup)),
         prompt=_text(helpers),
@@ -116,7 +116,7 @@ def _text(statements: Sequence[ast.stmt]) -> str:
     return "\n".join(map(ast.unparse, statements))
 
 
-def _reaching(tree: ast.AST) -> str | None:
+def _needs_interpreter(tree: ast.AST) -> str | None:
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Name):
@@ -124,7 +124,7 @@ def _reaching(tree: ast.AST) -> str | None:
             if isinstance(node.ctx, ast.Store) and node.id in _BUILTINS:
                 return f"it replaces {node.id}"
         elif isinstance(node, ast.Attribute):
-            if node.attr in _REACHING_ATTRIBUTES:
+            if node.attr in _INTERPRETER_ATTRIBUTES:
                 return f"it uses {node.attr}"
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [part for alias in node.names for part in alias.name.split(".")]
@@ -138,7 +138,7 @@ def _reaching(tree: ast.AST) -> str | None:
         elif isinstance(node, ast.ClassDef) and not any(_is_test_case(base) for base in node.bases):
             return f"it defines the class {node.name}"
         for name in names:
-            if name in _REACHING:
+            if name in _NEEDS_INTERPRETER:
                 return f"it uses {name}"
     return None
 
@@ -172,7 +172,7 @@ class _Names:
             self.classes |= self._aliases
         self._instances: set[str] = set()
         self._find_instances()
-        self.opened = self._opened()
+        self.class_instances = self._class_instances()
 
     def problem(self) -> str | None:
         """Why the values of this test cannot be compared as plain data."""
@@ -258,20 +258,20 @@ class _Names:
             node = node.func if isinstance(node, ast.Call) else node.value
         return self._is_instance(node)
 
-    def _opened(self) -> set[str]:
+    def _class_instances(self) -> set[str]:
         """Functions, and so classes in lower case, on whose results the test uses methods that plain values lack."""
         made = {}
         for targets, value in _assignments(self._tree):
             if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
                 made[targets.id] = value.func.id
-        opened = set()
+        functions = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and node.attr not in _PLAIN_ATTRIBUTES:
                 if isinstance(node.value, ast.Name):
-                    opened.add(made.get(node.value.id, node.value.id))
+                    functions.add(made.get(node.value.id, node.value.id))
                 elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-                    opened.add(node.value.func.id)
-        return opened & self.provided
+                    functions.add(node.value.func.id)
+        return functions & self.provided
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:

@@ -57,17 +57,17 @@ class Judge:
             self._abort("no hello")
         return message[1]
 
-    def names(self, wanted: list[str], open_names: list[str], definitions: str) -> dict[str, Any]:
+    def load_solution(self, names: list[str], class_instances: list[str], definitions: str) -> dict[str, Any]:
         """Proxies, or values, of the names that the solution defines; it was executed when this returns."""
-        values = self.request("names", wanted, definitions)
-        if type(values) is not list or len(values) != len(wanted):
+        values = self.request("names", names, definitions)
+        if type(values) is not list or len(values) != len(names):
             self._abort("not the names")
-        found = {name: value for name, value in zip(wanted, values, strict=True) if value is not _MISSING}
-        for name in open_names:
-            _open(found.get(name))
-        return found
+        loaded = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
+        for name in class_instances:
+            _allow_methods(loaded.get(name))
+        return loaded
 
-    def request(self, operation: str, *parts: Any, opened: bool = False) -> Any:
+    def request(self, operation: str, *parts: Any, allow_methods: bool = False) -> Any:
         """One operation in the candidate. Arguments that it changed are changed here when this returns or raises."""
         encoder = Encoder(self._export)
         try:
@@ -91,7 +91,7 @@ class Judge:
             if not isinstance(value, BaseException):
                 self._abort("not an exception")
             raise value
-        return _open(value) if opened else value
+        return _allow_methods(value) if allow_methods else value
 
     # -- calls of the candidate ----------------------------------------------------------------------------------
 
@@ -213,18 +213,18 @@ class Mirror(type):
     _proxy_judge: Judge
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._proxy_judge.request("call", cls, list(args), kwargs, opened=True)
+        return cls._proxy_judge.request("call", cls, list(args), kwargs, allow_methods=True)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
             raise AttributeError(name)
-        return cls._proxy_judge.request("get", cls, name, opened=True)
+        return cls._proxy_judge.request("get", cls, name, allow_methods=True)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._proxy_judge.request("set", cls, name, value)
 
     def __iter__(cls) -> Any:
-        return cls._proxy_judge.request("special", cls, "__iter__", [], opened=True)
+        return cls._proxy_judge.request("special", cls, "__iter__", [], allow_methods=True)
 
     def __len__(cls) -> int:
         return int(cls._proxy_judge.request("special", cls, "__len__", []))
@@ -233,7 +233,7 @@ class Mirror(type):
         return True
 
     def __getitem__(cls, key: Any) -> Any:
-        return cls._proxy_judge.request("special", cls, "__getitem__", [key], opened=True)
+        return cls._proxy_judge.request("special", cls, "__getitem__", [key], allow_methods=True)
 
 
 class Proxy:
@@ -241,18 +241,18 @@ class Proxy:
 
     _proxy_number: int
     _proxy_judge: Judge
-    _proxy_opened = False
+    _proxy_allows_methods = False
     __hash__ = object.__hash__
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_proxy_number", "_proxy_judge", "_proxy_opened", "__class__"):
+        if name in ("_proxy_number", "_proxy_judge", "_proxy_allows_methods", "__class__"):
             return object.__getattribute__(self, name)
         if name.startswith("__") and name.endswith("__") and name not in _VISIBLE:
             return object.__getattribute__(self, name)
-        opened = self._proxy_opened
-        if not opened and name in _PLAIN_METHODS:
+        allowed = self._proxy_allows_methods
+        if not allowed and name in _PLAIN_METHODS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._proxy_judge.request("get", self, name, opened=opened)
+        return self._proxy_judge.request("get", self, name, allow_methods=allowed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._proxy_judge.request("set", self, name, value)
@@ -263,21 +263,21 @@ class Proxy:
 
 def _forward(method: str) -> Callable[..., Any]:
     def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
-        judge, opened = self._proxy_judge, self._proxy_opened
+        judge, allowed = self._proxy_judge, self._proxy_allows_methods
         if method == "__call__":
-            return judge.request("call", self, list(args), kwargs, opened=opened)
+            return judge.request("call", self, list(args), kwargs, allow_methods=allowed)
         if method == "__exit__":
             args = (None, None, None)
-        return judge.request("special", self, method, list(args), opened=opened)
+        return judge.request("special", self, method, list(args), allow_methods=allowed)
 
     call.__name__ = method
     return call
 
 
-def _open(value: Any) -> Any:
+def _allow_methods(value: Any) -> Any:
     """Allow the methods that plain values have as well: the test uses this object as one of a class."""
     if isinstance(value, Proxy):
-        object.__setattr__(value, "_proxy_opened", True)
+        object.__setattr__(value, "_proxy_allows_methods", True)
     return value
 
 
@@ -302,5 +302,5 @@ def execute_test(judge: Judge, test: Mapping[str, Any], prelude: Mapping[str, An
         names[name] = importlib.import_module(module)
         if member:
             names[name] = getattr(names[name], member)
-    names.update(judge.names(test["names"], test["open"], test["definitions"]))
+    names.update(judge.load_solution(test["names"], test["class_instances"], test["definitions"]))
     exec(compile(test["source"], "test.py", "exec"), names)
