@@ -36,6 +36,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             figures = run_campaign(server, options.seed, Path(folder))
         rows.append(_row(figures))
+        print(rows[-1], flush=True)
         if options.details:
             print("\n".join(figures.problems + figures.regular_problems + figures.log_errors))
     report("servers under attack", rows, options.json)
