@@ -105,9 +105,13 @@ class TextWorkers:
 
 
 def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
-    """A function that gives the tokenizer in another process: pickled, or read again where its class is remote code."""
-    if type(tokenizer).__module__.startswith("transformers_modules"):
-        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=True)
+    """A function that returns the tokenizer in another process: pickled, or loaded again if its class is remote code.
+
+    Remote code is only executed there if this process was already allowed to execute it.
+    """
+    trusted = type(tokenizer).__module__.startswith("transformers_modules")
+    if trusted:
+        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=trusted)
     return partial(_same, tokenizer)
 
 
