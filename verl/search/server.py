@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
-from verl.utils.http_server.app import create_app
+from verl.utils.http_server.app import HttpError, create_app
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import (
     Limits,
@@ -41,6 +41,7 @@ __all__ = ["SearchServer", "main"]
 
 DEFAULT_PORT = 8000
 _BATCH = 256
+_MOST_WAITING = 8192
 _Waiting = tuple[list[str], int, "asyncio.Future[list[list[Hit]]]"]
 
 logger = logging.getLogger("verl.search.server")  # not "__main__", which is outside the one logging setup
@@ -76,6 +77,8 @@ class SearchServer:
         return StreamingResponse(_pieces(results, query.return_scores), media_type="application/json")
 
     async def _look_up(self, queries: list[str], topk: int) -> list[list[Hit]]:
+        if sum(len(waiting) for waiting, _, _ in self._waiting) > _MOST_WAITING:
+            raise HttpError(503, "too many queries are waiting. Try again later.")
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
         self._waiting.append((queries, topk, answer))
         if self._searching is None:
@@ -85,8 +88,7 @@ class SearchServer:
     async def _work(self) -> None:
         """Look up what waits, as many queries of one `topk` at a time as fit, until nothing waits."""
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch = self._next_batch()
+        while batch := self._next_batch():
             queries = [query for batched, _, _ in batch for query in batched]
             try:
                 results = iter(await loop.run_in_executor(self._thread, self._retriever.retrieve, queries, batch[0][1]))
@@ -102,11 +104,14 @@ class SearchServer:
         self._searching = None
 
     def _next_batch(self) -> list[_Waiting]:
-        batch = [self._waiting.popleft()]
-        size = len(batch[0][0])
-        while self._waiting and self._waiting[0][1] == batch[0][1] and size < _BATCH:
-            batch.append(self._waiting.popleft())
-            size += len(batch[-1][0])
+        """Requests of disconnected clients are dropped."""
+        batch: list[_Waiting] = []
+        size = 0
+        while self._waiting and size < _BATCH and (not batch or self._waiting[0][1] == batch[0][1]):
+            queries, topk, answer = self._waiting.popleft()
+            if not answer.done():
+                batch.append((queries, topk, answer))
+                size += len(queries)
         return batch
 
 

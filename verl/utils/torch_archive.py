@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from verl.utils.safe_pickle import Known, Record, load_records
+from verl.utils.safe_pickle import Known, Record, load_records, open_regular
 
 __all__ = ["TensorPlace", "dimensions", "load_archive", "plain_types", "read_archive", "read_tensor"]
 
@@ -73,7 +73,7 @@ def read_archive(
 
     Objects of other classes are `Record`s; `plain`: they are refused.
     """
-    with _named_errors(path), path.open("rb") as file:
+    with _named_errors(path), open_regular(path) as file:
         size = file.seek(0, io.SEEK_END)
         end = size if length is None else start + length
         if not 0 <= start <= end <= size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
@@ -212,5 +213,41 @@ def test_the_search_tool_answers_several_queries_and_its_failure_is_the_models_t
         await toolbox.close()
         assert failed.failure == "exception"
         assert "The search failed" in failed.text
+
+    asyncio.run(run())
+
+
+def test_queries_of_disconnected_clients_are_dropped_and_the_queue_is_bounded(monkeypatch):
+    from verl.search import server as module
+
+    class Slow:
+        corpus, topk, seen = [], 1, []
+
+        def retrieve(self, queries, topk):
+            self.seen.append(list(queries))
+            time.sleep(0.05)
+            return [[] for _ in queries]
+
+    async def run():
+        search = module.SearchServer(Slow(), "slow")
+        first = asyncio.ensure_future(search._look_up(["first"], 1))
+        await asyncio.sleep(0)
+        left = [asyncio.ensure_future(search._look_up([f"left {number}"], 1)) for number in range(5)]
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        assert await search._look_up(["last"], 1) == [[]]
+        await first
+        assert Slow.seen == [["first"], ["last"]]
+        monkeypatch.setattr(module, "_MOST_WAITING", 2)
+        waiting = []
+        for _ in range(2):  # the first is searched, the second waits
+            waiting.append(asyncio.ensure_future(search._look_up(["a"] * 3, 1)))
+            await asyncio.sleep(0.01)
+        with pytest.raises(module.HttpError) as full:
+            await search._look_up(["b"], 1)
+        assert full.value.status == 503
+        await asyncio.gather(*waiting)
+        search.close()
 
     asyncio.run(run())

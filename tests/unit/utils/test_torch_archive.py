@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl.utils.safe_pickle import load_records, read_regular
 from verl.utils.torch_archive import load_archive, read_archive
 
 DTYPES = [
@@ -86,3 +88,14 @@ def test_the_reason_names_the_file(tmp_path: Path) -> None:
         load_archive(tmp_path / "module.pt")
     with pytest.raises(FileNotFoundError):
         load_archive(tmp_path / "none.pt")
+
+
+def test_pickles_with_sets_and_files_without_end_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="opcode 0x8f"):
+        load_records(b"\x80\x04](" + b"\x8f" * 100 + b"e.", {})
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("/dev/zero")
+    os.mkfifo(pipe)
+    for path in (link, pipe, tmp_path):
+        with pytest.raises((ValueError, OSError)):
+            read_regular(path)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +25,7 @@ from verl.agent.gateway.sessions import Sessions
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import Served, ServedModel, add_model_options
 from verl.types.request import Output, Request
+from verl.utils.http_server.app import json_pieces
 from verl.utils.http_server.server import (
     Limits,
     add_server_options,
@@ -71,6 +73,7 @@ class _Gateway:
 
     def __init__(self, served: Served, model: Model, options: argparse.Namespace) -> None:
         self._served, self._out, self._idle_s = served, options.out, 60.0 * options.session_idle_minutes
+        self._writing = threading.Lock()
         limits = {"max_turns": options.max_session_turns, "max_bytes": options.max_session_mb * 2**20}
         self._sessions = Sessions(lambda name: Session(name, self._generate, **limits), options.max_sessions)
         self.app = GatewayApp(
@@ -110,9 +113,14 @@ class _Gateway:
                 yield piece
 
     async def _write(self, session: Session) -> None:
+        """Append the session to the file. In a thread: it is written completely, also if the client disconnects."""
         if self._out is not None:
-            with self._out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(session.state(), ensure_ascii=False) + "\n")
+            await asyncio.to_thread(self._append, session.state())
+
+    def _append(self, state: dict[str, Any]) -> None:
+        with self._writing, self._out.open("a", encoding="utf-8") as file:
+            file.writelines(json_pieces(state))
+            file.write("\n")
 
 
 def _parser() -> argparse.ArgumentParser:

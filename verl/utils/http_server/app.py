@@ -11,7 +11,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,12 +25,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from verl.utils.exceptions import Travels
 from verl.utils.heap import trim_heap
 
-__all__ = ["ClientDisconnected", "ErrorContent", "HttpError", "create_app", "detail_error", "json_response"]
+__all__ = [
+    "ClientDisconnected",
+    "ErrorContent",
+    "HttpError",
+    "create_app",
+    "detail_error",
+    "json_pieces",
+    "json_response",
+]
 
 _BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
 _SMALL_BODY = 1 << 20
 _BUFFERED_BODIES = 512 << 20
-_PIECE = 256 << 10
+_PIECE, _PIECE_ITEMS = 256 << 10, 4096
 _TRIM_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -149,14 +157,20 @@ class _Guard:
         if scope["method"] not in _BODY_METHODS:
             return await run_until_disconnect(self.app(scope, _replay(b""), send), receive)
         body = await self._read_body(headers, receive)
+        size = len(body)
         try:
             if body or scope["method"] != "DELETE":
                 _check_content_type(headers.get("content-type", ""))
-            await run_until_disconnect(self.app(scope, _replay(bytes(body)), send), receive)
+            replay, body = _replay(body), b""
+            await run_until_disconnect(self.app(scope, replay, send), receive)
         finally:
-            self._buffered -= len(body)
-            if len(body) > _SMALL_BODY:
+            self._count(-size)
+            if size > _SMALL_BODY:
                 self._trim_later()
+
+    def _count(self, size: int) -> None:
+        """Bodies above _SMALL_BODY share a budget; smaller ones are limited by the number of connections."""
+        self._buffered += size if abs(size) > _SMALL_BODY else 0
 
     def _trim_later(self) -> None:
         """Return freed memory to the system a moment after large requests: malloc keeps it otherwise."""
@@ -181,12 +195,12 @@ class _Guard:
         if not hmac.compare_digest(sent_key.encode(), self._api_key.encode()):
             raise HttpError(401, "Incorrect API key provided.", code="invalid_api_key")
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytearray:
-        """Return the body and count it in `_buffered`. A body that is too large is received but not stored."""
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """Return the body, counted in `_buffered`. A body that is too large is received but not stored."""
         length, body, more = _content_length(headers), bytearray(), True
         if length > self._max_body and "expect" in headers:
             raise self._too_large()
-        rejection = None
+        rejection: HttpError | None = None
         try:
             # Clients that are still sending do not read the response: receive everything before it is sent.
             while more:
@@ -194,29 +208,28 @@ class _Guard:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
                 chunk = message.get("body", b"")
-                length = max(length, len(body) + len(chunk))
-                if rejection is None:
-                    rejection = self._rejection(length, len(body), len(chunk))
+                length, size = max(length, len(body) + len(chunk)), len(body)
+                rejection = rejection or self._rejection(length, size + len(chunk), size)
+                self._count(-size)
                 if rejection is None:
                     body += chunk
-                    self._buffered += len(chunk)
                 else:
-                    self._buffered -= len(body)
                     body.clear()
+                self._count(len(body))
                 more = message.get("more_body", False)
             if rejection is not None:
                 raise rejection
+            return bytes(body)
         except BaseException:
-            self._buffered -= len(body)
+            self._count(-len(body))
             raise
-        return body
 
-    def _rejection(self, length: int, received: int, chunk: int) -> HttpError | None:
-        """Small bodies are limited by the number of connections; large ones share a budget."""
+    def _rejection(self, length: int, size: int, counted: int) -> HttpError | None:
+        """`size`: of the body with the next piece; `counted`: without it."""
         if length > self._max_body:
             return self._too_large()
-        budget = max(_BUFFERED_BODIES, self._max_body)
-        if received + chunk > _SMALL_BODY and self._buffered + chunk > budget:
+        others = self._buffered - (counted if counted > _SMALL_BODY else 0)
+        if size > _SMALL_BODY and others + size > max(_BUFFERED_BODIES, self._max_body):
             return HttpError(503, "the server is receiving too many large requests at the same time. Try again later.")
         return None
 
@@ -307,16 +320,51 @@ async def _disconnected(receive: Receive) -> None:
 async def json_response(build: Callable[[], Any], size: int) -> Response:
     """A response whose body may be large: `size` is an estimate in bytes.
 
-    A large one is built and encoded in a thread and sent in pieces, so that other clients are served.
+    A large one is encoded and sent in pieces, so that other clients are served.
     """
     if size <= _PIECE:
         return JSONResponse(build())
-    body = await asyncio.to_thread(lambda: json.dumps(build(), ensure_ascii=False, allow_nan=False).encode())
+    return StreamingResponse(_encoded(build()), media_type="application/json")
 
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), _PIECE):
-            yield body[start : start + _PIECE]
-            await asyncio.sleep(0)
 
-    headers = {"Content-Length": str(len(body))}
-    return StreamingResponse(pieces(), media_type="application/json", headers=headers)
+async def _encoded(content: Any) -> AsyncIterator[bytes]:
+    pieces, size = [], 0
+    for piece in json_pieces(content):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _PIECE:
+            yield "".join(pieces).encode()
+            pieces, size = [], 0
+        await asyncio.sleep(0)
+    yield "".join(pieces).encode()
+
+
+def json_pieces(content: Any) -> Iterator[str]:
+    """The JSON of `content` in pieces that each take a few milliseconds: `json.dumps` holds the interpreter's lock."""
+    if isinstance(content, dict) and content:
+        for number, (name, value) in enumerate(content.items()):
+            yield f"{', ' if number else '{'}{_dumps(str(name))}: "
+            yield from json_pieces(value)
+        yield "}"
+    elif isinstance(content, list | tuple) and content:
+        for start in range(0, len(content), _PIECE_ITEMS):
+            items = content[start : start + _PIECE_ITEMS]
+            yield ", " if start else "["
+            if any(isinstance(item, dict | list | tuple | str) for item in items):
+                for number, item in enumerate(items):
+                    yield ", " if number else ""
+                    yield from json_pieces(item)
+            else:
+                yield _dumps(list(items))[1:-1]
+        yield "]"
+    elif isinstance(content, str) and len(content) > _PIECE:
+        yield '"'
+        for start in range(0, len(content), _PIECE):
+            yield _dumps(content[start : start + _PIECE])[1:-1]
+        yield '"'
+    else:
+        yield _dumps(content)
+
+
+def _dumps(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False)

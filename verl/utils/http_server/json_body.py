@@ -21,7 +21,8 @@ Model = TypeVar("Model", bound=BaseModel)
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _INTEGER_LIMIT = 2**64
-_INLINE_BYTES = 256 << 10
+_INLINE_BYTES, _VERY_LARGE_BYTES = 256 << 10, 2 << 20
+_MOST_PENDING = 64
 _SECONDS = 10.0
 _MEMORY_BYTES = 1 << 30
 _SHOWN = 200
@@ -119,15 +120,30 @@ def _parse_large(model: type[Model], body: bytes) -> Model:
 class BodyParser:
     """Parses bodies in the event loop if they are small, otherwise in a process with limits on time and memory.
 
-    Parsing holds the interpreter's lock, and a few megabytes of JSON can take seconds and gigabytes.
+    Parsing holds the interpreter's lock, and a few megabytes of JSON can take seconds and gigabytes. Very large bodies
+    use one of the two processes, so that the others do not wait for them.
     """
 
-    def __init__(self, processes: int = 1) -> None:
-        self._pool = ProcessPool(processes, memory_limit=_MEMORY_BYTES)
+    def __init__(self) -> None:
+        self._pool = ProcessPool(2, memory_limit=_MEMORY_BYTES)
+        self._very_large = asyncio.Semaphore(1)
+        self._pending = 0
 
     async def parse(self, model: type[Model], body: bytes) -> Model:
         if len(body) <= _INLINE_BYTES:
             return parse_model(model, body)
+        if self._pending >= _MOST_PENDING:
+            raise HttpError(503, "too many large requests are waiting. Try again later.")
+        self._pending += 1
+        try:
+            if len(body) <= _VERY_LARGE_BYTES:
+                return await self._parse(model, body)
+            async with self._very_large:
+                return await self._parse(model, body)
+        finally:
+            self._pending -= 1
+
+    async def _parse(self, model: type[Model], body: bytes) -> Model:
         try:
             parsed: Model = await asyncio.wrap_future(self._pool.submit(_parse_large, model, body, timeout=_SECONDS))
         except TaskTimeout as error:

@@ -115,7 +115,7 @@ def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: 
     config = uvicorn.Config(
         _HeaderLimit(app, limits.header_bytes),
         loop="asyncio",
-        http=type("Connection", (_Connection,), {"limits": limits, "waiting": {}}),
+        http=type("Connection", (_Connection,), {"limits": limits, "waiting": {}, "receiving": {}}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -197,8 +197,11 @@ class _Server(uvicorn.Server):
 class _Connection(H11Protocol):
     limits: Limits
     waiting: dict[_Connection, None]
-    """The server's connections without a complete request, in the order in which they began to wait."""
-    _timer: asyncio.TimerHandle | None = None
+    """The server's connections without a request, in the order in which they began to wait."""
+    receiving: dict[_Connection, None]
+    """Connections whose request body is not complete, oldest first."""
+    _request_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -207,51 +210,69 @@ class _Connection(H11Protocol):
             transport.close()
         else:
             self.waiting[self] = None
-            self._start_timer(self.limits.request_seconds)
+            self._request_timer = self._abort_after(self.limits.request_seconds)
 
     def _close_longest_waiting(self) -> bool:
         """Clients that open connections without sending requests must not keep others out."""
-        longest = next(iter(self.waiting), None)
+        longest = next(iter(self.waiting or self.receiving), None)
         if longest is None:
             return False
-        del self.waiting[longest]
+        longest._leave_queues()
         longest.transport.abort()
         return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._enter_queue()
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._stop_timer()
-            self.waiting.pop(self, None)
-        elif self._timer is None:
-            self._start_timer(self.limits.request_seconds)
+            self._stop_request_timer()
+        elif self._request_timer is None:
+            self._request_timer = self._abort_after(self.limits.request_seconds)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing():
-            self.waiting.setdefault(self)
+        self._enter_queue()
+
+    def _enter_queue(self) -> None:
+        """Keep the position in a queue that the connection is already in."""
+        queues = {h11.IDLE: self.waiting, h11.SEND_BODY: self.receiving}
+        queue = None if self.transport.is_closing() else queues.get(self.conn.their_state)
+        if queue is None or self not in queue:
+            self._leave_queues()
+        if queue is not None:
+            queue.setdefault(self)
+
+    def _leave_queues(self) -> None:
+        self.waiting.pop(self, None)
+        self.receiving.pop(self, None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer(self.limits.stalled_seconds)
+        if self._write_timer is None:
+            self._write_timer = self._abort_after(self.limits.stalled_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_timer()
+        self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self.waiting.pop(self, None)
+        self._stop_request_timer()
+        self._stop_write_timer()
+        self._leave_queues()
         super().connection_lost(exc)
 
-    def _start_timer(self, seconds: float) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_request_timer(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
 
 # ---------------------------------------------------------------- servers inside other programs

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from verl.utils.http_server.app import HttpError, create_app, json_response
+from verl.utils.http_server.app import HttpError, create_app, json_pieces, json_response
 from verl.utils.http_server.json_body import BodyParser, RequestModel, parse_json, parse_model
 
 
@@ -206,7 +206,21 @@ def request_to(address, host, **options):
 def test_large_responses_arrive_whole():
     reply = request("GET", "/large")
     assert len(reply.json()["text"]) == 3_000_000
-    assert int(reply.headers["content-length"]) == len(reply.content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        {"a": {}, "b": [], "c": (1, 2.5, None, True), "d": "\u00e4\U0001f600" * 300_000, 1: ["x"]},
+        [list(range(20_000)), {"nested": [[1], [], {"x": ["y", 1]}] * 3000}],
+        ["text"] * 10_000,
+    ],
+)
+def test_pieces_of_json_are_the_json(content):
+    assert json.loads("".join(json_pieces(content))) == json.loads(json.dumps(content))
+    assert all(len(piece) < 600_000 for piece in json_pieces(content))
 
 
 def call(app, messages, on_send, path="/wait", method="POST"):
@@ -281,6 +295,25 @@ def test_large_bodies_share_a_budget_and_small_ones_are_always_accepted(monkeypa
 
     asyncio.run(run())
     assert statuses == {"second": 503, "small": 200}
+
+
+def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
+    monkeypatch.setattr("verl.utils.http_server.app._BUFFERED_BODIES", 3 << 20)
+
+    async def run():
+        app = create_app(ROUTES, health=dict, max_body_bytes=3 << 20)
+        part = {"type": "http.request", "body": b"x" * ((1 << 20) - 1), "more_body": True}
+        slow = [asyncio.ensure_future(call(app, [part], [].append, "/echo")) for _ in range(8)]
+        await asyncio.sleep(0.01)
+        statuses = []
+        whole = {"type": "http.request", "body": b"x" * (2 << 20), "more_body": False}
+        await call(app, [whole], lambda message: statuses.append(message.get("status")), "/echo")
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        return statuses[0], app._buffered
+
+    assert asyncio.run(run()) == (400, 0)
 
 
 @pytest.mark.processes

@@ -195,9 +195,13 @@ def test_a_connection_may_be_used_again_and_not_be_kept_for_nothing(server):
     assert seconds_until_closed(client.sock) < 5
 
 
-def test_a_reader_that_does_not_read_is_left(server):
+@pytest.mark.parametrize("extra", [b"", b"G"])
+def test_a_reader_that_does_not_read_is_left(server, extra):
+    """Also one that sends a piece of its next request."""
     _, port = server
     client = connection(port, get("/endless"))
-    time.sleep(2.5)
+    time.sleep(0.5)
+    client.sendall(extra)
+    time.sleep(2)
     # What was on its way is read; without the limit this would never end.
     assert seconds_until_closed(client) < 10

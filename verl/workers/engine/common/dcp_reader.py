@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 
-from verl.utils.safe_pickle import Record, load_records
+from verl.utils.safe_pickle import Record, load_records, read_regular
 from verl.utils.torch_archive import dimensions, plain_types, read_tensor
 
 __all__ = ["METADATA", "StoredChunk", "StoredTensor", "TensorsOnlyPlanner", "TensorsOnlyReader", "read_folder"]
@@ -75,7 +75,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
     """
     path = folder / METADATA
     try:
-        root = load_records(path.read_bytes(), plain_types(), packages=_PACKAGES)
+        root = load_records(read_regular(path), plain_types(), packages=_PACKAGES)
         fields = _fields(root, "Metadata")
         places = {_index(key): _fields(info, "_StorageInfo") for key, info in _items(fields, "storage_data")}
         entries = dict(_items(fields, "state_dict_metadata"))
