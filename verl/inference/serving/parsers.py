@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.inference.serving.api_errors import ApiError
@@ -29,7 +30,7 @@ class Parsers(Generic[T]):
         self, read: Callable[[str, bytes, ModelFacts, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
     ) -> None:
         self._read = read
-        self._workers = TextWorkers(load_tokenizer, seconds)
+        self._workers = TextWorkers(partial(_load, load_tokenizer, read), seconds)
 
     def wait_until_ready(self) -> None:
         """Return when requests can be read; raises the error that prevents loading the tokenizer."""
@@ -56,6 +57,11 @@ def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
     if isinstance(error, TextWorkersBusy):
         return ApiError(f"{error}. Try again later.", status=503, code="text_workers_busy")
     return ApiError(f"{error}. Shorten it.", code="text_work_limit")
+
+
+def _load(load_tokenizer: Callable[[], Any], _read: Callable[..., Any]) -> Any:
+    """Load the tokenizer. `_read` has its modules imported before the processes fork, so that they share the memory."""
+    return load_tokenizer()
 
 
 def _read(
