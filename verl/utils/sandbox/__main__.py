@@ -20,7 +20,7 @@ from verl.utils.sandbox.runner import available
 
 # Column: what the host is made to refuse.
 LEVELS = {
-    "all three": "",
+    "all": "",
     "Landlock + seccomp": "namespaces",
     "namespaces": "landlock,seccomp",
     "Landlock": "namespaces,seccomp",
@@ -74,7 +74,7 @@ def host_in_words() -> str:
 def table(user: int | None) -> str:
     """Markdown: a row for each attack, a column for each level."""
     columns = {name: _rows_of(without, user) for name, without in LEVELS.items()}
-    attacks = [row["attack"] for row in columns["all three"]]
+    attacks = [row["attack"] for row in columns["all"]]
     lines = [
         _machine(user),
         "",
@@ -83,7 +83,7 @@ def table(user: int | None) -> str:
     ]
     for index, attack in enumerate(attacks):
         harms = [rows[index]["harm"] for rows in columns.values()]
-        cells = [columns["all three"][index]["ended"], *(f"**{harm}**" if harm else "held" for harm in harms)]
+        cells = [columns["all"][index]["ended"], *(f"**{harm}**" if harm else "held" for harm in harms)]
         lines.append(f"| {attack} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
