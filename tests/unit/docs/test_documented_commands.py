@@ -43,6 +43,7 @@ WITHOUT_OPTIONS = {"verl.config.docs", "verl.types.schema"}
 # Not ours, and not to be run by a test: why each may stand in a document.
 KNOWN = {
     "export": "sets a variable of the reader's shell",
+    "curl": "needs a running server; tests/unit/agent/gateway/test_secrets.py sends such requests",
     "ray start": "starts a cluster; tests/unit/trainer and tests/e2e start Ray themselves",
     "ray stop": "ends every Ray of the machine",
     "ray status": "asks a cluster",
