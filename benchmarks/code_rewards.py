@@ -1,33 +1,29 @@
-"""Samples that a code reward scores per second: in judge and candidate processes, and in one process as before.
+"""Samples that a code reward scores per second, beside an earlier commit and the bare sandbox, in the same run.
 
-    python benchmarks/code_rewards.py [--samples 40] [--rounds 5] [--json results.jsonl]
+    python benchmarks/code_rewards.py [--before e2070c9] [--samples 5] [--rounds 12] [--json results.jsonl]
 
 Tasks in the styles of MBPP (three assertions), HumanEval (one `check` of seven) and of programs that read stdin (three
-tests). "One process" executes the assertions beside the solution, which could forge them. The variants alternate in one
-run. The limit: bare sandbox runs per second, the least that a sample costs. The last rows: the share of the tests of a
-corpus (`tests/support/code_rewards`) that has to be executed in the process of the solution.
+tests). Each tree of the repository has a worker process; they take turns, and medians over the rounds are compared.
+`e2070c9` is the last commit that executed assertions in the process of the solution. The limit: bare sandbox runs per
+second, the least that a sample costs. The last row: the share of the tests of a corpus (`tests/support/code_rewards`)
+that still have to be executed in the process of the solution.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from _report import report
 
-from verl.utils.code_runner import CodeSettings
-from verl.utils.reward_score import code
-from verl.utils.reward_score.code_analysis import Plan
-from verl.utils.reward_score.code_tests import AssertTest, read_tests
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+_ROOT = Path(__file__).parents[1]
 _FUNCTION = "```python\ndef total(xs):\n    return sum(xs)\n```"
 _PROGRAM = "```python\nprint(sum(map(int, input().split())))\n```"
 _CHECK = "def check(candidate):\n" + "".join(f"    assert candidate([{n}, 2]) == {n + 2}\n" for n in range(7))
@@ -38,63 +34,97 @@ TASKS: dict[str, tuple[str, Any]] = {
 }
 
 
-def measure(samples: int = 40, rounds: int = 5) -> list[dict[str, Any]]:
-    """Rows for `_report.report`: medians over rounds."""
+def measure(before: str | None, samples: int = 5, rounds: int = 12) -> list[dict[str, Any]]:
+    """Rows for `_report.report`."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"now": str(_ROOT)}
+        if before is not None:
+            archive = subprocess.run(["git", "archive", before, "verl"], cwd=_ROOT, capture_output=True, check=True)
+            subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+            trees["before"] = folder
+        workers = {name: _Worker(tree) for name, tree in trees.items()}
+        limit = statistics.median(workers["now"].rate("bare", samples) for _ in range(rounds))
+        for task in TASKS:
+            rates: dict[str, list[float]] = {name: [] for name in workers}
+            for _ in range(rounds):
+                for name, worker in workers.items():
+                    rates[name].append(worker.rate(task, samples))
+            medians = {f"{name}: samples/s": statistics.median(values) for name, values in rates.items()}
+            row: dict[str, Any] = {"task": task, **medians}
+            if before is not None:
+                row["time ratio"] = medians["before: samples/s"] / medians["now: samples/s"]
+            rows.append({**row, "limit: bare runs/s": limit})
+        for worker in workers.values():
+            worker.close()
+    return [*rows, _forgeable_share()]
+
+
+class _Worker:
+    """A process that scores with the package of one tree."""
+
+    def __init__(self, tree: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([tree, str(Path(__file__).parent)])},
+        )
+        for task in ("bare", *TASKS):
+            self.rate(task, 2)
+
+    def rate(self, task: str, samples: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{task} {samples}\n")
+        self._process.stdin.flush()
+        return samples / float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def _work() -> None:
+    from verl.utils.code_runner import CodeSettings
+    from verl.utils.reward_score.code import compute_score
+
     settings = CodeSettings(require="none")
     sandbox = settings.sandbox()
-    rows = []
-    bare = statistics.median(_rate(lambda: sandbox.run("print(1)"), samples) for _ in range(rounds))
-    for name, (answer, truth) in TASKS.items():
-
-        def judged(answer: str = answer, truth: Any = truth) -> None:
-            assert code.compute_score(answer, truth, settings=settings)["score"] == 1.0
-
-        def beside(judged: Callable[[], None] = judged) -> None:
-            code.read_tests = _in_one_process
-            try:
-                judged()
-            finally:
-                code.read_tests = read_tests
-
-        rates: dict[str, list[float]] = {"judged": [], "one process": []}
-        for _ in range(rounds):
-            rates["judged"].append(_rate(judged, samples))
-            rates["one process"].append(_rate(beside, samples))
-        now, before = (statistics.median(rates[which]) for which in rates)
-        row = {"task": name, "samples/s": now, "one process: samples/s": before, "time ratio": before / now}
-        rows.append({**row, "limit: bare runs/s": bare})
-    return [*rows, *_forgeable_share()]
+    for line in sys.stdin:
+        task, samples = line.split()
+        began = time.perf_counter()
+        for _ in range(int(samples)):
+            if task == "bare":
+                sandbox.run("print(1)")
+            else:
+                assert compute_score(*TASKS[task], settings=settings)["score"] == 1.0
+        print(time.perf_counter() - began, flush=True)
 
 
-def _in_one_process(ground_truth: Any) -> list[Any]:
-    tests = read_tests(ground_truth)
-    beside = Plan(reason="benchmark")
-    return [dataclasses.replace(test, plan=beside) if isinstance(test, AssertTest) else test for test in tests]
-
-
-def _forgeable_share() -> list[dict[str, Any]]:
+def _forgeable_share() -> dict[str, Any]:
+    sys.path.insert(0, str(_ROOT))
     from tests.support.code_rewards.solutions import CASES
+    from verl.utils.reward_score.code_tests import read_tests
 
     tests = [test for case in CASES for test in read_tests(case.ground_truth)]
     forgeable = sum(test.forgeable for test in tests)
-    return [{"task": f"corpus: {forgeable} of {len(tests)} tests forgeable", "forgeable": forgeable / len(tests)}]
-
-
-def _rate(action: Callable[[], object], count: int) -> float:
-    action()
-    began = time.perf_counter()
-    for _ in range(count):
-        action()
-    return count / (time.perf_counter() - began)
+    return {"task": f"corpus: {forgeable} of {len(tests)} tests", "forgeable": forgeable / len(tests)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", default=None, help="a commit to compare with")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", default=None)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    report("Code rewards: samples per second", measure(arguments.samples, arguments.rounds), arguments.json)
+    if arguments.worker:
+        _work()
+        return
+    rows = measure(arguments.before, arguments.samples, arguments.rounds)
+    report("Code rewards: samples per second", rows, arguments.json)
 
 
 if __name__ == "__main__":
