@@ -112,7 +112,8 @@ def _python_outcomes(
     stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
     limits = replace(settings.limits, output_bytes=_MOST_OUTPUT)
     # A server may have another Python, which does not read the compiled form.
-    result = _ran(settings, program(compiled=settings.url is None), "python", stdin, limits)
+    text, files = program(compiled=settings.url is None)
+    result = _ran(settings, text, "python", stdin, limits, files)
     told = list(_lines(result.stdout))[: len(tests)]
     if told and told[-1]["status"] == "syntax":
         return [told[-1]] * len(tests)
@@ -148,8 +149,15 @@ def _other_outcomes(
         yield {"status": status, "output": result.stdout}
 
 
-def _ran(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
-    result = settings.runner().run(code, language, stdin=stdin, limits=limits)
+def _ran(
+    settings: CodeSettings,
+    code: str,
+    language: str,
+    stdin: str,
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+) -> Result:
+    result = settings.runner().run(code, language, stdin=stdin, files=files, limits=limits)
     if result.status == "refused":
         raise RuntimeError(f"the sandbox does not run this code: {result.stderr}")
     return result

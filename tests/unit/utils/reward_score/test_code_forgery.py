@@ -136,7 +136,7 @@ def f(x):
     blocks = [{**job, "stop_at_failure": False}, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text):10d}{text}" for text in map(json.dumps, blocks))
     done = subprocess.run(
-        [sys.executable, "-c", program(compiled=False)],
+        [sys.executable, "-c", program(compiled=False)[0]],
         input=stdin,
         capture_output=True,
         text=True,
