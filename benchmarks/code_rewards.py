@@ -1,9 +1,10 @@
 """Samples that a code reward scores per second, beside an earlier commit and the bare sandbox, in the same run.
 
-    python benchmarks/code_rewards.py [--before e2070c9] [--samples 5] [--rounds 12] [--json results.jsonl]
+    python benchmarks/code_rewards.py [--before e2070c9] [--threads 4] [--samples 16] [--rounds 8] [--json …]
 
 Tasks in the styles of MBPP (three assertions), HumanEval (one `check` of seven) and of programs that read stdin (three
-tests). Each tree of the repository has a worker process; they take turns, and medians over the rounds are compared.
+tests), `threads` samples at once. Each tree of the repository has a worker process; they take turns, and medians over
+the rounds are compared.
 `e2070c9` is the last commit that executed assertions in the process of the solution. The limit: bare sandbox runs per
 second, the least that a sample costs. The last row: the share of the tests of a corpus (`tests/support/code_rewards`)
 that still have to be executed in the process of the solution.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ TASKS: dict[str, tuple[str, Any]] = {
 }
 
 
-def measure(before: str | None, samples: int = 5, rounds: int = 12) -> list[dict[str, Any]]:
+def measure(before: str | None, threads: int = 4, samples: int = 16, rounds: int = 8) -> list[dict[str, Any]]:
     """Rows for `_report.report`."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +45,7 @@ def measure(before: str | None, samples: int = 5, rounds: int = 12) -> list[dict
             archive = subprocess.run(["git", "archive", before, "verl"], cwd=_ROOT, capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             trees["before"] = folder
-        workers = {name: _Worker(tree) for name, tree in trees.items()}
+        workers = {name: _Worker(tree, threads) for name, tree in trees.items()}
         limit = statistics.median(workers["now"].rate("bare", samples) for _ in range(rounds))
         for task in TASKS:
             rates: dict[str, list[float]] = {name: [] for name in workers}
@@ -63,9 +65,9 @@ def measure(before: str | None, samples: int = 5, rounds: int = 12) -> list[dict
 class _Worker:
     """A process that scores with the package of one tree."""
 
-    def __init__(self, tree: str) -> None:
+    def __init__(self, tree: str, threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"],
+            [sys.executable, __file__, "--worker", "--threads", str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,21 +87,25 @@ class _Worker:
         self._process.communicate()
 
 
-def _work() -> None:
+def _work(threads: int) -> None:
     from verl.utils.code_runner import CodeSettings
     from verl.utils.reward_score.code import compute_score
 
-    settings = CodeSettings(require="none")
+    settings = CodeSettings(require="none", warm=threads)
     sandbox = settings.sandbox()
-    for line in sys.stdin:
-        task, samples = line.split()
-        began = time.perf_counter()
-        for _ in range(int(samples)):
-            if task == "bare":
-                sandbox.run("print(1)")
-            else:
-                assert compute_score(*TASKS[task], settings=settings)["score"] == 1.0
-        print(time.perf_counter() - began, flush=True)
+
+    def score(task: str) -> None:
+        if task == "bare":
+            sandbox.run("print(1)")
+        else:
+            assert compute_score(*TASKS[task], settings=settings)["score"] == 1.0
+
+    with ThreadPoolExecutor(threads) as pool:
+        for line in sys.stdin:
+            task, samples = line.split()
+            began = time.perf_counter()
+            list(pool.map(score, [task] * int(samples)))
+            print(time.perf_counter() - began, flush=True)
 
 
 def _forgeable_share() -> dict[str, Any]:
@@ -115,15 +121,16 @@ def _forgeable_share() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", default=None, help="a commit to compare with")
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", default=None)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        _work()
+        _work(arguments.threads)
         return
-    rows = measure(arguments.before, arguments.samples, arguments.rounds)
+    rows = measure(arguments.before, arguments.threads, arguments.samples, arguments.rounds)
     report("Code rewards: samples per second", rows, arguments.json)
 
 

@@ -174,6 +174,22 @@ def test_ending_early_is_no_pass(program):
     assert scored(program, MBPP)["score"] == 0.0
 
 
+def test_one_assertion_that_fails_costs_only_itself():
+    """By time, by the end of its process, by an exception: the judge of the next test is ready, or another one is."""
+    tests = [f"assert f({number}) == {number}" for number in range(5)]
+    program = (
+        "import os\ndef f(x):\n    while x == 1: pass\n    if x == 2: os._exit(0)\n    return x / (x - 3) * (x - 3)"
+    )
+    result = scored(program, tests, timeout=1)
+    assert (result["passed"], result["outcome"]) == (2, "time limit")
+    last = scored(
+        "def f(x):\n    while x == 1: pass\n    return x", ["assert f(0) == 0", "assert f(1) == 1"], timeout=1
+    )
+    assert (last["passed"], last["outcome"]) == (1, "time limit")
+    only = scored("def f(x):\n    while x == 1: pass\n    return x", ["assert f(1) == 1"], timeout=1)
+    assert (only["passed"], only["outcome"]) == (0, "time limit")
+
+
 def test_humaneval_checks_the_entry_point_and_may_be_continued():
     truth = {"test": "def check(f):\n    assert f(3) == 9", "entry_point": "sq", "prompt": "def sq(x):\n"}
     assert scored("def sq(x): return x * x", truth)["score"] == 1.0
