@@ -7,6 +7,7 @@ Loops are chosen by name: included ones, those registered with `@register` or li
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,18 +238,23 @@ def read_loop_file(path: str) -> dict[str, LoopSpec]:
 
 
 def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
-    """The class of a loop and the keywords of its configuration entry. `name`: an entry of `listed`, or registered.
+    """The class of a loop and the keywords of its configuration entry.
 
-    Rows name loops, and data must not choose what is imported: import paths belong into the configuration.
+    `name`: an entry of `listed`, a registered name, or a class of a module that is already imported (such as one of
+    `external_libs`). Rows name loops, and data must not choose what is imported.
     """
     if name in listed:
         return imported_class(f"agent_name {name!r}", listed[name].path, AgentLoopBase), listed[name].keywords
-    if name not in AGENT_LOOPS and ("." in name or ":" in name):
+    if name in AGENT_LOOPS or ("." not in name and ":" not in name):
+        return AGENT_LOOPS.lookup(name), {}
+    module, _, attribute = name.rpartition(".")
+    loop = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    if not (isinstance(loop, type) and issubclass(loop, AgentLoopBase)):
         raise ValueError(
             f"agent_name: a row names the code {name!r}, which data cannot do. Give it a name in the file of "
-            "actor_rollout_ref.rollout.agent.agent_loop_config_path."
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path, or import its module (external_libs)."
         )
-    return AGENT_LOOPS.lookup(name), {}
+    return loop, {}
 
 
 def imported_class(key: str, place: str | ImportPath, base: type[Any]) -> type[Any]:

@@ -242,7 +242,7 @@ def test_values_are_read_as_users_write_them(override, key, value):
         ("data.train_batch_size=0", "at least 1"),
         ("data.shuffle=maybe", "true or false"),
         ("data.truncation=up", "known"),
-        (f"{ROLLOUT}.temperature=0", "above 0"),
+        (f"{ROLLOUT}.temperature=0", "at least 1e-05"),
         (f"{ROLLOUT}.gpu_memory_utilization=1.2", "at most 1"),
         ("trainer.logger=[console,wand]", "known"),
         ("trainer.nnodes=null", "must have a value"),
