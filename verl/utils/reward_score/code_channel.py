@@ -44,17 +44,9 @@ class Channel:
 
     def request(self, operation: str, *parts: Any) -> list[Any]:
         """Send a request and return the parts of its reply."""
-        self.post(operation, *parts)
-        return self.reply()
-
-    def post(self, operation: str, *parts: Any) -> None:
-        """Send a request; `reply` has to follow."""
         self._next += 1
-        self.send(["request", self._next, operation, list(parts)])
-
-    def reply(self) -> list[Any]:
-        """The parts of the reply to the last request; requests that arrive before it are served."""
         number = self._next
+        self.send(["request", number, operation, list(parts)])
         while True:
             message = self.receive()
             if message[0] == "request":

@@ -1,8 +1,8 @@
 """Runs inside the sandbox: executes a solution on tests, each in a process of its own, and reports the outcomes.
 
 Expected outputs are not known here. Statements to execute (assertions) are: they are read and executed by a judge
-process, while the solution runs in a candidate process, one per test, that shares only a channel for plain data with
-it. This process forks both and reads no test before the last candidate is forked, so none has any of it in its memory.
+process, one per test, while the solution runs in a candidate process that shares only a channel for plain data with it.
+This process forks both and never reads a judge's test, so no candidate has any of it in its memory.
 
 stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
 test. stdout: a line of JSON per test. `code_bundle` sends this file with the modules that it imports.
@@ -57,20 +57,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     protect()
     gc.freeze()
-    judges = Judges(solution, job["timeout"])
-    with contextlib.closing(judges):
-        run_all(job, solution, judges)
-
-
-def run_all(job: dict[str, Any], solution: CodeType, judges: Judges) -> None:
+    judge_path = installed_path()
     end = time.monotonic() + job["budget"]
-    for number, kind in enumerate(job["kinds"], 1):
+    for kind in job["kinds"]:
         left = min(job["timeout"], end - time.monotonic())
         if left <= 0:
             write_line({"status": "timeout"})
             continue
         if kind == "judged":
-            outcome = judges.run(left, last=number == len(job["kinds"]))
+            outcome = run_judged(solution, judge_path, left)
         else:
             outcome = run_alone(solution, read_block(), left)
         write_line(outcome)
@@ -78,25 +73,25 @@ def run_all(job: dict[str, Any], solution: CodeType, judges: Judges) -> None:
             return
 
 
-def read_block(source: int = 0) -> Any:
-    return json.loads(read_exactly(source, int(read_exactly(source, 10))))
+def read_block() -> Any:
+    return json.loads(read_exactly(int(read_exactly(10))))
 
 
-def read_exactly(source: int, count: int) -> bytes:
+def read_exactly(count: int) -> bytes:
     """Read no byte more: the next block must not be in the memory of a process that this one forks."""
     received = b""
     while len(received) < count:
-        part = os.read(source, count - len(received))
+        part = os.read(0, count - len(received))
         if not part:
             raise EOFError("the tests end early")
         received += part
     return received
 
 
-def write_line(outcome: Outcome, target: int = 1) -> None:
+def write_line(outcome: Outcome) -> None:
     line = memoryview(json.dumps(outcome).encode() + b"\n")
     while line:
-        line = line[os.write(target, line) :]
+        line = line[os.write(1, line) :]
 
 
 def fork(action: Callable[[], None]) -> int:
@@ -117,76 +112,38 @@ def fork(action: Callable[[], None]) -> int:
 # ---------------------------------------------------------------- a judge and a candidate
 
 
-class Judges:
-    """Executes tests that are judged: each has a candidate process, all of them share a judge process.
-
-    A judge that ends within a test is replaced. For a single test this process is the judge. The candidate of the next
-    test is forked while a test runs; it waits for the first request of its judge.
-    """
-
-    def __init__(self, solution: CodeType, seconds: float) -> None:
-        self._solution = solution
-        self._seconds = seconds
-        self._path = installed_path()
-        self._judge: int | None = None
-        self._control: socket.socket
-        self._next: tuple[int, socket.socket] | None = None
-
-    def run(self, seconds: float, last: bool) -> Outcome:
-        deadline = time.monotonic() + seconds
-        if self._judge is None and not last:
-            self._start()
-        candidate, channel = self._next or self._fork_candidate()
-        self._next = None
-        with channel:
-            if self._judge is None:
-                return judge_here(channel.fileno(), candidate, self._path, seconds)
-            with contextlib.suppress(OSError):
-                socket.send_fds(self._control, [b"T"], [channel.fileno()])
-        if not last:
-            self._next = self._fork_candidate()
-        verdict = read_verdict(self._control.fileno(), deadline)
-        ended = [candidate]
-        if verdict is None:
-            verdict = {"status": "timeout"} if time.monotonic() >= deadline else {"status": "error", "ended": True}
-        if verdict["status"] == "timeout" or verdict.get("ended"):
-            ended.append(self._judge)
-            self._judge = None
-        kill_all(ended, spared=self._waiting())
-        return {"status": "timeout"} if time.monotonic() > deadline else verdict
-
-    def close(self) -> None:
-        kill_all(self._waiting())
-
-    def _waiting(self) -> list[int]:
-        """Processes for later tests."""
-        candidate = None if self._next is None else self._next[0]
-        return [pid for pid in (self._judge, candidate) if pid is not None]
-
-    def _fork_candidate(self) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        judges = [os.getpid(), *([] if self._judge is None else [self._judge])]
-        candidate = fork(lambda: be_candidate(theirs.fileno(), judges, self._solution, self._seconds))
-        theirs.close()
-        return candidate, ours
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._judge = fork(lambda: be_judge(theirs, self._path))
-        theirs.close()
+def run_judged(solution: CodeType, path: list[str], seconds: float) -> Outcome:
+    """One test: the judge reads it from stdin and reports the verdict over a pipe of its own."""
+    deadline = time.monotonic() + seconds
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    judge = fork(lambda: be_judge(ours.fileno(), writing, path))
+    os.close(writing)
+    driver = os.getpid()
+    candidate = fork(lambda: be_candidate(theirs.fileno(), [driver, judge], solution, seconds))
+    ours.close()
+    theirs.close()
+    try:
+        verdict = read_verdict(reading, deadline)
+    finally:
+        os.close(reading)
+        kill_all([judge, candidate])
+    return verdict
 
 
-def read_verdict(control: int, deadline: float) -> Outcome | None:
-    """The line that a judge writes; None: it ended, or the time is over."""
+def read_verdict(reading: int, deadline: float) -> Outcome:
     received = b""
-    while not received.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([control], [], [], left)[0]:
-            return None
-        part = os.read(control, _MAX_VERDICT)
+    while (left := deadline - time.monotonic()) > 0 and len(received) < _MAX_VERDICT:
+        if not select.select([reading], [], [], left)[0]:
+            break
+        part = os.read(reading, _MAX_VERDICT)
         if not part:
-            return None
+            break
         received += part
+    if time.monotonic() > deadline:  # also for a verdict that arrived while this process was stopped
+        return {"status": "timeout"}
+    if not received.endswith(b"\n"):
+        return {"status": "error", "error": "the judge ended without a verdict"}
     verdict: Outcome = json.loads(received)
     return verdict
 
@@ -197,69 +154,28 @@ def installed_path() -> list[str]:
     return [path for path in sys.path if path and os.path.realpath(path) != here]
 
 
-def be_judge(control: socket.socket, path: list[str]) -> None:
-    """Execute a test for every channel to a candidate that arrives."""
-    blocks = os.dup(0)
-    keep_descriptors([control.fileno(), blocks])
-    sys.path[:] = path
-
-    def report(outcome: Outcome) -> None:
-        control.sendall(json.dumps(outcome).encode() + b"\n")
-
-    while True:
-        message, channels, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        report(judge(channels[0], read_block(blocks), report))
-        os.close(channels[0])
-
-
-def judge_here(channel: int, candidate: int, path: list[str], seconds: float) -> Outcome:
-    """Be the judge of the last test."""
+def be_judge(channel: int, writing: int, path: list[str]) -> None:
     block = read_block()
-    results = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
+    keep_descriptors([channel, writing])
     sys.path[:] = path
+    protected = False
 
-    def report(outcome: Outcome) -> None:
-        kill_all([candidate])
-        write_line(outcome, results)
-
-    def late(*_: object) -> NoReturn:
-        report({"status": "timeout"})
+    def report(outcome: Outcome) -> NoReturn:
+        os.write(writing, json.dumps({**outcome, "protected": protected}).encode()[: _MAX_VERDICT - 1] + b"\n")
         os._exit(0)
 
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    outcome = judge(channel, block, report)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    kill_all([candidate])
-    os.dup2(results, 1)
-    return outcome
-
-
-def judge(channel: int, test: dict[str, Any], report: Callable[[Outcome], None]) -> Outcome:
-    """Execute one test. A candidate that breaks the protocol ends this process after its report."""
-
-    def abort(reason: str) -> NoReturn:
-        report({"status": "error", "error": reason[:1000], "protected": judged.protected, "ended": True})
-        os._exit(0)
-
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the test may replace and close it
-    judged = Judge(channel, abort)
+    judge = Judge(channel, lambda reason: report({"status": "error", "error": reason[:1000]}))
+    protected = judge.hello()
     try:
-        execute_test(judged, test, _prelude)
-        outcome = {"status": "done", "report": test["token"]}
+        execute_test(judge, block, _prelude)
     except BaseException as error:  # noqa: BLE001 - whatever a test raises, it has failed
-        outcome = {"status": "error", "error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    return {**outcome, "protected": judged.protected}
+        lines = traceback.format_exception_only(type(error), error)
+        report({"status": "error", "error": f"{type(error).__name__}: " + lines[-1][:1000]})
+    report({"status": "done", "report": block["token"]})
 
 
 def be_candidate(channel: int, judges: list[int], solution: CodeType, seconds: float) -> None:
     keep_descriptors([channel])
-    select.select([channel], [], [])
     confine(seconds)
     names = fresh_names("solution")
     serve_candidate(channel, not can_read(judges), solution, names)

@@ -110,7 +110,7 @@ def keep_descriptors(kept: Iterable[int]) -> None:
         first = descriptor + 1
 
 
-def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
+def kill_all(pids: Iterable[int]) -> None:
     """Kill these children, what they started and what was orphaned, and wait for them."""
     targets = set(pids)
     end = time.monotonic() + _KILL_SECONDS
@@ -120,7 +120,7 @@ def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
                 os.killpg(pid, signal.SIGKILL)
         if not all([_killed(pid) for pid in targets]):
             return
-        targets = _children() - set(spared)
+        targets = _children()
 
 
 def _killed(pid: int) -> bool:

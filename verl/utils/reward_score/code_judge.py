@@ -42,18 +42,24 @@ class Judge:
     def __init__(self, descriptor: int, abort: Callable[[str], NoReturn]) -> None:
         self._channel = Channel(descriptor, self._serve)
         self._abort = abort
-        self.protected: bool | None = None  # not known before the candidate's hello
         self._mirrors: dict[int, Any] = {}
         self._proxies: dict[int, Any] = {}
         self._exports: list[Any] = []
         self._export_ids: dict[int, int] = {}
 
-    def load_solution(self, names: list[str], class_instances: list[str], definitions: str) -> dict[str, Any]:
-        """Proxies, or values, of the names that the solution defines; it was executed when this returns.
+    def hello(self) -> bool:
+        """Whether the candidate was unable to read this process before its solution ran."""
+        try:
+            message = self._channel.receive()
+        except (ChannelClosed, ProtocolError) as error:
+            self._abort(str(error))
+        if len(message) != 2 or message[0] != "hello" or type(message[1]) is not bool:
+            self._abort("no hello")
+        return message[1]
 
-        Sets `protected`: whether the candidate was unable to read this process before its solution ran.
-        """
-        values = self.request("names", names, definitions, before_reply=self._hello)
+    def load_solution(self, names: list[str], class_instances: list[str], definitions: str) -> dict[str, Any]:
+        """Proxies, or values, of the names that the solution defines; it was executed when this returns."""
+        values = self.request("names", names, definitions)
         if type(values) is not list or len(values) != len(names):
             self._abort("not the names")
         loaded = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
@@ -61,15 +67,7 @@ class Judge:
             _allow_methods(loaded.get(name))
         return loaded
 
-    def _hello(self) -> None:
-        message = self._channel.receive()
-        if len(message) != 2 or message[0] != "hello" or type(message[1]) is not bool:
-            raise ProtocolError("no hello")
-        self.protected = message[1]
-
-    def request(
-        self, operation: str, *parts: Any, allow_methods: bool = False, before_reply: Callable[[], None] | None = None
-    ) -> Any:
+    def request(self, operation: str, *parts: Any, allow_methods: bool = False) -> Any:
         """One operation in the candidate. Arguments that it changed are changed here when this returns or raises."""
         encoder = Encoder(self._export)
         try:
@@ -77,28 +75,23 @@ class Judge:
         except ValueRefused as error:
             raise TypeError(str(error)) from None
         try:
-            self._channel.post(operation, *encoded)
-            if before_reply is not None:
-                before_reply()
-            outcome, value, output = self._outcome(self._channel.reply(), Decoder(self._import, encoder.containers))
+            reply = self._channel.request(operation, *encoded)
+            decoder = Decoder(self._import, encoder.containers)
+            outcome, node, updates, output = reply
+            value = decoder.decode(node)
+            for number, content in updates:
+                decoder.replace(number, content)
+            if outcome not in ("value", "raise") or type(output) is not str:
+                raise ProtocolError("not an outcome")
         except (ChannelClosed, ProtocolError, ValueRefused, RecursionError, TypeError, ValueError) as error:
             self._abort(f"{type(error).__name__}: {error}")
         if output:
             sys.stdout.write(output)
         if outcome == "raise":
+            if not isinstance(value, BaseException):
+                self._abort("not an exception")
             raise value
         return _allow_methods(value) if allow_methods else value
-
-    def _outcome(self, reply: list[Any], decoder: Decoder) -> tuple[str, Any, str]:
-        outcome, node, updates, output = reply
-        value = decoder.decode(node)
-        for number, content in updates:
-            decoder.replace(number, content)
-        if outcome not in ("value", "raise") or type(output) is not str:
-            raise ProtocolError("not an outcome")
-        if outcome == "raise" and not isinstance(value, BaseException):
-            raise ProtocolError("not an exception")
-        return outcome, value, output
 
     # -- calls of the candidate ----------------------------------------------------------------------------------
 

@@ -114,8 +114,7 @@ def f(x):
 """
     if not available().namespaces:
         pytest.skip("without namespaces a solution sees no processes")
-    # driver, judge and candidate, and before the last test the next candidate
-    counts = ["assert f(2) == 4", "assert f(1) > 4", "assert f(2) == 4", "assert f(2) == 3"]
+    counts = ["assert f(2) == 3", "assert f(1) > 3", "assert f(2) == 3"]  # driver, judge and candidate
     assert scored(f"```python\n{survivor}\n```", counts)["score"] == 1.0
 
 
