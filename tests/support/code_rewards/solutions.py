@@ -119,7 +119,7 @@ CASES = [
     Case("library-exception", "import json\ndef f(x):\n    return json.loads(x)",
          _mbpp("import json\ntry:\n    f('{')\n    assert False\nexcept json.JSONDecodeError:\n    pass")),
     Case("context", "import contextlib\n@contextlib.contextmanager\ndef tag(log):\n    log.append(1)\n    yield 5\n    log.append(2)",
-         _mbpp("with tag([]) as x:\n    assert x == 5")),
+         _mbpp("with tag([]) as x:\n    assert x == 5"), forgeable=1),
     # -- classes
     Case("class", "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, x):\n        self.items.append(x)\n"
          "    def pop(self):\n        return self.items.pop()\n    def __len__(self):\n        return len(self.items)",
@@ -127,7 +127,7 @@ CASES = [
                "assert isinstance(Stack(), Stack) and type(Stack()).__name__ == 'Stack'")),
     Case("class-wrong", "class Stack:\n    def push(self, x):\n        pass\n    def pop(self):\n        return self", _mbpp("s = Stack()\ns.push(1)\nassert s.pop() == 1"), 0.0),
     Case("lower-class", "class stack:\n    def __init__(self):\n        self.x = []\n    def push(self, v):\n        self.x.append(v)\n    def pop(self):\n        return self.x.pop()",
-         _mbpp("s = stack()\ns.push(4)\nassert s.pop() == 4")),
+         _mbpp("s = stack()\ns.push(4)\nassert s.pop() == 4"), forgeable=1),
     Case("strings", "class P:\n    def __init__(self, x):\n        self.x = x\n    def __str__(self):\n        return f'P{self.x}'\n    def __repr__(self):\n        return f'<{self.x}>'",
          _mbpp("assert str(P(1)) == 'P1' and repr(P(2)) == '<2>' and f'{P(3)}' == 'P3'")),
     Case("linked-list", "class Node:\n    def __init__(self, v, next=None):\n        self.v, self.next = v, next\ndef rev(h):\n    p = None\n    while h:\n        h.next, p, h = p, h, h.next\n    return p",

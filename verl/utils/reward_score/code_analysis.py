@@ -11,12 +11,14 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import operator
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verl.utils.reward_score.code_driver import PRELUDE
+from verl.utils.reward_score.code_judge import ARRAY_METHODS
 
 # Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
 _INTERPRETER_NAMES = (
@@ -40,6 +42,10 @@ _KNOWN_TYPES = {
         "datetime": ["date", "datetime", "timedelta"],
         "types": ["GeneratorType", "FunctionType"],
         "io": ["StringIO"],
+        "math": ["isclose", "fabs"],
+        "pytest": ["approx"],
+        "numpy": ["allclose", "array_equal"],
+        "numpy.testing": ["assert_allclose", "assert_array_equal", "assert_almost_equal"],
     }.items()
     for name in names
 }
@@ -48,7 +54,12 @@ _COMPARING = frozenset(_COMPARING_NAMES.split())
 _CLASS = re.compile(r"_?[A-Z]\w*")
 _PLAIN_ATTRIBUTES = frozenset(
     name for kind in (str, bytes, int, float, complex, list, tuple, dict, set, frozenset) for name in dir(kind)
-) | {"tolist", "all", "any", "shape", "dtype", "popleft", "appendleft", "most_common", "__name__", "__doc__"}
+) | {"shape", "dtype", "popleft", "appendleft", "most_common", "__name__", "__doc__", *ARRAY_METHODS}
+# Comparisons of arrays that hold for an array of no items.
+_BROADCASTING = frozenset(
+    ["approx", "allclose", "isclose", "all", "assert_allclose", "assert_array_equal", "assert_almost_equal"]
+)
+_CONTROL_FLOW = frozenset(["SystemExit", "KeyboardInterrupt", "GeneratorExit", "SkipTest"])
 _BUILTINS = frozenset(dir(builtins))
 
 
@@ -80,6 +91,8 @@ class Plan:
     """Modules, and types as `module:name`, that the test uses without importing them."""
     definitions: str = ""
     """Imports, functions and classes of the set-up code, which the solution may use."""
+    refuse_empty: bool = False
+    """Whether an empty array would equal every expected value."""
     prompt: str = ""
     """Functions that the task itself provides, which a solution cannot replace."""
 
@@ -91,15 +104,37 @@ def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: s
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return Plan()  # it fails in the judge as well
     helpers = _definitions(prompt, without=entry_point)
+    broadcasts = _broadcasts(tree)
     found = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
     return Plan(
-        reason=_needs_interpreter(tree) or found.problem(),
+        reason=_needs_interpreter(tree) or found.problem() or (_empty_display(tree) if broadcasts else None),
         names=sorted(found.provided),
         class_instances=sorted(found.classes | found.class_instances),
         modules=found.modules,
         definitions=_text(_definitions(setup)),
+        refuse_empty=broadcasts,
         prompt=_text(helpers),
     )
+
+
+def _broadcasts(tree: ast.AST) -> bool:
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls}
+    numeric = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"np", "numpy", "pytest"}
+    builtin = any(isinstance(node, ast.Name) and node.id == "all" for node in calls)
+    methods = {node.attr for node in calls if isinstance(node, ast.Attribute)}
+    return (
+        bool(names & (_BROADCASTING - {"all", "isclose"}))
+        or "all" in methods
+        or bool(numeric and (names & _BROADCASTING) and not (names & _BROADCASTING == {"all"} and builtin))
+    )
+
+
+def _empty_display(tree: ast.AST) -> str | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple) and not node.elts and isinstance(node.ctx, ast.Load):
+            return "it compares arrays of no items, which equal every number"
+    return None
 
 
 def _definitions(source: str, without: str | None = None) -> list[ast.stmt]:
@@ -126,6 +161,7 @@ def _needs_interpreter(tree: ast.AST) -> str | None:
         elif isinstance(node, ast.Attribute):
             if node.attr in _INTERPRETER_ATTRIBUTES:
                 return f"it uses {node.attr}"
+            names = [node.attr] if node.attr in _CONTROL_FLOW else []
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [part for alias in node.names for part in alias.name.split(".")]
             if isinstance(node, ast.ImportFrom):
@@ -138,7 +174,7 @@ def _needs_interpreter(tree: ast.AST) -> str | None:
         elif isinstance(node, ast.ClassDef) and not any(_is_test_case(base) for base in node.bases):
             return f"it defines the class {node.name}"
         for name in names:
-            if name in _NEEDS_INTERPRETER:
+            if name in _NEEDS_INTERPRETER or name in _CONTROL_FLOW:
                 return f"it uses {name}"
     return None
 
@@ -172,6 +208,11 @@ class _Names:
             self.classes |= self._aliases
         self._instances: set[str] = set()
         self._find_instances()
+        self._results: dict[str, str] = {
+            targets.id: value.func.id
+            for targets, value in _assignments(tree)
+            if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+        }
         self.class_instances = self._class_instances()
 
     def problem(self) -> str | None:
@@ -182,6 +223,14 @@ class _Names:
                 return f"it applies an operator to an object of a class: {ast.unparse(node)[:80]}"
             if isinstance(node, ast.Compare) and sum(map(self._is_from_instance, operands)) > 1:
                 return f"it compares two values of a class: {ast.unparse(node)[:80]}"
+            if self._combines_results(node):
+                return f"it applies an operator to two results: {ast.unparse(node)[:80]}"
+            if self._judged_by_solution(node):
+                return f"a function of the solution takes another's result: {ast.unparse(node)[:80]}"
+            if self._ambiguous_method(node):
+                return f"it uses a method that values and objects have: {ast.unparse(node)[:80]}"
+            if isinstance(node, ast.withitem) and self._provider(node.context_expr):
+                return f"the solution handles exceptions: {ast.unparse(node)[:80]}"
         for node in self._free:
             parent = self._parents[node]
             used = isinstance(
@@ -190,6 +239,56 @@ class _Names:
             if not used and not isinstance(parent, ast.Assign | ast.FunctionDef):
                 return f"it takes the value of {node.id} from the solution"
         return None
+
+    def _provider(self, node: ast.AST) -> str | None:
+        """The name of the solution whose result an expression is."""
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else None
+        else:
+            name = self._results.get(node.id) if isinstance(node, ast.Name) else None
+        return name if name in self.provided or name in self._aliases else None
+
+    def _combines_results(self, node: ast.AST) -> bool:
+        """An operator between two results: if they are objects, it is the solution's."""
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+                return False
+            results = [any(map(self._provider, _parts(side))) for side in sides]
+            return any(map(operator.and_, results, results[1:]))
+        return sum(self._provider(operand) is not None for operand in _operands(node)) > 1
+
+    def _judged_by_solution(self, node: ast.AST) -> bool:
+        """`is_equal(f(2), 4)`: a function of the solution decides; not `decode(encode(x)) == x`."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id in self.classes:
+            return False
+        own = self._provider(node)
+        if own is None:
+            return False
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        inner = [part for argument in arguments for part in ast.walk(argument)]
+        others = [part for part in inner if self._provider(part) not in (None, own, *self.classes)]
+        if not others:
+            return False
+        parent = self._parents[node]
+        compared = isinstance(parent, ast.Compare) and not any(
+            isinstance(side, ast.Constant) and isinstance(side.value, bool)
+            for side in (parent.left, *parent.comparators)
+        )
+        return not (compared and all(part in arguments for part in others))
+
+    def _ambiguous_method(self, node: ast.AST) -> bool:
+        """A method of plain values, used on what may be an object: a result with other methods, or one of a class."""
+        if not isinstance(node, ast.Attribute) or node.attr not in _PLAIN_ATTRIBUTES or node.attr.startswith("__"):
+            return False
+        owner = self._provider(node.value)
+        if owner is not None:
+            call = self._parents[node]
+            statement = isinstance(call, ast.Call) and isinstance(self._parents[call], ast.Expr)
+            return owner in self.class_instances and owner not in self.classes and not statement
+        value = node.value
+        derived = isinstance(value, ast.Attribute | ast.Call) and not self._is_instance(value)
+        return derived and self._is_from_instance(value) and not isinstance(value, ast.Name)
 
     def _used_modules(self, free: list[ast.Name]) -> dict[str, str]:
         modules = {}

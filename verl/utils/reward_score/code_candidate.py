@@ -6,24 +6,26 @@ reach is the test, which stays in the judge. Standard library only: this file al
 
 from __future__ import annotations
 
-import collections
 import importlib
 import io
+import itertools
 import sys
+import time
 from types import CodeType
 from typing import Any
 
 from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused
+from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused, changed
 
 # Special methods that a judge may use on an object of the candidate: none of them takes an operand to compare with.
 _SPECIAL_METHODS = (
-    "__call__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __bool__ __str__ __repr__ __int__ "
-    "__float__ __index__ __complex__ __bytes__ __enter__ __exit__ __reversed__"
+    "__call__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __str__ __repr__ __int__ "
+    "__float__ __index__ __complex__ __bytes__ __reversed__"
 )
 FORWARDED = tuple(_SPECIAL_METHODS.split())
 STANDARD_MODULES = sys.stdlib_module_names | {"numpy"}
 _MAX_OUTPUT = 1 << 20
+_BATCH_SECONDS = 0.01  # a batch of a slow iterator ends early
 _MISSING: Any = type("missing", (), {})()
 
 
@@ -32,7 +34,7 @@ def serve_candidate(descriptor: int, protected: bool, solution: CodeType, names:
 
     `protected`, sent before the solution runs: whether this process is unable to read the memory of the judge.
     """
-    candidate = _Candidate(descriptor, names)
+    candidate = _Candidate(descriptor, names, solution)
     candidate.channel.send(["hello", protected])
     try:
         exec(solution, names)
@@ -54,9 +56,10 @@ class JudgeObject:
 class JudgeFunction(JudgeObject):
     """A function of the judge; a call runs there."""
 
-    def __init__(self, number: int, name: str, candidate: _Candidate) -> None:
+    def __init__(self, number: int, name: str, doc: str | None, candidate: _Candidate) -> None:
         super().__init__(number)
         self.__name__ = self.__qualname__ = name
+        self.__doc__ = doc
         self._candidate = candidate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,12 +67,15 @@ class JudgeFunction(JudgeObject):
 
 
 class _Candidate:
-    def __init__(self, descriptor: int, names: dict[str, Any]) -> None:
+    def __init__(self, descriptor: int, names: dict[str, Any], solution: CodeType) -> None:
         self.channel = Channel(descriptor, self._serve)
         self.failure: BaseException | None = None
         self._names = names
+        self._solution = solution
+        self._before = dict(names)
         self._objects: list[Any] = []
         self._ids: dict[int, int] = {}
+        self._iterator_errors: dict[int, Exception] = {}
         self._judge_objects: dict[int, JudgeObject] = {}
         self._output = io.BytesIO()
         sys.stdout = io.TextIOWrapper(self._output, "utf-8", errors="replace", write_through=True)
@@ -97,7 +103,7 @@ class _Candidate:
         updates = [
             [number, encoder.content(value)]
             for number, (value, old) in enumerate(zip(decoder.containers, before, strict=False))
-            if _changed(value, old)
+            if changed(value, old)
         ]
         return [*reply, updates, self._take_output()]
 
@@ -106,13 +112,46 @@ class _Candidate:
             raise self.failure
         if definitions:
             exec(compile(definitions, "setup.py", "exec"), self._names)
-        values = [self._names.get(name, _MISSING) for name in wanted]
+        values = [self._names[name] if self._defines(name) else _MISSING for name in wanted]
         return [_Object(value) if callable(value) else value for value in values]
 
-    def _on_call(self, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _defines(self, name: str) -> bool:
+        return defines(self._solution, self._names, self._before, name)
+
+    def _on_call(self, target: Any, arguments: list[Any], keywords: dict[str, Any], as_object: bool) -> Any:
         value = target(*arguments, **keywords)
-        constructed = isinstance(target, type) and not _is_standard(target)
-        return _Object(value) if constructed and not isinstance(value, BaseException) else value
+        constructed = isinstance(target, type) or as_object
+        reference = constructed and not _is_standard(type(value)) and not isinstance(value, BaseException | tuple)
+        return _Object(value) if reference else value
+
+    def _on_truth(self, target: Any) -> bool:
+        return bool(target)
+
+    def _on_next(self, iterator: Any, count: int) -> list[Any]:
+        """Up to `count` items; an error ends the batch and is raised by the next one."""
+        items: list[Any] = []
+        end = time.monotonic() + _BATCH_SECONDS
+        try:
+            for item in itertools.islice(iterator, count):
+                items.append(item)
+                if time.monotonic() > end:
+                    return items
+        except Exception as error:
+            if not items:
+                raise
+            self._iterator_errors[id(iterator)] = error
+            return items
+        if not items and id(iterator) in self._iterator_errors:
+            raise self._iterator_errors.pop(id(iterator))
+        return items
+
+    def _on_send(self, iterator: Any, method: str, value: Any) -> list[Any]:
+        """`send`, `throw` or `close` of a generator; no item if it has ended."""
+        try:
+            result = getattr(iterator, method)(*([] if method == "close" else [value]))
+        except StopIteration:
+            return []
+        return [] if method == "close" else [result]
 
     def _on_get(self, target: Any, name: str) -> Any:
         return getattr(target, name)
@@ -135,8 +174,11 @@ class _Candidate:
     def call_judge(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoder = Encoder(self._export)
         parts = [number, encoder.items(args), [[name, encoder.encode(value)] for name, value in kwargs.items()]]
-        outcome, node, *_ = self.channel.request("call", *parts, self._take_output())
-        value = Decoder(self._import).decode(node)
+        outcome, node, updates = self.channel.request("call", *parts, self._take_output())
+        decoder = Decoder(self._import, encoder.containers)
+        value = decoder.decode(node)
+        for number_, content in updates:
+            decoder.replace(number_, content)
         if outcome == "raise":
             raise value
         return value
@@ -160,11 +202,15 @@ class _Candidate:
             return ["judge", value._judge_number]
         if isinstance(value, BaseException):
             return self._exception(encoder, value)
+        if type(value).__module__ == "array":
+            return ["typed", value.typecode, *value.tolist()]
         return self._reference(value)
 
     def _reference(self, value: Any) -> list[Any]:
         if isinstance(value, type):
             return ["class", self._number(value)]
+        if hasattr(type(value), "__next__") and _is_standard(type(value)):
+            return ["generator", self._number(value)]
         return ["object", self._number(value), self._number(type(value))]
 
     def _class(self, kind: type) -> list[Any]:
@@ -185,9 +231,9 @@ class _Candidate:
         if node[0] in ("class", "object"):
             return self._objects[node[1]]
         if node[0] == "judge":
-            number, name = node[1:]
+            number, name, doc = node[1:]
             if number not in self._judge_objects:
-                self._judge_objects[number] = JudgeObject(number) if name is None else JudgeFunction(number, name, self)
+                self._judge_objects[number] = JudgeFunction(number, name, doc, self)
             return self._judge_objects[number]
         if node[0] == "standard":
             return getattr(importlib.import_module(node[1]), node[2])
@@ -202,6 +248,25 @@ class _Candidate:
         self._output.seek(0)
         self._output.truncate()
         return text
+
+
+def defines(solution: CodeType, names: dict[str, Any], before: dict[str, Any], name: str) -> bool:
+    """Whether a solution binds a name. `before`: the names that it was given; it may bind one to the same value."""
+    if name not in names:
+        return False
+    return name not in before or names[name] is not before[name] or _stores(solution, name)
+
+
+def _stores(code: CodeType, name: str) -> bool:
+    import dis
+
+    if ("*",) in code.co_consts:  # from math import *
+        return True
+    if any(
+        step.argval == name and step.opname in ("STORE_NAME", "STORE_GLOBAL") for step in dis.get_instructions(code)
+    ):
+        return True
+    return any(_stores(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _is_standard(kind: type) -> bool:
@@ -220,16 +285,3 @@ class _Base:
 
     def __init__(self, value: type) -> None:
         self.value = value
-
-
-def _changed(value: Any, old: Any) -> bool:
-    """Whether a container holds other objects than before, or the same in another order."""
-    if isinstance(value, dict):
-        return not (_identical(value.keys(), old.keys()) and _identical(value.values(), old.values()))
-    if isinstance(value, list | collections.deque | set):
-        return not _identical(value, old)
-    return bytes(value) != bytes(old)
-
-
-def _identical(values: Any, old: Any) -> bool:
-    return len(values) == len(old) and all(one is other for one, other in zip(values, old, strict=True))

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 _LENGTH = struct.Struct("!I")
-MAX_MESSAGE = 16 << 20
+MAX_MESSAGE = 128 << 20
+_READ_SIZE = 1 << 16
 MAX_NESTED = 60
 
 
@@ -31,6 +32,7 @@ def _refuse(*_: object) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_refuse, parse_constant=_refuse)
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class Channel:
@@ -41,6 +43,7 @@ class Channel:
         self._serve = serve
         self._next = 0
         self._nested = 0
+        self._received = b""
 
     def request(self, operation: str, *parts: Any) -> list[Any]:
         """Send a request and return the parts of its reply."""
@@ -65,7 +68,7 @@ class Channel:
 
     def send(self, message: list[Any]) -> None:
         try:
-            data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+            data = _encoder.encode(message).encode()
         except ValueError as error:
             raise ProtocolError(f"not a message: {error}") from None
         if len(data) > MAX_MESSAGE:
@@ -101,13 +104,18 @@ class Channel:
             self._nested -= 1
 
     def _exactly(self, count: int) -> bytes:
-        received = bytearray()
-        while len(received) < count:
-            try:
-                part = os.read(self._descriptor, min(count - len(received), 1 << 20))
-            except OSError as error:
-                raise ChannelClosed(str(error)) from None
-            if not part:
-                raise ChannelClosed("end of stream")
-            received += part
-        return bytes(received)
+        received = self._received
+        if len(received) < count:
+            parts, missing = [received], count - len(received)
+            while missing > 0:
+                try:
+                    part = os.read(self._descriptor, max(_READ_SIZE, min(missing, 1 << 20)))
+                except OSError as error:
+                    raise ChannelClosed(str(error)) from None
+                if not part:
+                    raise ChannelClosed("end of stream")
+                parts.append(part)
+                missing -= len(part)
+            received = b"".join(parts)
+        self._received = received[count:]
+        return received[:count]

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from verl.utils.reward_score.code_candidate import serve_candidate
+from verl.utils.reward_score.code_candidate import defines, serve_candidate
 from verl.utils.reward_score.code_isolation import can_read, confine, keep_descriptors, kill_all, protect
 from verl.utils.reward_score.code_judge import Judge, execute_test
 
@@ -117,7 +117,7 @@ def run_judged(solution: CodeType, path: list[str], seconds: float) -> Outcome:
     deadline = time.monotonic() + seconds
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
-    judge = fork(lambda: be_judge(ours.fileno(), writing, path))
+    judge = fork(lambda: be_judge(ours.fileno(), writing, path, solution, deadline))
     os.close(writing)
     driver = os.getpid()
     candidate = fork(lambda: be_candidate(theirs.fileno(), [driver, judge], solution, seconds))
@@ -154,7 +154,7 @@ def installed_path() -> list[str]:
     return [path for path in sys.path if path and os.path.realpath(path) != here]
 
 
-def be_judge(channel: int, writing: int, path: list[str]) -> None:
+def be_judge(channel: int, writing: int, path: list[str], solution: CodeType, deadline: float) -> None:
     block = read_block()
     keep_descriptors([channel, writing])
     sys.path[:] = path
@@ -164,7 +164,13 @@ def be_judge(channel: int, writing: int, path: list[str]) -> None:
         os.write(writing, json.dumps({**outcome, "protected": protected}).encode()[: _MAX_VERDICT - 1] + b"\n")
         os._exit(0)
 
-    judge = Judge(channel, lambda reason: report({"status": "error", "error": reason[:1000]}))
+    def not_plain() -> NoReturn:
+        """Execute the test beside the solution. `protected` says so: its score is labelled as forgeable."""
+        nonlocal protected
+        protected = False
+        report(run_alone(solution, {"kind": "assert", "most": 64}, deadline - time.monotonic(), block))
+
+    judge = Judge(channel, lambda reason: report({"status": "error", "error": reason[:1000]}), not_plain)
     protected = judge.hello()
     try:
         execute_test(judge, block, _prelude)
@@ -191,7 +197,9 @@ def fresh_names(name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- a candidate alone
 
 
-def run_alone(solution: CodeType, test: dict[str, Any], seconds: float) -> Outcome:
+def run_alone(
+    solution: CodeType, test: dict[str, Any], seconds: float, statements: dict[str, Any] | None = None
+) -> Outcome:
     """A whole program, one call, or statements that have to share an interpreter with the solution."""
     with contextlib.ExitStack() as files:
         stdin, output, errors, report = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
@@ -209,7 +217,7 @@ def run_alone(solution: CodeType, test: dict[str, Any], seconds: float) -> Outco
             child(solution, test, theirs, report, inherited)
         theirs.close()
         if test["kind"] == "assert":
-            send_statements(ours, seconds)
+            send_statements(ours, seconds, statements)
         status = wait(pid, began + seconds)
         kill_all([pid])
         outcome = {"status": status}
@@ -222,10 +230,10 @@ def run_alone(solution: CodeType, test: dict[str, Any], seconds: float) -> Outco
         return outcome
 
 
-def send_statements(loaded: socket.socket, seconds: float) -> None:
+def send_statements(loaded: socket.socket, seconds: float, statements: dict[str, Any] | None) -> None:
     """Send the statements and their token once the solution is loaded; the block has to be read in any case."""
     ready = select.select([loaded], [], [], seconds)[0] and loaded.recv(1)
-    block = json.dumps(read_block()).encode()
+    block = json.dumps(statements or read_block()).encode()
     if ready:
         with contextlib.suppress(OSError):
             loaded.sendall(b"%10d" % len(block) + block)
@@ -252,10 +260,13 @@ def child(solution: CodeType, test: dict[str, Any], parent: socket.socket, repor
     """A program ends as every program does, threads and exit functions included; a function ends at once."""
     alone = test["kind"] == "stdin"
     names = fresh_names("__main__" if alone else "solution")
+    before = dict(names)
     status = 0
     try:
         exec(solution, names)
         if test["kind"] == "call":
+            if test["name"] in names and not defines(solution, names, before, test["name"]):
+                del names[test["name"]]
             value = function(names, test["name"])(*test["arguments"])
             report.write(json.dumps(value, default=plain).encode())
         elif test["kind"] == "assert":

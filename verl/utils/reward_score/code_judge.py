@@ -10,40 +10,69 @@ from __future__ import annotations
 import builtins
 import collections
 import importlib
+import itertools
 import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_candidate import FORWARDED, STANDARD_MODULES
 from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused
+from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused, changed
 
-_ARRAY_METHODS = "all any item tolist equals astype mean std min max sum argmax argmin round dot flatten reshape"
+ARRAY_METHODS = [
+    "all",
+    "any",
+    "item",
+    "tolist",
+    "equals",
+    "astype",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "sum",
+    "argmax",
+    "argmin",
+    "round",
+    "dot",
+    "flatten",
+    "reshape",
+]
 # Methods of plain values. A function that must return a plain value cannot return an object that has them.
 _PLAIN_METHODS = frozenset(
     name
     for kind in (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, collections.deque)
     for name in dir(kind)
     if not name.startswith("__")
-) | set(_ARRAY_METHODS.split())
+) | set(ARRAY_METHODS)
 _VISIBLE = ("__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__annotations__", "__wrapped__")
 _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
 _MISSING: Any = object()
+_SINGLE_ITEMS, _MAX_BATCH = 16, 256
+_MAX_ARGUMENT_ITEMS = 100_000
+# Exceptions of these modules control a test runner; the solution does not.
+_RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 # Modules whose functions a candidate finds by name.
 _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
 
 
 class Judge:
-    """The judge's end of the channel. `abort(reason)` ends the process with a failed test."""
+    """The judge's end of the channel. `abort(reason)` ends the process with a failed test.
 
-    def __init__(self, descriptor: int, abort: Callable[[str], NoReturn]) -> None:
+    `not_plain()` ends it, too: the test passes a value to the solution that cannot be sent to another process.
+    """
+
+    def __init__(self, descriptor: int, abort: Callable[[str], NoReturn], not_plain: Callable[[], NoReturn]) -> None:
+        self._not_plain = not_plain
         self._channel = Channel(descriptor, self._serve)
         self._abort = abort
+        self._refuse_empty = False
         self._mirrors: dict[int, Any] = {}
         self._proxies: dict[int, Any] = {}
+        self._generators: dict[int, tuple[Iterator[Any], int]] = {}
         self._exports: list[Any] = []
         self._export_ids: dict[int, int] = {}
 
@@ -57,23 +86,37 @@ class Judge:
             self._abort("no hello")
         return message[1]
 
-    def load_solution(self, names: list[str], class_instances: list[str], definitions: str) -> dict[str, Any]:
-        """Proxies, or values, of the names that the solution defines; it was executed when this returns."""
+    def load_solution(
+        self, names: list[str], class_instances: list[str], definitions: str, refuse_empty: bool
+    ) -> dict[str, Any]:
+        """Proxies, or values, of the names that the solution defines; it was executed when this returns.
+
+        `class_instances`: names whose results are objects with methods. No reply of the candidate decides that.
+        """
         values = self.request("names", names, definitions)
         if type(values) is not list or len(values) != len(names):
             self._abort("not the names")
         loaded = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
         for name in class_instances:
-            _allow_methods(loaded.get(name))
+            value = loaded.get(name)
+            if isinstance(value, Mirror):
+                type.__setattr__(value, "_proxy_constructs", True)
+            elif isinstance(value, Proxy):
+                object.__setattr__(value, "_proxy_constructs", True)
+                object.__setattr__(value, "_proxy_is_instance", True)
+        self._refuse_empty = refuse_empty
         return loaded
 
-    def request(self, operation: str, *parts: Any, allow_methods: bool = False) -> Any:
-        """One operation in the candidate. Arguments that it changed are changed here when this returns or raises."""
+    def request(self, operation: str, *parts: Any, instance: bool = False, may_stop: bool = False) -> Any:
+        """One operation in the candidate. Arguments that it changed are changed here when this returns or raises.
+
+        `instance`: the result may be an object with methods and conversions. `may_stop`: it may raise StopIteration.
+        """
         encoder = Encoder(self._export)
         try:
             encoded = [encoder.encode(part) for part in parts]
-        except ValueRefused as error:
-            raise TypeError(str(error)) from None
+        except ValueRefused:
+            self._not_plain()
         try:
             reply = self._channel.request(operation, *encoded)
             decoder = Decoder(self._import, encoder.containers)
@@ -88,10 +131,47 @@ class Judge:
         if output:
             sys.stdout.write(output)
         if outcome == "raise":
-            if not isinstance(value, BaseException):
-                self._abort("not an exception")
-            raise value
-        return _allow_methods(value) if allow_methods else value
+            self._raise(value, may_stop)
+        if self._refuse_empty and _is_empty(value):
+            self._abort("an empty result in a comparison that broadcasts")
+        if instance and isinstance(value, Proxy):
+            object.__setattr__(value, "_proxy_is_instance", True)
+        return value
+
+    def _raise(self, error: Any, may_stop: bool) -> NoReturn:
+        """Raise what the candidate raised, unless it would end the test or a loop of it."""
+        if not isinstance(error, Exception):
+            self._abort(f"raised {type(error).__name__}")
+        if any(kind.__module__.split(".")[0] in _RUNNERS for kind in type(error).__mro__):
+            self._abort(f"raised {type(error).__name__}")
+        if isinstance(error, StopIteration | StopAsyncIteration) and not may_stop:
+            raise RuntimeError(f"raised {type(error).__name__}")
+        raise error
+
+    def _generator(self, number: int) -> Iterator[Any]:
+        """A generator of this process for an iterator of the candidate. Its first items are requested one by one."""
+        iterator = _Reference(["object", number])
+        size = received = 0
+        sent: Any = None
+        while True:
+            size = 1 if received < _SINGLE_ITEMS or sent is not None else min(2 * size, _MAX_BATCH)
+            items = self.request("next", iterator, size) if sent is None else self.request("send", iterator, *sent)
+            if type(items) is not list or len(items) > size:
+                self._abort("not a batch")
+            if not items:
+                return
+            received, sent = received + len(items), None
+            for item in items:
+                try:
+                    value = yield item
+                    sent = None if value is None else ("send", value)
+                except GeneratorExit:
+                    self.request("send", iterator, "close", None)
+                    raise
+                except Exception as error:  # noqa: BLE001 - of `throw`: raised in the candidate
+                    sent = ("throw", error)
+                if sent is not None:
+                    break
 
     # -- calls of the candidate ----------------------------------------------------------------------------------
 
@@ -105,16 +185,23 @@ class Judge:
         decoder = Decoder(self._import)
         args = decoder.items(arguments)
         kwargs = {name: decoder.decode(value) for name, value in keywords if type(name) is str}
+        before = [value.copy() for value in decoder.containers]
         if output:
             sys.stdout.write(output)
-        encoder = Encoder(self._export)
+        encoder = Encoder(self._export, decoder.containers)
         try:
-            return ["value", encoder.encode(self._exports[number](*args, **kwargs))]
+            reply = ["value", encoder.encode(self._exports[number](*args, **kwargs))]
         except Exception as error:  # noqa: BLE001 - raised again in the candidate
             known = getattr(builtins, type(error).__name__, None) is type(error)
             name = ["standard", "builtins", type(error).__name__ if known else "RuntimeError", ""]
             texts = [value if isinstance(value, str | int) else repr(value) for value in error.args]
-            return ["raise", ["exception", name, ["tuple", *texts]]]
+            reply = ["raise", ["exception", name, ["tuple", *texts]]]
+        updates = [
+            [index, encoder.content(value)]
+            for index, (value, old) in enumerate(zip(decoder.containers, before, strict=True))
+            if changed(value, old)
+        ]
+        return [*reply, updates]
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -123,8 +210,10 @@ class Judge:
             return ["object", object.__getattribute__(value, "_proxy_number")]
         if isinstance(value, Mirror):
             return ["class", type.__getattribute__(value, "_proxy_number")]
-        if isinstance(value, _ClassReference):
-            return ["class", value.number]
+        if isinstance(value, _Reference):
+            return value.node
+        if id(value) in self._generators:
+            return ["object", self._generators[id(value)][1]]
         name = getattr(value, "__name__", None)
         for module, members in _SHARED_FUNCTIONS.items():
             if isinstance(name, str) and getattr(members, name, None) is value:
@@ -132,11 +221,19 @@ class Judge:
         if isinstance(value, BaseException) and getattr(builtins, type(value).__name__, None) is type(value):
             kind = ["standard", "builtins", type(value).__name__, ""]
             return ["exception", kind, encoder.encode(value.args)]
+        if hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools"):
+            items = list(itertools.islice(value, _MAX_ARGUMENT_ITEMS + 1))
+            if len(items) > _MAX_ARGUMENT_ITEMS:
+                raise ValueRefused("an iterator of too many items")
+            return ["iterator", *encoder.items(items)]
+        if not callable(value) or isinstance(value, type):
+            raise ValueRefused(f"an argument of type {type(value).__name__}")
         if id(value) not in self._export_ids:
             self._export_ids[id(value)] = len(self._exports)
             self._exports.append(value)
-        shown = str(name or type(value).__name__) if callable(value) else None
-        return ["judge", self._export_ids[id(value)], shown]
+        doc = getattr(value, "__doc__", None)
+        shown = str(name or type(value).__name__), doc if isinstance(doc, str) else None
+        return ["judge", self._export_ids[id(value)], *shown]
 
     def _import(self, decoder: Decoder, node: list[Any]) -> Any:
         tag, *parts = node
@@ -159,6 +256,10 @@ class Judge:
                 self._proxies[number] = mirror.__new__(mirror)
                 object.__setattr__(self._proxies[number], "_proxy_number", number)
             return self._proxies[number]
+        if tag == "generator" and len(parts) == 1:
+            generator = self._generator(parts[0])
+            self._generators[id(generator)] = generator, parts[0]
+            return generator
         if tag == "judge" and len(parts) == 1 and parts[0] < len(self._exports):
             return self._exports[parts[0]]
         raise ProtocolError("not a value")
@@ -167,10 +268,11 @@ class Judge:
         """A class of this process that stands for a class of the candidate."""
         if number not in self._mirrors:
             self._mirrors[number] = None  # a class that is its own base ends here
-            name, module, bases, special = self.request("describe", _ClassReference(number))
+            name, module, bases, special = self.request("describe", _Reference(["class", number]))
             if type(name) is not str or not _IDENTIFIER.fullmatch(name) or type(module) is not str:
                 raise ProtocolError("not a class")
             content: dict[str, Any] = {"_proxy_number": number, "_proxy_judge": self, "__module__": module}
+            content["_proxy_constructs"] = False
             errors = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
             if errors:
                 content["__str__"] = lambda error: getattr(error, "_proxy_text", "")
@@ -201,58 +303,76 @@ class Judge:
         return error
 
 
-class _ClassReference:
-    def __init__(self, number: int) -> None:
-        self.number = number
+class _Reference:
+    def __init__(self, node: list[Any]) -> None:
+        self.node = node
 
 
 class Mirror(type):
-    """The class of proxies to objects of one class of the candidate."""
+    """The class of proxies to objects of one class of the candidate.
+
+    `_proxy_constructs`: the test uses it as a class.
+    """
 
     _proxy_number: int
     _proxy_judge: Judge
+    _proxy_constructs: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._proxy_judge.request("call", cls, list(args), kwargs, allow_methods=True)
+        own = cls.__dict__["_proxy_constructs"]
+        return cls._proxy_judge.request("call", cls, list(args), kwargs, own, instance=own)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
             raise AttributeError(name)
-        return cls._proxy_judge.request("get", cls, name, allow_methods=True)
+        if name in _PLAIN_METHODS and not cls.__dict__["_proxy_constructs"]:
+            raise AttributeError(name)
+        return cls._proxy_judge.request("get", cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._proxy_judge.request("set", cls, name, value)
 
     def __iter__(cls) -> Any:
-        return cls._proxy_judge.request("special", cls, "__iter__", [], allow_methods=True)
+        return cls._special("__iter__")
 
     def __len__(cls) -> int:
-        return int(cls._proxy_judge.request("special", cls, "__len__", []))
+        return int(cls._special("__len__"))
 
     def __bool__(cls) -> bool:
         return True
 
     def __getitem__(cls, key: Any) -> Any:
-        return cls._proxy_judge.request("special", cls, "__getitem__", [key], allow_methods=True)
+        return cls._special("__getitem__", key)
+
+    def _special(cls, method: str, *args: Any) -> Any:
+        if not cls.__dict__["_proxy_constructs"]:
+            raise TypeError(f"{cls.__name__} has no {method}")
+        return cls._proxy_judge.request("special", cls, method, list(args))
 
 
 class Proxy:
-    """An object of the candidate. It equals itself only."""
+    """An object of the candidate. It equals itself only.
+
+    `_proxy_is_instance`: the test uses it as an object of a class, so it has methods and conversions. Others have
+    nothing that a plain value has: they can be called, iterated over once, passed back, and have other attributes.
+    """
 
     _proxy_number: int
     _proxy_judge: Judge
-    _proxy_allows_methods = False
+    _proxy_constructs = False
+    _proxy_is_instance = False
+    _proxy_items: Any = None
+    _proxy_truth: Any = None
     __hash__ = object.__hash__
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_proxy_number", "_proxy_judge", "_proxy_allows_methods", "__class__"):
+        if name.startswith("_proxy_") or name == "__class__":
             return object.__getattribute__(self, name)
         if name.startswith("__") and name.endswith("__") and name not in _VISIBLE:
             return object.__getattribute__(self, name)
-        allowed = self._proxy_allows_methods
-        if not allowed and name in _PLAIN_METHODS:
+        if not self._proxy_is_instance and name in _PLAIN_METHODS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._proxy_judge.request("get", self, name, allow_methods=allowed)
+        return self._proxy_judge.request("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._proxy_judge.request("set", self, name, value)
@@ -260,25 +380,52 @@ class Proxy:
     def __delattr__(self, name: str) -> None:
         self._proxy_judge.request("delete", self, name)
 
+    def __bool__(self) -> bool:
+        if self._proxy_truth is None or self._proxy_is_instance:
+            object.__setattr__(self, "_proxy_truth", self._proxy_judge.request("truth", self) is True)
+        return bool(self._proxy_truth)
+
 
 def _forward(method: str) -> Callable[..., Any]:
     def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
-        judge, allowed = self._proxy_judge, self._proxy_allows_methods
+        judge, instance = self._proxy_judge, self._proxy_is_instance
         if method == "__call__":
-            return judge.request("call", self, list(args), kwargs, allow_methods=allowed)
-        if method == "__exit__":
-            args = (None, None, None)
-        return judge.request("special", self, method, list(args), allow_methods=allowed)
+            own = self._proxy_constructs
+            return judge.request("call", self, list(args), kwargs, own, instance=own)
+        if method == "__next__":
+            return judge.request("special", self, method, [], may_stop=True)
+        if not instance:
+            if method == "__iter__":
+                return _same_items(self)
+            if method in ("__str__", "__repr__"):
+                return object.__repr__(self)
+            raise TypeError(f"{type(self).__name__!r} object has no {method}")
+        return judge.request("special", self, method, list(args))
 
     call.__name__ = method
     return call
 
 
-def _allow_methods(value: Any) -> Any:
-    """Allow the methods that plain values have as well: the test uses this object as one of a class."""
-    if isinstance(value, Proxy):
-        object.__setattr__(value, "_proxy_allows_methods", True)
-    return value
+def _same_items(proxy: Proxy) -> Iterator[Any]:
+    """An iterator over the items of an object, which are the same every time."""
+    items = proxy._proxy_items
+    if items is None:
+        items = proxy._proxy_judge.request("special", proxy, "__iter__", [])
+        if items is proxy:
+            return proxy  # type: ignore[return-value] - an iterator itself
+    ours, later = itertools.tee(items)
+    object.__setattr__(proxy, "_proxy_items", later)
+    return ours
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether an array of no items is, or is made of, a value."""
+    if isinstance(value, list | tuple) and value:
+        return any(map(_is_empty, value))
+    size = getattr(value, "size", None) if type(value).__module__ == "numpy" else None
+    return size == 0 or (
+        hasattr(type(value), "__len__") and not isinstance(value, str | bytes | Proxy) and not len(value)
+    )
 
 
 def _standard_exception(module: Any, name: Any, fallback: Any) -> Any:
@@ -302,5 +449,9 @@ def execute_test(judge: Judge, test: Mapping[str, Any], prelude: Mapping[str, An
         names[name] = importlib.import_module(module)
         if member:
             names[name] = getattr(names[name], member)
-    names.update(judge.load_solution(test["names"], test["class_instances"], test["definitions"]))
+    loaded = judge.load_solution(test["names"], test["class_instances"], test["definitions"], test["refuse_empty"])
+    for name in test["names"]:
+        if name not in loaded and (name in names or hasattr(builtins, name)):
+            raise NameError(f"the solution does not define {name}")
+    names.update(loaded)
     exec(compile(test["source"], "test.py", "exec"), names)

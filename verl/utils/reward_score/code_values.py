@@ -13,6 +13,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -25,10 +26,13 @@ _TYPES: dict[str, type] = {
     for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, type(None))
 }
 _TYPES["object"] = object
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _CONSTANTS = {"ellipsis": ..., "notimplemented": NotImplemented}
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _DTYPE = re.compile(r"[<>|=]([biufc])([0-9]{1,2})|[<>|=]([US])([0-9]{1,6})")
 _SUBCLASSED: tuple[Any, ...] = (int, float, complex, str, bytes, bytearray, list, dict, set, frozenset, tuple)
+
+_AS_IS = {bool, int, float, str, type(None)}
 
 Hook = Callable[[Any, Any], Any]
 
@@ -64,6 +68,10 @@ class Encoder:
             self._depth -= 1
 
     def items(self, values: Iterable[Any]) -> list[Any]:
+        if type(values) in (list, tuple, set, frozenset, range) and len(values) > 8:  # type: ignore[arg-type]
+            kinds = set(map(type, values))
+            if kinds <= _AS_IS and _in_range(values, kinds):
+                return list(values)
         return [self.encode(value) for value in values]
 
     def content(self, value: Any) -> Any:
@@ -84,6 +92,8 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             return self._array(value, numpy)
+        if kind.__module__.startswith("pathlib") and kind.__name__ in _PATHS:
+            return ["path", kind.__name__, str(value)]
         if isinstance(value, tuple) and isinstance(fields := getattr(kind, "_fields", None), tuple):
             return ["named", kind.__name__, list(fields), *self.items(tuple.__iter__(value))]
         if not isinstance(value, type):
@@ -108,6 +118,15 @@ class Encoder:
         return self.numbered("array", value, again, lambda: [value.dtype.str, list(value.shape), raw])
 
 
+def _in_range(values: Any, kinds: set[type]) -> bool:
+    """Whether JSON has all of these numbers; values of mixed types are not checked here."""
+    if int in kinds and float in kinds:
+        return False
+    if int in kinds and (len(kinds) > 1 or not -_MAX_INT < min(values) <= max(values) < _MAX_INT):
+        return False
+    return float not in kinds or (len(kinds) == 1 and all(map(math.isfinite, values)))
+
+
 def _plain(base: Any, value: Any) -> Any:
     """The content of an instance of a subclass, read by the methods of the base."""
     plain = base()
@@ -125,10 +144,34 @@ def _pairs(encoder: Encoder, value: Any) -> list[Any]:
 
 
 def _moment(value: datetime.datetime | datetime.time, *fields: int) -> list[Any] | None:
-    offset = value.utcoffset()
+    key = getattr(value.tzinfo, "key", None)
+    if type(value.tzinfo).__name__ == "ZoneInfo" and type(key) is str:
+        return [*fields, value.fold, key]
     if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
         return None
+    offset = value.utcoffset()
     return [*fields, value.fold, None if offset is None else offset // datetime.timedelta(microseconds=1)]
+
+
+def _match(encoder: Encoder, value: Any) -> Any:
+    if type(value.string) is not str:
+        return encoder._export(encoder, value)
+    return [
+        "match",
+        value.re.pattern,
+        value.re.flags,
+        value.string,
+        value.pos,
+        value.endpos,
+        value.start(),
+        value.end(),
+    ]
+
+
+def _pattern(encoder: Encoder, value: Any) -> Any:
+    if type(value.pattern) is not str:
+        return encoder._export(encoder, value)
+    return ["pattern", value.pattern, value.flags]
 
 
 def _datetime(encoder: Encoder, value: Any) -> Any:
@@ -165,6 +208,8 @@ _ENCODERS: dict[type, Callable[..., Any]] = {
     datetime.time: _datetime,
     datetime.date: lambda e, v: ["date", v.year, v.month, v.day],
     datetime.timedelta: lambda e, v: ["timedelta", v.days, v.seconds, v.microseconds],
+    re.Pattern: _pattern,
+    re.Match: _match,
     type({}.keys()): lambda e, v: ["keys", *e.items(v)],
     type({}.values()): lambda e, v: ["values", *e.items(v)],
     type({}.items()): lambda e, v: ["items", *e.items(v)],
@@ -192,7 +237,9 @@ class Decoder:
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise ValueRefused(f"not the encoding of a {node[0]}: {error}") from None
 
-    def items(self, nodes: Iterable[Any]) -> list[Any]:
+    def items(self, nodes: list[Any]) -> list[Any]:
+        if len(nodes) > 8 and set(map(type, nodes)) <= _AS_IS:
+            return nodes
         return [self.decode(node) for node in nodes]
 
     def replace(self, number: Any, node: Any) -> None:
@@ -291,9 +338,13 @@ def _text(values: list[Any], most: int = 1 << 24) -> str:
     return text
 
 
-def _zone(microseconds: Any) -> datetime.timezone | None:
+def _zone(microseconds: Any) -> datetime.tzinfo | None:
     if microseconds is None:
         return None
+    if type(microseconds) is str:
+        import zoneinfo
+
+        return zoneinfo.ZoneInfo(microseconds)
     return datetime.timezone(datetime.timedelta(microseconds=_whole([microseconds])[0]))
 
 
@@ -319,6 +370,36 @@ def _objects(decoder: Decoder, nodes: list[Any]) -> Any:
     for index, item in enumerate(items):
         values[index] = decoder.decode(item)
     return values.reshape(tuple(_whole(shape)))
+
+
+def _rebuilt_match(nodes: list[Any]) -> Any:
+    """The match of that span, computed again."""
+    pattern, flags, text, pos, endpos, start, end = nodes
+    compiled = re.compile(_text([pattern], 1 << 16), *_whole([flags]))
+    for search in (compiled.match, compiled.fullmatch, compiled.search):
+        match = search(_text([text]), *_whole([pos, endpos]))
+        if match is not None and match.span() == (start, end):
+            return match
+    match = compiled.match(text, *_whole([start, endpos]))  # one of `finditer`
+    if match is None or match.span() != (start, end):
+        raise ValueRefused("not a match")
+    return match
+
+
+def _path(nodes: list[Any]) -> Any:
+    import pathlib
+
+    name, text = nodes
+    if name not in _PATHS:
+        raise ValueRefused("not a path")
+    return getattr(pathlib, name)(_text([text], 1 << 16))
+
+
+def _typed(nodes: list[Any]) -> Any:
+    import array
+
+    code, *items = nodes
+    return array.array(_text([code], 1), items)
 
 
 def _decimal(text: str) -> decimal.Decimal:
@@ -352,6 +433,11 @@ _DECODERS: dict[str, Callable[[Decoder, list[Any]], Any]] = {
     "keys": lambda d, n: dict.fromkeys(d.items(n)).keys(),
     "values": lambda d, n: dict(enumerate(d.items(n))).values(),
     "items": lambda d, n: dict(d.items(n)).items(),
+    "pattern": lambda d, n: re.compile(_text(n[:1], 1 << 16), *_whole(n[1:])),
+    "match": lambda d, n: _rebuilt_match(n),
+    "path": lambda d, n: _path(n),
+    "typed": lambda d, n: _typed(n),
+    "iterator": lambda d, n: iter(d.items(n)),
     "named": _named,
     "array": _array,
     "objects": _objects,
@@ -359,3 +445,16 @@ _DECODERS: dict[str, Callable[[Decoder, list[Any]], Any]] = {
     "type": lambda d, n: _TYPES[_text(n, 16)],
     "constant": lambda d, n: _CONSTANTS[_text(n, 16)],
 }
+
+
+def changed(value: Any, old: Any) -> bool:
+    """Whether a container holds other objects than before, or the same in another order."""
+    if isinstance(value, dict):
+        return not (_identical(value.keys(), old.keys()) and _identical(value.values(), old.values()))
+    if isinstance(value, list | collections.deque | set):
+        return not _identical(value, old)
+    return bytes(value) != bytes(old)
+
+
+def _identical(values: Any, old: Any) -> bool:
+    return len(values) == len(old) and all(one is other for one, other in zip(values, old, strict=True))
