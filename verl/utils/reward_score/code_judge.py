@@ -412,7 +412,7 @@ def _same_items(proxy: Proxy) -> Iterator[Any]:
     if items is None:
         items = proxy._proxy_judge.request("special", proxy, "__iter__", [])
         if items is proxy:
-            return proxy  # type: ignore[return-value] - an iterator itself
+            return proxy  # it is an iterator itself
     ours, later = itertools.tee(items)
     object.__setattr__(proxy, "_proxy_items", later)
     return ours
