@@ -15,13 +15,14 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -64,13 +65,27 @@ def main() -> None:
         if left <= 0:
             write_line({"status": "timeout"})
             continue
-        if kind == "judged":
-            outcome = run_judged(solution, judge_path, left)
-        else:
-            outcome = run_alone(solution, read_block(), left)
+        with fresh_folder():
+            if kind == "judged":
+                outcome = run_judged(solution, judge_path, left)
+            else:
+                outcome = run_alone(solution, read_block(), left)
         write_line(outcome)
         if outcome["status"] != "done" and job["stop_at_failure"]:
             return
+
+
+@contextlib.contextmanager
+def fresh_folder() -> Iterator[None]:
+    """A working directory of one test: the next one finds no files of it."""
+    before = os.getcwd()
+    folder = tempfile.mkdtemp(dir=before)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_block() -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_candidate import FORWARDED, STANDARD_MODULES
 from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused, changed
+from verl.utils.reward_score.code_values import Decoder, Encoded, Encoder, ValueRefused, changed
 
 ARRAY_METHODS = [
     "all",
@@ -53,6 +53,7 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
 _MISSING: Any = object()
 _SINGLE_ITEMS, _MAX_BATCH = 16, 256
 _MAX_ARGUMENT_ITEMS = 100_000
+_MAX_CALLS = 20_000
 # Exceptions of these modules control a test runner; the solution does not.
 _RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 # Modules whose functions a candidate finds by name.
@@ -69,6 +70,7 @@ class Judge:
         self._not_plain = not_plain
         self._channel = Channel(descriptor, self._serve)
         self._abort = abort
+        self._calls = 0
         self._refuse_empty = False
         self._mirrors: dict[int, Any] = {}
         self._proxies: dict[int, Any] = {}
@@ -138,6 +140,13 @@ class Judge:
             object.__setattr__(value, "_proxy_is_instance", True)
         return value
 
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constructs: bool) -> Any:
+        """Call a function or a class of the candidate. A test of very many calls is executed beside the solution."""
+        self._calls += 1
+        if self._calls > _MAX_CALLS:
+            self._not_plain()
+        return self.request("call", target, list(args), kwargs, constructs, instance=constructs)
+
     def _raise(self, error: Any, may_stop: bool) -> NoReturn:
         """Raise what the candidate raised, unless it would end the test or a loop of it."""
         if not isinstance(error, Exception):
@@ -150,7 +159,7 @@ class Judge:
 
     def _generator(self, number: int) -> Iterator[Any]:
         """A generator of this process for an iterator of the candidate. Its first items are requested one by one."""
-        iterator = _Reference(["object", number])
+        iterator = Encoded(["object", number])
         size = received = 0
         sent: Any = None
         while True:
@@ -210,8 +219,6 @@ class Judge:
             return ["object", object.__getattribute__(value, "_proxy_number")]
         if isinstance(value, Mirror):
             return ["class", type.__getattribute__(value, "_proxy_number")]
-        if isinstance(value, _Reference):
-            return value.node
         if id(value) in self._generators:
             return ["object", self._generators[id(value)][1]]
         name = getattr(value, "__name__", None)
@@ -268,7 +275,7 @@ class Judge:
         """A class of this process that stands for a class of the candidate."""
         if number not in self._mirrors:
             self._mirrors[number] = None  # a class that is its own base ends here
-            name, module, bases, special = self.request("describe", _Reference(["class", number]))
+            name, module, bases, special = self.request("describe", Encoded(["class", number]))
             if type(name) is not str or not _IDENTIFIER.fullmatch(name) or type(module) is not str:
                 raise ProtocolError("not a class")
             content: dict[str, Any] = {"_proxy_number": number, "_proxy_judge": self, "__module__": module}
@@ -303,11 +310,6 @@ class Judge:
         return error
 
 
-class _Reference:
-    def __init__(self, node: list[Any]) -> None:
-        self.node = node
-
-
 class Mirror(type):
     """The class of proxies to objects of one class of the candidate.
 
@@ -320,7 +322,7 @@ class Mirror(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         own = cls.__dict__["_proxy_constructs"]
-        return cls._proxy_judge.request("call", cls, list(args), kwargs, own, instance=own)
+        return cls._proxy_judge.call(cls, args, kwargs, own)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
@@ -388,10 +390,11 @@ class Proxy:
 
 def _forward(method: str) -> Callable[..., Any]:
     def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
-        judge, instance = self._proxy_judge, self._proxy_is_instance
         if method == "__call__":
-            own = self._proxy_constructs
-            return judge.request("call", self, list(args), kwargs, own, instance=own)
+            fields = object.__getattribute__(self, "__dict__")
+            own = fields.get("_proxy_constructs", False)
+            return type(self)._proxy_judge.call(Encoded(["object", fields["_proxy_number"]]), args, kwargs, own)
+        judge, instance = self._proxy_judge, self._proxy_is_instance
         if method == "__next__":
             return judge.request("special", self, method, [], may_stop=True)
         if not instance:

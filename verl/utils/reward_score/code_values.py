@@ -14,6 +14,7 @@ import datetime
 import decimal
 import fractions
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -39,6 +40,13 @@ Hook = Callable[[Any, Any], Any]
 
 class ValueRefused(Exception):
     """A value that cannot be encoded, or a message that is not the encoding of a value."""
+
+
+class Encoded:
+    """A value that was encoded before."""
+
+    def __init__(self, node: list[Any]) -> None:
+        self.node = node
 
 
 class Encoder:
@@ -184,6 +192,7 @@ def _datetime(encoder: Encoder, value: Any) -> Any:
 
 
 _ENCODERS: dict[type, Callable[..., Any]] = {
+    Encoded: lambda e, v: v.node,
     list: lambda e, v, again=False: e.numbered("list", v, again, lambda: e.items(v)),
     dict: lambda e, v, again=False: e.numbered("dict", v, again, lambda: _pairs(e, v)),
     set: lambda e, v, again=False: e.numbered("set", v, again, lambda: e.items(v)),
@@ -457,4 +466,4 @@ def changed(value: Any, old: Any) -> bool:
 
 
 def _identical(values: Any, old: Any) -> bool:
-    return len(values) == len(old) and all(one is other for one, other in zip(values, old, strict=True))
+    return len(values) == len(old) and all(map(operator.is_, values, old))
