@@ -5,18 +5,26 @@ from __future__ import annotations
 import pytest
 
 from tests.support.code_rewards.exploits import Exploit, exploits
+from tests.support.code_rewards.forgeries import FORGERIES
 from tests.support.code_rewards.solutions import CASES, Case
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score.code import compute_score
 from verl.utils.sandbox import REQUIRE, available
 
-SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=5, memory_mb=512)
+SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=8, memory_mb=512)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exploit", exploits(), ids=str)
 def test_an_exploit_scores_0(exploit: Exploit) -> None:
     result = compute_score(exploit.answer, exploit.ground_truth, timeout=1, settings=SETTINGS)
+    assert (result["score"], result["forgeable"]) == (0.0, 0), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FORGERIES, ids=str)
+def test_a_forgery_scores_0(case: Case) -> None:
+    result = compute_score(case.answer, case.ground_truth, settings=SETTINGS)
     assert (result["score"], result["forgeable"]) == (0.0, 0), result
 
 

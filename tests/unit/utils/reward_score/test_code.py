@@ -294,6 +294,8 @@ def test_livecodebench_rows_are_tests():
         ("yes", "YES", False),
         ("1\n2", "1", False),
         ("nan", "nan", True),
+        ("inf", "1e999", False),
+        ("inf", "inf", True),
         ("", "", True),
     ],
 )

@@ -22,6 +22,11 @@ from verl.utils.reward_score.code_analysis import plan
         ("assert f([x * 2 for x in range(3)], key=lambda y: -y) == 1", ["f"]),
         ("assert re.compile('a').match(f(1))", ["f"]),
         ("assert np.allclose(f(1), [1.0])", ["f"]),
+        ("assert (f(1), f(2)) == (2, 3)", ["f"]),
+        ("assert 1 <= f(1) <= 2 and f(2) < 4", ["f"]),
+        ("assert decode(encode('a')) == 'a'", ["decode", "encode"]),
+        ("assert isclose(f(2), 4)", ["f"]),
+        ("assert f('x').startswith('y')", ["f"]),
     ],
 )
 def test_a_judge_executes_calls_on_plain_data(source, names):
@@ -50,6 +55,16 @@ def test_a_judge_executes_calls_on_plain_data(source, names):
         "import asyncio\nassert asyncio.run(f(1)) == 1",
         "assert f(1) == EXPECTED",
         "random.seed(1)\nassert f() == 4",
+        "assert make(1) == make(1)",
+        "a = make(1)\nb = make(2)\nassert a < b",
+        "assert len({make(1), make(1)}) == 1",
+        "with ignore(ValueError):\n    raise ValueError()",
+        "assert is_equal(f(2), 4)",
+        "assert close(f(2) - 4)",
+        "s = stack()\ns.push(1)\nassert s.pop() == 1",
+        "assert Builder().add(1).add(2).total == 3",
+        "try:\n    f()\nexcept SystemExit as error:\n    assert error.code == 3",
+        "import numpy as np\nassert np.allclose(f([]), [])",
     ],
 )
 def test_what_needs_the_interpreter_of_the_solution_is_forgeable(source):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.support.code_rewards.exploits import exploits
+from tests.support.code_rewards.forgeries import FORGERIES
 from tests.support.code_rewards.solutions import CASES
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score.code import compute_score
@@ -34,6 +35,12 @@ def scored(answer, ground_truth, **arguments):
 @pytest.mark.parametrize("exploit", [one for one in exploits() if str(one) in SAMPLE], ids=str)
 def test_an_exploit_scores_0(exploit):
     result = scored(exploit.answer, exploit.ground_truth, timeout=2)
+    assert (result["score"], result["forgeable"]) == (0.0, 0)
+
+
+@pytest.mark.parametrize("case", FORGERIES[::3], ids=str)
+def test_a_forgery_scores_0(case):
+    result = scored(case.answer, case.ground_truth)
     assert (result["score"], result["forgeable"]) == (0.0, 0)
 
 
