@@ -165,12 +165,12 @@ CASES = [
     Case("large-string", "def f(x):\n    return len(x)", _mbpp("assert f('a' * 20000000) == 20000000")),
     Case("long-generator", "def f(n):\n    for i in range(n):\n        yield i", _mbpp("assert sum(f(100000)) == 4999950000")),
     Case("generator-error", "def f(n):\n    yield from range(n)\n    raise ValueError('end')", _mbpp("got = []\ntry:\n    for x in f(40):\n        got.append(x)\nexcept ValueError:\n    got.append('end')\nassert got == [*range(40), 'end']")),
-    # -- arguments that only the test's own interpreter has, and very many calls: the judge's side decides
+    # -- arguments that only the test's own interpreter has, the first call decides; many calls
     Case("string-io", "def f(s):\n    return [int(l) for l in s]", _mbpp("import io\nassert f(io.StringIO('1\\n2\\n')) == [1, 2]"), forgeable=1),
     Case("namespace", "def f(o):\n    return o.a + o.b", _mbpp("import types\nassert f(types.SimpleNamespace(a=1, b=2)) == 3"), forgeable=1),
     Case("array-argument", "def f(o):\n    return sum(o)", _mbpp("import array\nassert f(array.array('i', [1, 2])) == 3"), forgeable=1),
     Case("deep-argument", "def f(x):\n    d = 0\n    while x: x = x[0]; d += 1\n    return d", _mbpp("x = []\nfor _ in range(200): x = [x]\nassert f(x) == 200"), forgeable=1),
-    Case("many-calls", "def f(x):\n    return x * x", _mbpp("for i in range(60000):\n    assert f(i) == i * i"), forgeable=1),
+    Case("many-calls", "def f(x):\n    return x * x", _mbpp("for i in range(20000):\n    assert f(i) == i * i")),
     # -- operators between results
     Case("made-equal", "class V:\n    def __init__(s, a): s.a = a\n    def __eq__(s, o): return s.a == o.a\n    def __add__(s, o): return V(s.a + o.a)\n    def __lt__(s, o): return s.a < o.a\n    def __hash__(s): return hash(s.a)\ndef make(a): return V(a)",
          _mbpp("assert make(1) == make(1)", "a = make(1); b = make(1)\nassert a == b", "assert (make(1) + make(2)).a == 3", "assert len({make(1), make(1)}) == 1", "assert sorted([make(2), make(1)])[0].a == 1"), forgeable=1),

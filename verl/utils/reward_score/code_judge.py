@@ -53,7 +53,7 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
 _MISSING: Any = object()
 _SINGLE_ITEMS, _MAX_BATCH = 16, 256
 _MAX_ARGUMENT_ITEMS = 100_000
-_MAX_CALLS = 20_000
+_BEFORE_RESULTS = ("names", "describe")
 # Exceptions of these modules control a test runner; the solution does not.
 _RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 # Modules whose functions a candidate finds by name.
@@ -63,14 +63,15 @@ _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
 class Judge:
     """The judge's end of the channel. `abort(reason)` ends the process with a failed test.
 
-    `not_plain()` ends it, too: the test passes a value to the solution that cannot be sent to another process.
+    `not_plain()` ends it, too: the first call of the test passes a value that cannot be sent to another process. It is
+    not used once the candidate has sent a value: then the candidate could cause it.
     """
 
     def __init__(self, descriptor: int, abort: Callable[[str], NoReturn], not_plain: Callable[[], NoReturn]) -> None:
         self._not_plain = not_plain
         self._channel = Channel(descriptor, self._serve)
         self._abort = abort
-        self._calls = 0
+        self._received = False  # a result, or an argument, of the candidate
         self._refuse_empty = False
         self._mirrors: dict[int, Any] = {}
         self._proxies: dict[int, Any] = {}
@@ -117,10 +118,13 @@ class Judge:
         encoder = Encoder(self._export)
         try:
             encoded = [encoder.encode(part) for part in parts]
-        except ValueRefused:
+        except ValueRefused as error:
+            if self._received:  # the value may come from the candidate, which must not choose how it is scored
+                raise TypeError(str(error)) from None
             self._not_plain()
         try:
             reply = self._channel.request(operation, *encoded)
+            self._received |= operation not in _BEFORE_RESULTS
             decoder = Decoder(self._import, encoder.containers)
             outcome, node, updates, output = reply
             value = decoder.decode(node)
@@ -141,10 +145,7 @@ class Judge:
         return value
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constructs: bool) -> Any:
-        """Call a function or a class of the candidate. A test of very many calls is executed beside the solution."""
-        self._calls += 1
-        if self._calls > _MAX_CALLS:
-            self._not_plain()
+        """Call a function or a class of the candidate."""
         return self.request("call", target, list(args), kwargs, constructs, instance=constructs)
 
     def _raise(self, error: Any, may_stop: bool) -> NoReturn:
@@ -189,6 +190,7 @@ class Judge:
         if operation != "call" or len(parts) != 4 or type(parts[0]) is not int or type(parts[3]) is not str:
             raise ProtocolError("not a call")
         number, arguments, keywords, output = parts
+        self._received = True
         if not 0 <= number < len(self._exports) or not callable(self._exports[number]):
             raise ProtocolError("no such function")
         decoder = Decoder(self._import)
