@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.code_rewards.exploits import Exploit, exploits
@@ -12,12 +14,13 @@ from verl.utils.reward_score.code import compute_score
 from verl.utils.sandbox import REQUIRE, available
 
 SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=8, memory_mb=512)
+EXPLOIT_SETTINGS = replace(SETTINGS, wall_s=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exploit", exploits(), ids=str)
 def test_an_exploit_scores_0(exploit: Exploit) -> None:
-    result = compute_score(exploit.answer, exploit.ground_truth, timeout=1, settings=SETTINGS)
+    result = compute_score(exploit.answer, exploit.ground_truth, timeout=1, settings=EXPLOIT_SETTINGS)
     assert (result["score"], result["forgeable"]) == (0.0, 0), result
 
 
