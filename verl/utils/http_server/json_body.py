@@ -126,6 +126,7 @@ class BodyParser:
 
     def __init__(self) -> None:
         self._pool = ProcessPool(2, memory_limit=_MEMORY_BYTES)
+        self._pool.submit(parse_json, b"0")  # starts it now: in the event loop, clients would wait for that
         self._very_large = asyncio.Semaphore(1)
         self._pending = 0
 
