@@ -47,7 +47,9 @@ class ToolResultBlock(_Lenient):
 class UserMessage(_Lenient):
     role: Literal["user"]
     content: Annotated[
-        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], BeforeValidator(_blocks)
+        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+        Field(min_length=1),
+        BeforeValidator(_blocks),
     ]
 
     def as_openai(self) -> list[dict[str, Any]]:

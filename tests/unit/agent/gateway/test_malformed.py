@@ -12,6 +12,8 @@ import urllib.parse
 import pytest
 
 from tests.support.gateway_server import TEMPLATE, running_gateway
+from verl.agent.gateway.anthropic_requests import as_openai
+from verl.inference.serving.api_errors import ApiError
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 ASK = {"role": "user", "content": "How warm is it?"}
@@ -170,3 +172,9 @@ def test_options_that_make_the_template_loop_do_not_block_other_clients():
         post("other", chat_template_kwargs={"enable_thinking": False})
         thread.join(60)
         assert replies == [("other", 200), ("looping", 400)]
+
+
+def test_a_user_message_without_blocks_is_rejected():
+    with pytest.raises(ApiError) as error:
+        as_openai({"model": "x", "max_tokens": 5, "messages": [{"role": "user", "content": []}]})
+    assert error.value.status == 400
