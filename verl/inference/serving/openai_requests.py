@@ -348,7 +348,7 @@ def checked_length(
 
 
 def check_characters(count: int, facts: ModelFacts, name: str) -> None:
-    """Raise ApiError for a text of so many characters that it cannot fit the context, however it is tokenised."""
+    """Raise ApiError for a text with more characters than any tokenisation could fit into the context."""
     if count > facts.max_characters:
         raise _too_long(f"{count} characters, of which at most {facts.max_characters} can fit", facts, name)
 

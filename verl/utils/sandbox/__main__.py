@@ -27,7 +27,7 @@ LEVELS = {
     "seccomp": "namespaces,landlock",
     "none": "namespaces,landlock,seccomp",
 }
-# Column of `--measure`: the same; "cgroup" is one that the sandbox is told not to use.
+# Column of `--measure`: the same; "cgroup": the sandbox is created with cgroup=False.
 MEASURED_LEVELS = {
     "all + cgroup": "",
     "all": "cgroup",
