@@ -5,8 +5,8 @@ import torch
 
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
 from tests.support.tiny import tiny_model
-from verl.workers.engine.common import snapshot
-from verl.workers.engine.common.snapshot import HostSnapshot
+from verl.workers.engine.common import host_snapshot
+from verl.workers.engine.common.host_snapshot import HostSnapshot
 
 pytestmark = pytest.mark.gpu
 
@@ -69,8 +69,8 @@ def test_what_is_written_behind_equals_what_is_written_at_once(tmp_path):
 
 
 def test_many_buffers_of_several_tensors_arrive_whole(monkeypatch):
-    monkeypatch.setattr(snapshot, "_BUFFER", 2**16)
-    monkeypatch.setattr(snapshot, "_COPY", 2**12)
+    monkeypatch.setattr(host_snapshot, "_BUFFER", 2**16)
+    monkeypatch.setattr(host_snapshot, "_COPY", 2**12)
     device = torch.device("cuda", torch.cuda.current_device())
     taken = HostSnapshot(device)
     for _ in range(2):

@@ -56,7 +56,7 @@ def test_one_rank_finds_and_learns_what_fsdp_does(dtype, tolerance, changes):
 
 def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     """Many experts for few tokens: some have none."""
-    from verl.workers.engine.megatron.experts import Experts
+    from verl.workers.engine.megatron.layers import Experts
 
     def mixture():
         return tiny_model("qwen3_moe", **EXPERTS | {"num_experts": 64})

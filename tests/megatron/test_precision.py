@@ -14,7 +14,7 @@ from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import EXPERTS
 from tests.support.tiny import tiny_config, tiny_model
-from verl.workers.engine.megatron.experts import Experts
+from verl.workers.engine.megatron.layers import Experts
 
 BOTH = ["log_probs", "entropy"]
 

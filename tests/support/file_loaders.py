@@ -107,31 +107,31 @@ def _model(folder: Path, content: bytes) -> Path:
 
 
 def _names(folder: Path) -> Any:
-    from verl.workers.engine.common.checkpoint import stored_tensors
+    from verl.workers.engine.common.sharded_checkpoint import stored_tensors
 
     return stored_tensors(folder)
 
 
 def _load_tensors(folder: Path) -> Any:
-    from verl.workers.engine.common.checkpoint import load_tensors
+    from verl.workers.engine.common.sharded_checkpoint import load_tensors
 
     load_tensors({"weight": torch.zeros(2, 4)}, folder)
 
 
 def _load_chunks(folder: Path) -> Any:
-    from verl.workers.engine.common.chunks import Chunk, load_chunks
+    from verl.workers.engine.common.sharded_checkpoint import Chunk, load_chunks
 
     load_chunks([Chunk("weight", (2, 4), (0, 0), torch.zeros(2, 4))], folder)
 
 
 def _load_extra(folder: Path) -> Any:
-    from verl.workers.engine.common.frozen import restore_extra
+    from verl.workers.engine.common.engine_checkpoint import restore_extra
 
     return restore_extra(folder, None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def _digests(folder: Path) -> Any:
-    from verl.workers.engine.common.initial_weights import weight_digests
+    from verl.workers.engine.common.checkpoint_compatibility import weight_digests
 
     return weight_digests(folder)
 
@@ -149,15 +149,15 @@ def _load_batch(folder: Path) -> Any:
 
 
 def _merger_folder(folder: Path) -> Any:
-    from verl.model_merger.dcp_folder import dcp_tensors
-    from verl.model_merger.stored import whole
+    from verl.model_merger.formats import dcp_tensors
+    from verl.model_merger.lazy_tensors import whole
 
     return [whole(tensor) for tensor in dcp_tensors(folder).values()]
 
 
 def _merger_shards(folder: Path) -> Any:
-    from verl.model_merger.fsdp_shards import rank_files, shard_tensors
-    from verl.model_merger.stored import whole
+    from verl.model_merger.formats import rank_files, shard_tensors
+    from verl.model_merger.lazy_tensors import whole
 
     return [whole(tensor) for tensor in shard_tensors(rank_files(folder)).values()]
 

@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_model
 from verl.models.heads import ValueModel
 from verl.utils.torch_functional import distributed_masked_mean, distributed_mean_max_min_std
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.snapshot import HostSnapshot
+from verl.workers.engine.common.host_snapshot import HostSnapshot
 
 ROWS = 7  # not the same number on both ranks, and with micro-batches of 2 not the same number of those
 MINE = {0: slice(0, 5), 1: slice(5, 7)}

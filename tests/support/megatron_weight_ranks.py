@@ -20,7 +20,7 @@ from tests.support.tiny import tiny_model
 from verl.types.weights import TensorSlice
 from verl.utils.checkpoint.manifest import expect_records, write_manifest
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common import checkpoint
+from verl.workers.engine.common import sharded_checkpoint
 
 RANKS = 4
 ALL = ("model", "optimizer", "extra")
@@ -226,8 +226,8 @@ def killed(rank: int, ranks: int, folder: str) -> None:
         expect_records(place)
         dist.barrier()
         if (rank, step) == (1, 2):
-            write = checkpoint._Writer.write_data
-            patch.object(checkpoint._Writer, "write_data", _dying(write)).start()
+            write = sharded_checkpoint._Writer.write_data
+            patch.object(sharded_checkpoint._Writer, "write_data", _dying(write)).start()
         engine.begin_save(place, ALL)
         engine.finish_save()
         dist.barrier()

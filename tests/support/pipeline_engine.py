@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.types.weights import TensorSlice, TensorSpec
 from verl.utils.flops import TOKENS
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
-from verl.workers.engine.common.step_checks import step_metrics
+from verl.workers.engine.common.optim import step_metrics
 
 FIRST, LAST = 0, 1
 

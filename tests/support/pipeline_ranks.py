@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.policy import ActorRolloutRefWorker
 from verl.workers.roles.reward_model import RewardModelWorker
-from verl.workers.roles.sft import SFTWorker
+from verl.workers.roles.supervised import SFTWorker
 
 STEADY = [f"{block}.optim.eps=1e-3" for block in ("actor_rollout_ref.actor", "critic")]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.inference.model_runner import ModelRunner
-from verl.workers.engine.common.trained_engine import TrainedEngine
+from verl.workers.engine.common.base_engine import TrainedEngine
 
 _lock = threading.Lock()
 _begun = _ended = 0

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from verl.model_merger.options import BACKENDS, DTYPES, LORA, MergeOptions
+from verl.model_merger import BACKENDS, DTYPES, LORA, MergeOptions
 from verl.utils.logging_setup import setup_logging
 
 logger = logging.getLogger("verl.model_merger")

@@ -1,24 +1,25 @@
-"""The two commands: a checkpoint becomes a model on disk, or is compared with one, two tensors in memory at a time."""
+"""The commands `merge` and `test`: write a checkpoint as a Hugging Face model, or compare the two."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from verl.model_merger import MergeOptions
 from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
-from verl.model_merger.comparing import differences
-from verl.model_merger.merged import Result, result_of
-from verl.model_merger.model_folder import folder_tensors
-from verl.model_merger.options import MergeOptions
-from verl.model_merger.stored import whole
-from verl.model_merger.target_folder import check_target, new_folder
+from verl.model_merger.lazy_tensors import differences, folder_tensors, whole
+from verl.model_merger.merged_model import Result, result_of
 from verl.utils.checkpoint.disk import describe_disk, show_bytes
+from verl.utils.checkpoint.locks import writer_lock
+from verl.utils.checkpoint.manifest import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -119,3 +120,53 @@ def _upload(folder: Path, name: str, private: bool) -> None:
     repository = api.create_repo(name, private=private, exist_ok=True).repo_id
     api.upload_folder(repo_id=repository, folder_path=folder)
     logger.info("uploaded %s to %s", folder, repository)
+
+
+_LOCK = ".merging"
+
+
+def check_target(target: Path, source: Path, overwrite: bool) -> None:
+    """ValueError where something is in the way."""
+    if target == source or target in source.parents:
+        raise ValueError(f"--target_dir: {target} is, or holds, the checkpoint itself. Give another folder.")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"--target_dir: {target} is a file. Give a folder.")
+    if os.path.ismount(target):
+        raise ValueError(f"--target_dir: {target} is a mount point, which cannot be renamed. Give a folder in it.")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ValueError(f"--target_dir: {target} is not empty. Give another folder, or --overwrite.")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `target` when the block ends, and goes if it fails.
+
+    What a killed process left of one is removed first; ValueError while another process writes one.
+    """
+    work, old = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "replaced"))
+    work.mkdir(parents=True, exist_ok=True)
+    with writer_lock(work / _LOCK) as alone:
+        if not alone:
+            raise ValueError(f"--target_dir: another process is writing {target}. Wait for it, or give another folder.")
+        try:
+            _empty(work)
+            yield work
+            (work / _LOCK).unlink()
+            sync_folder(work)
+            if target.is_dir() and any(target.iterdir()):
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            work.rename(target)
+            sync_folder(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from verl.models.fused_head import chunk_bytes
 from verl.planning.shapes import ModelShape
-from verl.workers.engine.common.half_moments import working_bytes
+from verl.workers.engine.common.optim import working_bytes
 from verl.workers.engine.fsdp.sharding import grouping
 
 # Layers whose parameters are gathered at once: the one that computes, the next one's transfer and its copy.

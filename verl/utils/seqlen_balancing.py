@@ -8,7 +8,7 @@ from verl.utils.balancing import (
     log_seqlen_unbalance,
     roundup_divisible,
 )
-from verl.workers.engine.common.dynamic_batch import (
+from verl.workers.engine.common.micro_batches import (
     prepare_dynamic_batch,
     rearrange_micro_batches,
     restore_dynamic_batch,

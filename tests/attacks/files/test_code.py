@@ -113,8 +113,7 @@ def test_a_manifest_that_leads_out_of_its_step_is_damaged(tmp_path: Path) -> Non
 
 def test_pickles_of_a_megatron_checkpoint_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
     """`common.pt` only says that Core wrote the folder."""
-    from verl.model_merger.core_folder import core_folder
-    from verl.model_merger.dcp_folder import dcp_tensors
+    from verl.model_merger.formats import core_folder, dcp_tensors
 
     canary = tmp_path / "canary"
     save_folder(tmp_path, weights())

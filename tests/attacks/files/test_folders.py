@@ -88,8 +88,8 @@ def _end_tokens(folder: Path) -> Any:
 
 
 def _merger(folder: Path) -> Any:
+    from verl.model_merger import MergeOptions
     from verl.model_merger.checkpoint import _config as merged_config
-    from verl.model_merger.options import MergeOptions
 
     return merged_config(folder, {}, MergeOptions(backend="fsdp", local_dir=str(folder)))
 

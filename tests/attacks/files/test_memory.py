@@ -43,8 +43,8 @@ def test_an_archive_takes_no_more_memory_than_it_holds(name: str, archives: dict
 
 @pytest.mark.parametrize("change", ["shape", "shared bytes", "length"])
 def test_chunks_take_no_more_memory_than_the_data_files(change: str, tmp_path: Path) -> None:
-    from verl.model_merger.dcp_folder import dcp_tensors
-    from verl.model_merger.stored import whole
+    from verl.model_merger.formats import dcp_tensors
+    from verl.model_merger.lazy_tensors import whole
 
     save_folder(tmp_path, weights())
     metadata = metadata_of(tmp_path)
@@ -82,7 +82,7 @@ def test_chunks_take_no_more_memory_than_the_data_files(change: str, tmp_path: P
     ids=["header", "large header", "shape", "offsets", "shared bytes", "nested"],
 )
 def test_a_safetensors_file_takes_no_more_memory_than_it_has(content: bytes, tmp_path: Path) -> None:
-    from verl.model_merger.model_folder import folder_tensors
+    from verl.model_merger.lazy_tensors import folder_tensors
 
     (tmp_path / "model.safetensors").write_bytes(content)
     with peak_of_this_process() as peak, pytest.raises(ValueError, match=r"model\.safetensors"):

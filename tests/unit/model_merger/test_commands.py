@@ -16,9 +16,8 @@ from tests.support.merger_cases import assert_holds, merge, tensors
 from tests.support.tiny import tiny_config, tiny_model
 from verl.model_merger import merging
 from verl.model_merger.__main__ import main
-from verl.model_merger.model_folder import folder_tensors
-from verl.model_merger.stored import whole
-from verl.workers.engine.common.safetensors_files import WeightFiles
+from verl.model_merger.lazy_tensors import folder_tensors, whole
+from verl.workers.engine.common.hf_export import WeightFiles
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from verl.trainer.main_sft import main, run_sft
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.fs import resolve_model_path
-from verl.workers.roles.sft import SFTWorker, token_mean_loss
+from verl.workers.roles.supervised import SFTWorker, token_mean_loss
 
 ROWS = [
     {"prompt": f"{'please ' * (i % 3)}add {i} and {j}", "response": f"{i}+{j}={i + j}" + "!" * (j % 4)}

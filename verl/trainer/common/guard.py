@@ -17,7 +17,7 @@ from verl.trainer.common.ending import what_the_same_command_does
 from verl.trainer.common.nonfinite_weights import explain_initial_weights
 from verl.utils.exceptions import causes
 from verl.workers.roles.memory import host_advice
-from verl.workers.roles.updates import LOST_AT
+from verl.workers.roles.training import LOST_AT
 
 logger = logging.getLogger(__name__)
 

@@ -56,14 +56,14 @@ class RunPart:
     @functools.cached_property
     def expected(self) -> Any:
         """What a checkpoint of it must fit; reads the config of the model, not its weights."""
-        from verl.workers.engine.fsdp.expected import expected_model
+        from verl.workers.engine.fsdp.state import expected_model
 
         return expected_model(self._local_path, self.kind, self.model)
 
     @functools.cached_property
     def initial_weights(self) -> dict[str, str]:
         """Digests of the weights in the model's folder, by tensor name."""
-        from verl.workers.engine.common.initial_weights import weight_digests
+        from verl.workers.engine.common.checkpoint_compatibility import weight_digests
 
         return weight_digests(self._local_path)
 
@@ -117,7 +117,7 @@ class RunStart:
     @functools.cached_property
     def files(self) -> dict[str, bytes]:
         """Files to store in every saved step, by name: the digests of the models' initial weights."""
-        from verl.workers.engine.common.initial_weights import FILE
+        from verl.workers.engine.common.checkpoint_compatibility import FILE
 
         weights = {part.folder: part.initial_weights for part in self._parts}
         return {FILE: json.dumps(weights).encode()} if weights else {}
@@ -180,8 +180,12 @@ class RunStart:
 
 
 def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
-    from verl.workers.engine.common.initial_weights import read_digests, weight_differences
-    from verl.workers.engine.common.same_model import NOT_SAVED, differences
+    from verl.workers.engine.common.checkpoint_compatibility import (
+        NOT_SAVED,
+        differences,
+        read_digests,
+        weight_differences,
+    )
 
     folder = step / part.folder
     contents = [content for content in part.block.checkpoint.load_contents if content != "hf_model"]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.algos.preference import Pairs
-from verl.workers.roles.reward_training import COMPARED
+from verl.workers.roles.supervised import COMPARED
 
 PROMPT = "prompt"
 """[answers]: the number of its prompt in the batch."""

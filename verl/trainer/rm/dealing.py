@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import TOGETHER
-from verl.workers.roles.reward_training import COMPARED, ROW, SLOPES
+from verl.workers.roles.supervised import COMPARED, ROW, SLOPES
 
 # A pass that only scores costs a third of one that learns.
 _WORTH_A_PASS = 4 / 3

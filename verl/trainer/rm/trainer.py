@@ -22,8 +22,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.workers.engine.common.micro_batches import TOGETHER
-from verl.workers.roles.reward_training import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker
-from verl.workers.roles.supervised import micro_batching
+from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker, micro_batching
 
 
 class RMTrainer(SupervisedTrainer[RMConfig]):

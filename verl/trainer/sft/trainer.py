@@ -14,7 +14,7 @@ from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.sft.answers import AnswerCheck
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
 from verl.trainer.sft.ends import learned_ends
-from verl.workers.roles.sft import SFTWorker
+from verl.workers.roles.supervised import SFTWorker
 
 
 class SFTTrainer(SupervisedTrainer[SFTConfig]):

@@ -15,10 +15,8 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
-from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.saving import SavingWorker
-from verl.workers.roles.updates import mini_batches_of_call, run_epochs
+from verl.workers.roles.training import SavingWorker, inferred, mini_batches_of_call, run_epochs, start_engine
 
 
 class ValueLoss:

@@ -22,11 +22,9 @@ from verl.utils.device import resolve_dtype
 from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import MicroBatching
-from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.roles.saving import SavingWorker
-from verl.workers.roles.updates import mini_batches_of_call, run_epochs
+from verl.workers.roles.training import SavingWorker, inferred, mini_batches_of_call, run_epochs, start_engine
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineDiedError

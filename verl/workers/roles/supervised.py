@@ -1,4 +1,4 @@
-"""SupervisedWorker: what ranks of supervised runs (answers, preferences) have in common."""
+"""Workers of supervised runs: SFTWorker (fine-tuning) and RewardTrainingWorker (preferences)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from typing import Any
 
 import torch
 
+from verl.algos.preference import Pairs, preference_loss
+from verl.config import ModelConfig, RMConfig, RolloutConfig, SFTConfig, as_config, load_config
 from verl.config.engine import CheckpointConfig
 from verl.config.supervised import SupervisedConfig
+from verl.protocol import DataProto, object_array
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
-from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
-from verl.workers.roles.engines import start_engine
-from verl.workers.roles.saving import SavingWorker
+from verl.utils.progress import expect
+from verl.workers.engine.base import Counts, MicroBatching
+from verl.workers.engine.common.optim import REFUSED, SKIPPED
+from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.training import SavingWorker, inferred, start_engine
+from verl.workers.rollout.engine_host import EngineHost
+from verl.workers.rollout.placement import open_rollout
+from verl.workers.sharding_manager.transfer import InProcessTransfer
 
 
 def micro_batching(config: SupervisedConfig) -> MicroBatching:
@@ -52,3 +61,172 @@ class SupervisedWorker(SavingWorker):
 
     def _micro(self) -> MicroBatching:
         return micro_batching(self.config)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+# What of a model an engine that generates is told.
+_MODEL = ("path", "trust_remote_code", "override_config")
+
+
+def token_mean_loss(
+    output: dict[str, torch.Tensor], data: DataProto, counts: Counts
+) -> tuple[torch.Tensor, dict[str, Pair]]:
+    """A `LossFn`: the mean over all marked tokens of the step, whichever rank and micro-batch they are in."""
+    total, tokens = negative_log_likelihood(output["log_probs"], data)
+    return total / (counts.tokens or 1.0), {"loss": (total, tokens)}
+
+
+def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> Pair:
+    """(its sum over the marked tokens, their number), both by `loss_weights` where the rows of `data` have them."""
+    weights = data.batch["response_mask"]
+    if "loss_weights" in data.batch.keys():
+        weights = weights * data.batch["loss_weights"]
+    return -(log_probs * weights).sum(), weights.sum()
+
+
+class SFTWorker(SupervisedWorker):
+    """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks what to learn."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = load_config(config, check_files=False, root=SFTConfig)
+        self._rollout: Any = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and shard it over the ranks."""
+        self._start("sft")
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    @phase_memory("sft")
+    def train_batch(self, data: DataProto) -> DataProto:
+        """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
+        expect(len(data))
+        found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
+        metrics = {f"train/{name}": value for name, value in found.items()} | self._step_metrics()
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    def evaluate(self, data: DataProto) -> DataProto:
+        """The same loss without learning; rows that only fill up a rank's share are masked."""
+        found = inferred(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
+        if not self.engine.collects:
+            return found
+        total, tokens = negative_log_likelihood(found.batch["log_probs"], data)
+        return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("sft_answers")
+    def begin_answers(self, version: int) -> None:
+        """Open the engine that answers, or wake it, and hand it the weights as they are now."""
+        if self._rollout is None:
+            config = self.config
+            # A rollout of PPO never samples at temperature 0; requests say it themselves.
+            settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
+            settings |= {"free_cache_engine": True, "free_weights": True}
+            model = as_config(ModelConfig, {name: config.model[name] for name in _MODEL}, at="actor_rollout_ref.model")
+            with keys_under("rollout", RolloutConfig):
+                path = resolve_model_path(config.model.path)
+                self._rollout = open_rollout(path, model, as_config(RolloutConfig, settings), self.device)
+            self._transfer = InProcessTransfer(self.engine, self._rollout)
+        self._rollout.resume()
+        self._transfer.sync(version)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    @phase_memory("sft_answers")
+    def answer(self, data: DataProto) -> DataProto:
+        """Generate one response per row and return its token ids in the column `answer`. Call it between
+        `begin_answers` and `end_answers`."""
+        if not self.engine.collects:
+            return DataProto()
+        host = EngineHost(self._rollout)
+        generated = host.generate_batch(data, {"temperature": self.config.rollout.temperature}).batch
+        pairs = zip(generated["responses"], generated["response_mask"].bool(), strict=True)
+        return DataProto.from_dict({}, {"answer": object_array([ids[mask].tolist() for ids, mask in pairs])})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_answers(self) -> None:
+        """The engine's memory is training's again."""
+        if self._rollout is not None:
+            self._rollout.release()
+
+
+TOKENS = ("input_ids", "attention_mask")
+ROW = "row"
+"""[answers]: each one's place among all answers of the step."""
+COMPARED = "compared"
+"""[answers, most pairs of one, 4]: `ROW` of the rejected answer (-1: no pair), preference, margin, weight."""
+SLOPES = "slopes"
+"""[answers]: how much the loss of the whole step changes with each score, by pairs that are not in `COMPARED`."""
+
+
+class ComparedScores:
+    """A `LossFn`: the pairs of the micro-batch, whose answers are all in it, and answers by their slopes. Its parts add
+    up to the loss of the whole step (or what has its gradient); the scores are kept."""
+
+    def __init__(self, centering: float) -> None:
+        self._centering = centering
+        self._rows: list[torch.Tensor] = []
+        self._scores: list[torch.Tensor] = []
+
+    def __call__(
+        self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        scores = output["scores"].double()
+        self._rows.append(data.batch[ROW])
+        self._scores.append(scores.detach())
+        pairs = pairs_among(data.batch[COMPARED], data.batch[ROW])
+        loss = preference_loss(scores, pairs, self._centering, counts.tokens)
+        return (loss + (scores * data.batch[SLOPES]).sum()).float(), {}
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The scores of these `ROW`s."""
+        seen = {int(row): at for at, row in enumerate(torch.cat(self._rows).tolist())}
+        return torch.cat(self._scores).float().cpu()[[seen[row] for row in rows.tolist()]]
+
+
+def pairs_among(compared: torch.Tensor, rows: torch.Tensor) -> Pairs:
+    """The pairs of a part of a step that holds both answers of each; what is none has no weight.
+
+    Nothing here asks the device how many there are, which would have the host wait for it.
+    """
+    rejected = (compared[..., :1] == rows).int().argmax(dim=2)
+    chosen = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rejected)
+    _, preference, margin, weight = compared.unbind(dim=2)
+    weight = weight * (compared[..., 0] >= 0)
+    return Pairs(*(column.reshape(-1) for column in (chosen, rejected, preference, margin, weight)))
+
+
+class RewardTrainingWorker(SupervisedWorker):
+    """One rank of reward-model training. A row is a prompt with an answer."""
+
+    config: RMConfig
+
+    def __init__(self, config: Any) -> None:
+        self.config = load_config(config, check_files=False, root=RMConfig)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model, with a new head where it has none, and shard it over the ranks."""
+        self._start("rm")
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
+    @phase_memory("sft")
+    def evaluate(self, data: DataProto) -> DataProto:
+        """`scores` [answers], and the columns of the batch that are no tokens."""
+        found = inferred(self.engine, data, {"scores": "scores"}, 1.0, self._micro())
+        others = [name for name in data.batch.keys() if name not in TOKENS]
+        return found.union(data.select(batch_keys=others)) if self.engine.collects else found
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
+    @phase_memory("sft")
+    def train_batch(self, data: DataProto) -> DataProto:
+        """One optimizer step on the answers of all ranks: `scores` [answers] before it; metrics in
+        `meta_info["metrics"]`. `meta_info["weight"]` is that of all pairs of the step."""
+        expect(len(data))
+        loss, weight = ComparedScores(self.config.centering_coef), data.meta_info["weight"]
+        counts = Counts(tokens=weight, sequences=weight)
+        self.engine.forward_backward(data, loss, ["scores"], micro=self._micro(), counts=counts)
+        told = {"metrics": self._step_metrics()}
+        if not self.engine.collects:
+            return DataProto(meta_info=told)
+        return DataProto.from_dict({"scores": loss.of(data.batch[ROW])}, meta_info=told)

@@ -6,9 +6,13 @@ from verl.utils.transfer_group import (
     TransferHost,
     TransferLostError,
 )
-from verl.workers.sharding_manager.base import SyncStats, WeightSource
-from verl.workers.sharding_manager.broadcast import BroadcastReceiver, BroadcastSender
-from verl.workers.sharding_manager.in_process import InProcessTransfer
+from verl.workers.sharding_manager.transfer import (
+    BroadcastReceiver,
+    BroadcastSender,
+    InProcessTransfer,
+    SyncStats,
+    WeightSource,
+)
 
 __all__ = [
     "BroadcastReceiver",

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.trainer.common.guard import NonFiniteError
-from verl.workers.engine.common import step_checks
+from verl.workers.engine.common import optim
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_UPDATE = f"{ACTOR}.ppo_mini_batch_size=8"
@@ -20,7 +20,7 @@ def task(tmp_path_factory):
 
 def ruined(task, tmp_path, monkeypatch, *more: str) -> tuple[str, list[str]]:
     """What a run says that nothing kept from an absurd update, and the checkpoints there are then."""
-    monkeypatch.setattr(step_checks, "_LARGEST_STEP", float("inf"))
+    monkeypatch.setattr(optim, "_LARGEST_STEP", float("inf"))
     arguments = overrides(
         task, tmp_path, "algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.total_training_steps=3", *more
     )

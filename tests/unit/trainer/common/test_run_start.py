@@ -20,8 +20,8 @@ from verl.trainer.common.run_start import run_parts
 from verl.trainer.ppo.state import started
 from verl.trainer.rm.trainer import RMTrainer
 from verl.trainer.sft.trainer import SFTTrainer
-from verl.workers.engine.common import initial_weights, same_model
-from verl.workers.engine.common.initial_weights import weight_differences, weight_digests
+from verl.workers.engine.common import checkpoint_compatibility
+from verl.workers.engine.common.checkpoint_compatibility import weight_differences, weight_digests
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
 
@@ -119,7 +119,7 @@ def test_moments_in_another_precision_are_converted_and_another_layout_is_refuse
     momentum = {f"model.norm.weight/{key}": torch.zeros(64) for key in ("exp_avg", "momentum_buffer")}
     dcp.save(momentum, checkpoint_id=tmp_path / "optimizer", no_dist=True)
     (part,) = run_parts(load_config(None, arguments(task, saved, "algorithm.adv_estimator=grpo")))
-    (said,) = same_model.differences(tmp_path, ["optimizer"], part.expected)
+    (said,) = checkpoint_compatibility.differences(tmp_path, ["optimizer"], part.expected)
     assert said == "the optimizer's state has momentum_buffer, which this optimizer does not"
 
 
@@ -152,7 +152,7 @@ def test_other_adapters_are_refused(task, saved_lora, change, said):
 
 
 def test_a_checkpoint_of_before_model_json_is_compared_by_its_tensors(task, models, saved, monkeypatch):
-    monkeypatch.setattr(same_model, "_stored_about", lambda folder: {})
+    monkeypatch.setattr(checkpoint_compatibility, "_stored_about", lambda folder: {})
     actor, _ = problems(arguments(task, saved, *model_keys(models / "shallow")))
     assert "num_hidden_layers" not in actor.why
     assert "12 tensors only in the checkpoint" in actor.why
@@ -212,7 +212,7 @@ def test_weights_in_pickled_files_are_told_apart_too(task, tmp_path):
 def test_weights_are_not_compared_where_they_are_not_known_or_not_read(task, saved, tuned, monkeypatch, without):
     more: tuple[str, ...] = ()
     if without == "step":
-        monkeypatch.setattr(initial_weights, "read_digests", lambda step: {})
+        monkeypatch.setattr(checkpoint_compatibility, "read_digests", lambda step: {})
     else:
         blocks = ("actor_rollout_ref.actor", "critic")
         more = tuple(f"{block}.checkpoint.load_contents=[optimizer,extra]" for block in blocks)

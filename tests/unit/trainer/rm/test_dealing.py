@@ -10,7 +10,7 @@ from verl.trainer.rm.data import PROMPT, compared_answers, pairs_of
 from verl.trainer.rm.dealing import dealt_to_ranks, scores_of_each, whole_prompts
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import TOGETHER, micro_batch_rows, row_lengths
-from verl.workers.roles.reward_training import COMPARED, ROW, SLOPES, TOKENS, ComparedScores
+from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, ComparedScores
 
 CENTERING = 0.05
 PAIR = st.tuples(st.sampled_from([0.5, 0.7, 1.0]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 1.0, 3.0]))

@@ -20,10 +20,10 @@ from tests.support.memory import peak_of_this_process
 from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.disk import is_full
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.workers.engine.common import checkpoint, offload
-from verl.workers.engine.common.export import HFExport
+from verl.workers.engine.common import offload, sharded_checkpoint
+from verl.workers.engine.common.hf_export import HFExport
+from verl.workers.engine.common.host_snapshot import HostSnapshot
 from verl.workers.engine.common.offload import EngineMemory
-from verl.workers.engine.common.snapshot import HostSnapshot
 
 ALL = ["model", "optimizer", "extra", "hf_model"]
 
@@ -210,8 +210,8 @@ in_background("writing", work)
 @pytest.fixture
 def several_files(monkeypatch):
     """As large states are written."""
-    monkeypatch.setattr(checkpoint, "_ONE_FILE", 100_000)
-    monkeypatch.setattr(checkpoint, "_THREADS", 3)
+    monkeypatch.setattr(sharded_checkpoint, "_ONE_FILE", 100_000)
+    monkeypatch.setattr(sharded_checkpoint, "_THREADS", 3)
 
 
 @pytest.mark.parametrize("file", ["model/__0_2_0.distcp", "extra.pt", "huggingface/model.safetensors"])

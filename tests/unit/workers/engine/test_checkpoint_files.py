@@ -16,8 +16,7 @@ from tests.support.reads import files_read
 from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 from verl.utils.checkpoint.manifest import ChecksumRecorder, read_manifest
-from verl.workers.engine.common.export import HFExport
-from verl.workers.engine.common.safetensors_files import WeightFiles, write_safetensors
+from verl.workers.engine.common.hf_export import HFExport, WeightFiles, write_safetensors
 
 
 @pytest.fixture(scope="module")

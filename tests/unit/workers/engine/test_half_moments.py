@@ -9,8 +9,8 @@ from torch import nn
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
 from tests.support.tiny import tiny_model
 from verl.config import OptimConfig, as_config
-from verl.workers.engine.common import half_moments
-from verl.workers.engine.common.half_moments import portions, round_at_random
+from verl.workers.engine.common import optim
+from verl.workers.engine.common.optim import portions, round_at_random
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 
 
@@ -92,10 +92,10 @@ def test_moments_take_half_of_the_memory_between_steps():
 
 def test_how_moments_are_cut_into_portions_changes_nothing_but_the_noise(monkeypatch):
     sizes = [("a", 5), ("b", 3), ("c", 9), ("d", 1)]
-    monkeypatch.setattr(half_moments, "PORTION", 8)
+    monkeypatch.setattr(optim, "PORTION", 8)
     assert list(portions(sizes)) == [["a", "b"], ["c"], ["d"]]
     first, *_ = learn("bf16", steps=20)
-    monkeypatch.setattr(half_moments, "PORTION", 1 << 25)
+    monkeypatch.setattr(optim, "PORTION", 1 << 25)
     second, *_ = learn("bf16", steps=20)
     assert first == pytest.approx(second, rel=1e-2)
     assert first[0] == second[0]

@@ -24,7 +24,7 @@ from verl.models.heads import ValueModel
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.checkpoint import stored_tensors
+from verl.workers.engine.common.sharded_checkpoint import stored_tensors
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager import InProcessTransfer
 

@@ -30,7 +30,7 @@ from verl.models.heads import ValueModel
 from verl.protocol import DataProto
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.compiling import running_compiled
+from verl.workers.engine.common.base_engine import running_compiled
 from verl.workers.engine.fsdp import sharding
 
 BOTH = ["log_probs", "entropy"]

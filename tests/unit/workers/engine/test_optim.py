@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from verl.config import OptimConfig, as_config
-from verl.workers.engine.common.optim import LossScale, build_optimizer, build_schedule, restore_schedule
-from verl.workers.engine.common.step_checks import REFUSED, SEARCHING, SKIPPED, reason_against
+from verl.workers.engine.common.optim import (
+    REFUSED,
+    SEARCHING,
+    SKIPPED,
+    LossScale,
+    build_optimizer,
+    build_schedule,
+    reason_against,
+    restore_schedule,
+)
 
 
 def optim(**values):

@@ -14,7 +14,7 @@ from verl.protocol import DataProto, object_array
 from verl.utils.conversation_tokens import SCORED_AT_END, ConversationTokens
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.dataset.tokens import left_padded
-from verl.workers.roles.reward_texts import RewardTexts
+from verl.workers.roles.reward_model import RewardTexts
 
 POLICY = tiny_tokenizer()
 CONVERSATIONS = [

@@ -1,9 +1,11 @@
-"""AdamW, its schedule, and the loss scale that half precision needs."""
+"""AdamW: schedule, loss scale for float16, moments in bfloat16, and the checks before a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.optim import AdamW, Optimizer
@@ -85,3 +87,97 @@ def _known(steps: int | None, key: str) -> int:
     if steps is None:
         raise ValueError(f"optim.{key}: needs the number of optimizer steps. Set optim.total_training_steps.")
     return steps
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements whose moments are in float32 at a time (a larger tensor comes alone).
+PORTION = 1 << 25
+
+
+def portions(sizes: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
+    """Names in order, cut into runs of at most `PORTION` elements."""
+    run: list[str] = []
+    total = 0
+    for name, size in sizes:
+        if run and total + size > PORTION:
+            yield run
+            run, total = [], 0
+        run.append(name)
+        total += size
+    if run:
+        yield run
+
+
+def working_bytes(elements: int, largest: int) -> int:
+    """What a step takes beside moments of so many elements, of which the largest tensor has `largest`: both moments of
+    a portion in float32, and as many random numbers to round them with."""
+    return 16 * min(elements, max(largest, PORTION))
+
+
+class WorkingMoments:
+    """The moments of some parameters, in float32 for one step; `states` hold them in between."""
+
+    def __init__(self, states: list[dict[str, Any]]) -> None:
+        self._states = states
+        self._kept = [state[key] for state in states for key in MOMENTS]
+        ends = list(accumulate((value.numel() for value in self._kept), initial=0))
+        self._all = torch.empty(ends[-1], dtype=torch.float32, device=self._kept[0].device)
+        self._working = [
+            self._all[start:end].view_as(value)
+            for value, start, end in zip(self._kept, ends[:-1], ends[1:], strict=True)
+        ]
+        torch._foreach_copy_(self._working, self._kept)
+        self._place(self._working)
+
+    def put_back(self, noise: torch.Generator) -> None:
+        """Round to bfloat16 in place of what was there before the step."""
+        round_at_random(self._all, noise)
+        torch._foreach_copy_(self._kept, self._working)
+        self._place(self._kept)
+
+    def _place(self, moments: list[torch.Tensor]) -> None:
+        values = iter(moments)
+        for state in self._states:
+            for key in MOMENTS:
+                state[key] = next(values)
+
+
+def round_at_random(values: torch.Tensor, noise: torch.Generator) -> None:
+    """float32 `values` to one of their two neighbours in bfloat16, in place: the nearer, the likelier.
+
+    bfloat16 is float32 without its last 16 bits; a random number added to those carries with the right probability.
+    """
+    bits = values.view(torch.int32)
+    bits.add_(torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=noise))
+    bits.bitwise_and_(-(1 << 16))
+
+
+EMPTY = "empty"
+"""No token of the step counts in its loss: its gradient is 0, and AdamW's momentum would move the weights alone."""
+SKIPPED = "skipped"
+"""The gradient is not finite."""
+SEARCHING = "loss_scale_search"
+"""float16 gradients overflowed, and the loss scale that multiplies them can still come down."""
+REFUSED = "refused"
+"""The step is so large beside the weights that nothing would be left of them."""
+REASONS = (SKIPPED, EMPTY, SEARCHING, REFUSED)
+
+# AdamW moves every weight by about the learning rate. A hundred times the typical weight is no step from it any more;
+# weights that start at 0 (an adapter) count as this large.
+_LARGEST_STEP, _LEAST_WEIGHT = 100.0, 0.01
+
+
+def reason_against(tokens: float, grad_norm: float, scale_can_fall: bool, lr: float, weight_rms: float) -> str | None:
+    """Which of the `REASONS` holds for a step on `tokens` over all ranks; None: take it."""
+    if tokens == 0:
+        return EMPTY
+    if not math.isfinite(grad_norm):
+        return SEARCHING if scale_can_fall else SKIPPED
+    if lr > _LARGEST_STEP * max(weight_rms, _LEAST_WEIGHT):
+        return REFUSED
+    return None
+
+
+def step_metrics(grad_norm: float, lr: float, reason: str | None) -> dict[str, float]:
+    """What `TrainEngine.optimizer_step` returns."""
+    return {"grad_norm": grad_norm, "lr": lr} | {name: float(name == reason) for name in REASONS}

@@ -22,16 +22,22 @@ from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
 from verl.utils.progress import tick
-from verl.workers.engine.common import compiling, groups
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.base_engine import (
+    ALTERNATIVES,
+    Passes,
+    TrainedEngine,
+    compile_each_layer,
+    explain_compile_errors,
+)
+from verl.workers.engine.common.checkpoint_compatibility import about
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
 from verl.workers.engine.common.routers import Routes
-from verl.workers.engine.common.same_model import about
-from verl.workers.engine.common.trained_engine import ALTERNATIVES, Passes, TrainedEngine
 from verl.workers.engine.fsdp import sharding
-from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 from verl.workers.engine.fsdp.router_replay import HFRouters
 from verl.workers.engine.fsdp.state import EngineState
+from verl.workers.engine.fsdp.weights import ModelWeights
 
 
 class FSDPEngine(TrainedEngine):
@@ -104,7 +110,7 @@ class FSDPEngine(TrainedEngine):
             sharding.checkpoint_activations(self.model)
         self._compiled = compiles and self._packs
         if self._compiled:
-            compiling.compile_layers(sharding.outermost_layers(self.model.hf))
+            compile_each_layer(sharding.outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
         if optim is not None:
             learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
@@ -213,5 +219,5 @@ class FSDPEngine(TrainedEngine):
             rows = shared_rows(rows, self._sharing)
         if self._routers is not None:
             self._routers.begin(part, rows.packing.total, filler, passes.notes)
-        with compiling.running_compiled(self._compiled, type(self.model.hf).__name__):
+        with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
             return self.model(rows.to(self.device), passes.fields, shape, passes.temperature, passes.top_k)

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.engine import OptimConfig
-from verl.workers.engine.common.half_moments import MOMENTS, WorkingMoments, portions
 from verl.workers.engine.common.offload import local_shard, sharded_like
-from verl.workers.engine.common.optim import build_optimizer, build_schedule
+from verl.workers.engine.common.optim import MOMENTS, WorkingMoments, build_optimizer, build_schedule, portions
 
 
 class ShardedAdamW:

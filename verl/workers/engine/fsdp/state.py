@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an FSDPEngine: written in shards, and read back also by another number of ranks."""
+"""The state of an FSDPEngine in a checkpoint: written in shards, read on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.lora import ADAPTER_FOLDER
+from verl.models.loading import ModelKind, empty_model, read_config
+from verl.models.lora import ADAPTER_FOLDER, Adapters
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.workers.engine.common import checkpoint, groups
-from verl.workers.engine.common.export import HFExport
-from verl.workers.engine.common.frozen import Frozen, extra_state, restore_extra
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, about, differences
+from verl.workers.engine.common.engine_checkpoint import Frozen, extra_state, restore_extra
+from verl.workers.engine.common.hf_export import HFExport
 from verl.workers.engine.common.offload import local_shard
 from verl.workers.engine.common.optim import LossScale, restore_schedule
-from verl.workers.engine.common.same_model import ModelDescription, differences
-from verl.workers.engine.fsdp.model_weights import ModelWeights
+from verl.workers.engine.common.sharded_checkpoint import load_tensors, save_tensors, stored_tensors
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
+from verl.workers.engine.fsdp.weights import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class EngineState:
         with groups.failing_together(group), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
                 trained = self.weights.trained(frozen.weights)
-                checkpoint.save_tensors(trained, folder / "model", recorder, group)
+                save_tensors(trained, folder / "model", recorder, group)
                 self.weights.write_adapter(trained, folder / ADAPTER_FOLDER, self.source, group)
             if "optimizer" in contents and self.optimizer is not None:
-                checkpoint.save_tensors(frozen.moments, folder / "optimizer", recorder, group)
+                save_tensors(frozen.moments, folder / "optimizer", recorder, group)
             # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
             if dist.get_rank() == 0:
                 frozen.write_alone(recorder)
@@ -82,10 +84,10 @@ class EngineState:
     def load(self, folder: Path, contents: Collection[str]) -> None:
         """Read back what `save` wrote."""
         if "model" in contents:
-            checkpoint.load_tensors(self.weights.stored(), folder / "model")
+            load_tensors(self.weights.stored(), folder / "model")
         if "optimizer" in contents and self.optimizer is not None:
-            stored = set(checkpoint.stored_tensors(folder / "optimizer"))
-            checkpoint.load_tensors(self.optimizer.prepare(stored), folder / "optimizer")
+            stored = set(stored_tensors(folder / "optimizer"))
+            load_tensors(self.optimizer.prepare(stored), folder / "optimizer")
         if "extra" in contents:
             step = restore_extra(folder, self.loss_scale, self.device)
             if self.optimizer is not None:
@@ -94,3 +96,12 @@ class EngineState:
     def _description(self) -> ModelDescription:
         """What a checkpoint must fit."""
         return ModelDescription.of(self.hf, self.weights.stored(), self.about)
+
+
+def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescription:
+    """Of the model at the local `path` as a trained FSDPEngine would have it, with `model_config`'s adapters."""
+    config = read_config(path, model_config.trust_remote_code, model_config.override_config)
+    hf = empty_model(config, kind, torch.float32, model_config.trust_remote_code)
+    adapters = Adapters(hf, kind, model_config) if model_config.lora_rank > 0 else None
+    stored = ModelWeights(hf, adapters, torch.device("meta")).stored()
+    return ModelDescription.of(hf, stored, about(config, kind, None if adapters is None else adapters.about()))

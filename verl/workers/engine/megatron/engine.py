@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
 
 from verl.config.engine import MegatronConfig, OptimConfig
@@ -20,22 +22,26 @@ from verl.models.packing import PackedRows, packed_rows, with_alternatives
 from verl.models.sharing import padded_rows, shared_rows
 from verl.models.ulysses import SequenceParallel
 from verl.protocol import DataProto
-from verl.workers.engine.common import compiling, groups
-from verl.workers.engine.common.frozen import checked
+from verl.utils.progress import tick
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.base_engine import (
+    ALTERNATIVES,
+    Passes,
+    TrainedEngine,
+    compile_each_layer,
+    explain_compile_errors,
+)
+from verl.workers.engine.common.checkpoint_compatibility import about
+from verl.workers.engine.common.engine_checkpoint import checked
 from verl.workers.engine.common.micro_batches import micro_batches
 from verl.workers.engine.common.routers import Routers, Routes
-from verl.workers.engine.common.same_model import about
-from verl.workers.engine.common.trained_engine import ALTERNATIVES, Passes, TrainedEngine
-from verl.workers.engine.megatron.bridged_weights import BridgedWeights
-from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
-from verl.workers.engine.megatron.filling import fill
+from verl.workers.engine.megatron.bridge import BridgedWeights, bridge_of
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
-from verl.workers.engine.megatron.mbridge import bridge_of
+from verl.workers.engine.megatron.loading import fill
 from verl.workers.engine.megatron.model import CoreModel, core_config, core_names, ddp_config
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import core_routers
-from verl.workers.engine.megatron.state import CoreState
-from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
+from verl.workers.engine.megatron.state import CoreState, is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.weights import CoreWeights
 
 
@@ -121,7 +127,7 @@ class MegatronEngine(TrainedEngine):
         # Layers that exchange tensors with other ranks are compiled in parts, by Core's fused functions.
         if self._compiled and self.layout.tp.size == self.layout.cp.size == 1:
             layers = (layer for part in self.models for layer in part.decoder.layers)
-            compiling.compile_layers(layer for layer in layers if not layer.is_moe_layer)
+            compile_each_layer(layer for layer in layers if not layer.is_moe_layer)
         self._routers: Routers | None = None
         if self.arch.experts is not None:
             self._routers = core_routers(self.models, self.arch, self.layout, self.device, replays)
@@ -184,7 +190,7 @@ class MegatronEngine(TrainedEngine):
         for chunk in self.chunks:
             chunk.train(learns)
         parts = self._micro_batches(passes)
-        with compiling.running_compiled(self._compiled, self.arch.family):
+        with explain_compile_errors(self._compiled, self.arch.family):
             run_micro_batches(self.chunks, self.layout, parts, passes, backward=learns)
         return parts
 
@@ -226,3 +232,46 @@ class MegatronEngine(TrainedEngine):
         sharing = self.layout.tp.size * self.layout.cp.size
         rows = padded_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
         return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one pass through all stages."""
+
+    part: DataProto
+    indices: list[int] | None
+    """Of its rows in the batch; None: a filler, which keeps step with other ranks."""
+    rows: PackedRows
+    """On the device."""
+    shape: tuple[int, int]
+    routes: Routes | None = None
+    """Of a mixture of experts."""
+
+
+def run_micro_batches(
+    chunks: Sequence[Any], layout: CoreLayout, micro_batches: Sequence[MicroBatch], passes: Passes, *, backward: bool
+) -> None:
+    """Each of `micro_batches` forward through this rank's `chunks` and, with `backward`, back again."""
+    if not micro_batches:
+        return
+    no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].rows.input_ids.device)
+
+    def forward_step(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        micro = next(source)
+        output = chunk(micro.rows, passes.fields, micro.shape, passes.temperature, passes.top_k, micro.routes)
+        if source is sources[0]:
+            tick(len(micro.indices or ()))
+        # Core adds up tokens to divide gradients by, and leaves the loss of a triple as it is.
+        return output, lambda found: (passes.use(found, micro.part, micro.indices), no_tokens, None)
+
+    sources = [iter(micro_batches) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=sources,
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        # Chunks that take turns: of all of them alike. Otherwise each stage tells the next.
+        seq_length=micro_batches[0].rows.input_ids.shape[1] * layout.cp.size,
+        micro_batch_size=1,
+        forward_only=not backward,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,10 +23,9 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
-from torch.nn.functional import gelu, linear, rms_norm, silu
+from torch.nn.functional import gelu, silu
 
 from verl.config.engine import RECOMPUTE, MegatronConfig
 from verl.models.core.architecture import CoreArchitecture, padded_vocab
@@ -35,56 +34,21 @@ from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
 from verl.models.packing import PackedRows
 from verl.workers.engine.common.routers import Routes
-from verl.workers.engine.megatron.attention import PackedAttention, PackedTokens
-from verl.workers.engine.megatron.experts import Experts
+from verl.workers.engine.megatron.layers import (
+    ColumnLinear,
+    CoreConfig,
+    Experts,
+    Norm,
+    PackedAttention,
+    PackedTokens,
+    RowLinear,
+)
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
 from verl.workers.engine.megatron.router_replay import Router
 from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
-
-
-@dataclass
-class CoreConfig(TransformerConfig):
-    """Core's configuration of a model, with the architecture that it came from."""
-
-    arch: CoreArchitecture | None = None
-
-
-class Norm(nn.Module):
-    """RMSNorm with Core's arguments. Core's own of torch knows no sequence parallelism, and not Gemma's 1 + weight."""
-
-    def __init__(self, config: CoreConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        assert config.arch is not None
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Each rank of a tensor group sees its slice of the tokens: Core adds the gradients up over the group.
-        self.weight.sequence_parallel = config.sequence_parallel
-        self._eps = eps
-        self._plus_one = config.arch.norm_adds_one
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self._plus_one:
-            return rms_norm(hidden, self.weight.shape, self.weight, self._eps)
-        return rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self._eps).to(hidden.dtype)
-
-
-class _Linear:
-    """Before one of Core's linear layers: where no other rank has a part of it, it is torch's own, bias and all."""
-
-    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, **given: Any) -> torch.Tensor:
-        if self.tp_group.size() == 1:
-            return linear(input, weight, given["bias"])
-        return super()._forward_impl(input, weight, **{**given, "tp_group": self.tp_group})  # type: ignore[misc]
-
-
-class ColumnLinear(_Linear, tensor_parallel.ColumnParallelLinear):
-    """Output features are shared by tensor ranks."""
-
-
-class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
-    """Input features are shared by tensor ranks."""
 
 
 class CoreModel(LanguageModule):

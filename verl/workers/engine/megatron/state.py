@@ -1,10 +1,4 @@
-"""What a checkpoint holds of a MegatronEngine: rectangles of Hugging Face tensors, in files that every engine reads.
-
-Core's own distributed checkpoints name tensors as Core does, and a sharded optimizer's by its buffers: no other engine
-reads those, and their writing cannot go on beside training from a copy. So weights and moments are written under the
-names of the model in transformers, by whoever holds them: read back on any layout, and by the FSDP engine, whose
-checkpoints are read here just so.
-"""
+"""The state of a MegatronEngine in a checkpoint, in files that every engine reads."""
 
 from __future__ import annotations
 
@@ -16,18 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.workers.engine.common import checkpoint, groups
-from verl.workers.engine.common.chunks import Chunk, load_chunks, save_chunks
-from verl.workers.engine.common.export import HFExport
-from verl.workers.engine.common.frozen import Frozen, extra_state, restore_extra
-from verl.workers.engine.common.half_moments import MOMENTS
-from verl.workers.engine.common.optim import LossScale, restore_schedule
-from verl.workers.engine.common.same_model import ModelDescription, differences
-from verl.workers.engine.megatron.optimizer_parts import OptimizerPart, optimizer_parts, publish
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, differences
+from verl.workers.engine.common.engine_checkpoint import Frozen, extra_state, restore_extra
+from verl.workers.engine.common.hf_export import HFExport
+from verl.workers.engine.common.optim import MOMENTS, LossScale, restore_schedule
+from verl.workers.engine.common.sharded_checkpoint import Chunk, load_chunks, save_chunks, stored_tensors
+from verl.workers.engine.megatron.optimizer import OptimizerPart, optimizer_parts, publish
 from verl.workers.engine.megatron.weights import CoreWeights
 
 
@@ -160,7 +158,7 @@ class CoreState:
             publish(self.optimizer, self.chunks)
 
     def _load_moments(self, folder: Path) -> None:
-        stored = checkpoint.stored_tensors(folder)
+        stored = stored_tensors(folder)
         counters = {name: f"{self.weights.table[name].hf[0]}/step" for name in self._parts}
         steps = {counter: torch.zeros(()) for counter in counters.values() if counter in stored}
         load_chunks((Chunk(name, (), (), value) for name, value in steps.items()), folder)
@@ -183,3 +181,58 @@ class CoreState:
         state = self.skeleton.state_dict()
         stored = {name: value for name, value in state.items() if self.weights.first(name) == name}
         return ModelDescription.of(self.skeleton, stored, self.about)
+
+
+def is_core_checkpoint(folder: Path) -> bool:
+    """Whether Core wrote it; ours has a folder of its own for the model."""
+    return folder.is_dir() and bool(dist_checkpointing.check_is_distributed_checkpoint(str(folder)))
+
+
+@torch.no_grad()
+def load_core_weights(models: Sequence[Any], optimizer: Any, folder: Path) -> None:
+    """Into the chunks of a pipeline stage, and from there into the masters of Core's `optimizer`, if there is one.
+
+    A collective, with the layout active. ValueError for weights that are not there.
+    """
+    parts = {f"model{number}": model.sharded_state_dict() for number, model in enumerate(models)}
+    prepared, _, factories = load_preprocess(parts)
+    tensors, _ = extract_matching_values(prepared, lambda value: isinstance(value, ShardedTensor))
+    _read(list(nested_values(tensors)), folder)
+    dict_list_map_inplace(lambda tensor: tensor.data, tensors)
+    loaded = apply_factory_merges(tensors, factories)
+    for number, model in enumerate(models):
+        absent = model.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
+        _refuse_missing(folder, {name for name in absent if not name.endswith("_extra_state")})
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def _read(tensors: Sequence[ShardedTensor], folder: Path) -> None:
+    """Fill the tensors' data, in place."""
+    stored = stored_tensors(folder)
+    _refuse_missing(folder, {tensor.key for tensor in tensors if tensor.key not in stored})
+    chunks = [chunk for tensor in tensors if (chunk := _chunk(tensor, stored[tensor.key])) is not None]
+    first = {chunk.at: chunk for chunk in reversed(chunks)}
+    load_chunks(first.values(), folder)
+    for chunk in chunks:  # weights that two parts of the model share
+        if chunk is not first[chunk.at]:
+            chunk.tensor.copy_(first[chunk.at].tensor)
+
+
+def _chunk(tensor: ShardedTensor, stored: TensorSpec) -> Chunk | None:
+    """Where in the stored tensor this rank's part is; None where the stored one is shorter (padded vocabularies)."""
+    data = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
+    shape = tuple(tensor.global_shape)
+    if tensor.allow_shape_mismatch and len(stored.shape) == len(shape):
+        shape = stored.shape
+        for dim, (offset, total) in enumerate(zip(tensor.global_offset, shape, strict=True)):
+            data = data.narrow(dim, 0, max(0, min(data.shape[dim], total - offset)))
+    return Chunk(tensor.key, shape, tuple(tensor.global_offset), data) if data.numel() else None
+
+
+def _refuse_missing(folder: Path, names: set[str]) -> None:
+    if names:
+        raise ValueError(
+            f"dist_checkpointing_path: {folder} has no {', '.join(sorted(names)[:4])} ({len(names)} weights are not "
+            "there). Give a checkpoint of this model."
+        )

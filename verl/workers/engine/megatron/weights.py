@@ -1,9 +1,10 @@
-"""The weights of a model on Megatron-Core by Hugging Face name: on their way in, and out."""
+"""The weights of a model on Megatron-Core by Hugging Face name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from verl.models.core.flat_ranges import rectangles
 from verl.models.core.weight_map import CoreWeight, Piece, shard_slices, weight_map
 from verl.models.loading import ModelKind
 from verl.types.weights import Manifest, TensorSpec, Wanted
-from verl.workers.engine.common.chunks import Chunk
+from verl.workers.engine.common.sharded_checkpoint import Chunk
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.megatron.gathering import Copy, Found, Held, Strip, common, exchanged, on_first_rank, spread
-from verl.workers.engine.megatron.hf_files import HFFiles
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.layout import Part as Place
 
@@ -206,3 +206,32 @@ def _key(weight: CoreWeight) -> tuple[Any, int | None]:
 
 def _box(source: Sequence[int | slice]) -> tuple[range, ...]:
     return tuple(range(at, at + 1) if isinstance(at, int) else range(at.start, at.stop) for at in source)
+
+
+class HFFiles:
+    """The safetensors files of a folder, of which slices are read."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+
+    @cached_property
+    def _names(self) -> dict[str, Any]:
+        return {name: file for file in self._files for name in file.keys()}
+
+    def name_of(self, name: str) -> str | None:
+        """As it is stored: a bare model's weights have no prefix."""
+        bare = name.removeprefix("model.")
+        return name if name in self._names else bare if bare in self._names else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        return self._slice(name)[where]
+
+    def _slice(self, name: str) -> Any:
+        stored = self.name_of(name)
+        assert stored is not None, name
+        return self._names[stored].get_slice(stored)

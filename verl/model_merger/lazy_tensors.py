@@ -1,15 +1,19 @@
-"""Tensors that lie in files: read box by box, in the precision that is wanted, and never whole in between."""
+"""Tensors in files: read part by part, in the requested precision, without loading them whole."""
 
 from __future__ import annotations
 
 import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from verl.utils.torch_archive import TensorPlace, dimensions, read_archive
+from verl.workers.engine.common.hf_export import DTYPE_NAMES
 
 Box: TypeAlias = tuple[range, ...]
 _BLOCK = 4 * 2**20
@@ -221,3 +225,114 @@ class Adapted:
 def slices(box: Box) -> tuple[slice, ...]:
     """To index with."""
     return tuple(slice(each.start, each.stop) for each in box)
+
+
+def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
+    """The object in a file of `torch.save`, or in that part of it; its tensors are `Stored`, its objects `Record`s."""
+    return read_archive(path, _stored, start, length)
+
+
+def _stored(place: TensorPlace) -> Stored:
+    if place.contiguous:
+        return FileTensor(place.path, place.position, place.shape, place.dtype)
+    return StridedTensor(FileTensor(place.path, place.position, (place.span,), place.dtype), place.shape, place.stride)
+
+
+_MAX_HEADER = 100_000_000  # of the format
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Stored]:
+    """By name, of all files, or of those that an index lists: others beside them (Mistral's `consolidated`) are the
+    same weights under other names. ValueError where there are none."""
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    kept = set(listed.values())
+    files = sorted(path for path in folder.glob(pattern) if not kept or path.name in kept)
+    if not files and not kept:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2]) or "nothing of the kind"
+        raise ValueError(f"{folder}: no safetensors files (found: {others}). Give a folder that save_pretrained wrote.")
+    found: dict[str, Stored] = {}
+    for path in files:
+        found |= _file_tensors(path)
+    missing = sorted({file for name, file in listed.items() if name not in found})
+    if missing:
+        raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or not whole. Copy the folder again.")
+    return found
+
+
+def _file_tensors(path: Path) -> dict[str, FileTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        available = path.stat().st_size - 8 - size
+        try:
+            if size > _MAX_HEADER or available < 0:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(file.read(size))
+            tensors = {
+                name: _tensor(path, 8 + size, available, each)
+                for name, each in header.items()
+                if name != "__metadata__"
+            }
+            if sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values()) > available:
+                raise ValueError("its tensors are larger than the file")
+            return tensors
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}: is no whole safetensors file ({error}).") from error
+
+
+def _tensor(path: Path, begin: int, available: int, entry: Any) -> FileTensor:
+    start, stop = dimensions(entry["data_offsets"])
+    shape, dtype = dimensions(entry["shape"]), _DTYPES[entry["dtype"]]
+    if not start <= stop <= available or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {list(shape)} has bytes {start} to {stop}")
+    return FileTensor(path, begin + start, shape, dtype)
+
+
+def differences(
+    ours: Mapping[str, Stored],
+    like: Mapping[str, torch.Tensor | Stored],
+    theirs: Mapping[str, Stored],
+    tolerance: float,
+    aliases: Mapping[str, str],
+) -> list[str]:
+    """A line for each; `like` says what ours will be, `aliases` which of their names are tied to which of ours."""
+    found = [f"{name}: missing in the other" for name in ours if name not in theirs]
+    for name, value in theirs.items():
+        own = aliases.get(name, name)
+        if own not in ours:
+            found.append(f"{name}: only in the other")
+        elif tuple(like[own].shape) != tuple(value.shape):
+            found.append(f"{name}: {list(like[own].shape)}, in the other {list(value.shape)}")
+        else:
+            if like[own].dtype != value.dtype:
+                found.append(f"{name}: {_plain(like[own].dtype)}, in the other {_plain(value.dtype)}")
+            words = value_difference(ours[own], value, tolerance, like[own].dtype)
+            found += [f"{name}: {words}"] if words else []
+    return found
+
+
+def value_difference(ours: Stored, theirs: Stored, tolerance: float, dtype: torch.dtype | None = None) -> str:
+    """How values differ by more than `tolerance`, in words; "" where they do not. `dtype`: ours, before comparing."""
+    if tuple(ours.shape) != tuple(theirs.shape):
+        return f"{list(ours.shape)} and {list(theirs.shape)}"
+    count, most = 0, 0.0
+    shape = tuple(theirs.shape) or (1,)
+    step = rows_at_once(math.prod(shape[1:]), 8)
+    for start in range(0, shape[0], step):
+        rows = range(start, min(start + step, shape[0]))
+        box = (rows, *all_of(shape[1:])) if theirs.shape else ()
+        own = torch.empty([len(each) for each in box], dtype=dtype or ours.dtype)
+        other = torch.empty([len(each) for each in box], dtype=theirs.dtype)
+        ours.read(box, own)
+        theirs.read(box, other)
+        wide = own.to(theirs.dtype).double(), other.double()
+        apart = ~torch.isclose(*wide, rtol=0.0, atol=tolerance, equal_nan=True)
+        if apart.any():
+            count += int(apart.sum())
+            most = max(most, float((wide[0] - wide[1])[apart].abs().nan_to_num(math.inf).max()))
+    return f"{count} of {math.prod(shape)} values differ, by {most:.3g} at most" if count else ""
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,17 +1,26 @@
-"""Walking through the mini-batches of a training step: forward and backward, optimizer step, metrics."""
+"""What roles share: starting an engine, inference, epochs of mini-batches, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 
+from verl.config.engine import CheckpointConfig
+from verl.config.names import TRAINING_ENGINES
 from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.progress import expect
-from verl.workers.engine.base import LossFn, Metrics, MicroBatching, TrainEngine
+from verl.workers.engine.base import TOP, LossFn, Metrics, MicroBatching, TrainEngine
 from verl.workers.engine.common.groups import largest
-from verl.workers.engine.common.step_checks import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
+from verl.workers.engine.common.optim import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
+
+__all__ = ["SavingWorker"]
+
 
 # The same quantity under the name that users' dashboards know.
 ALIASES = {
@@ -108,3 +117,77 @@ def _record(
         totals.setdefault(f"{prefix}/{name}", []).append((total, 1.0 / dp_size if count is None else count))
     for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
         totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
+
+
+def start_engine(
+    worker: Worker,
+    mesh: str,
+    model_path: str,
+    kind: str,
+    model_config: Any,
+    block: Any,
+    optim: Any = None,
+    grad_clip: float | None = None,
+    replays: bool = False,
+) -> TrainEngine:
+    """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it.
+
+    `replays`: routers go through the experts that a batch has in `routed_experts`.
+    """
+    at = TRAINING_ENGINES[block.strategy].at
+    engine: TrainEngine = resolve_name(at).of_block(
+        model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip, replays=replays
+    )
+    worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)
+    return engine
+
+
+def inferred(
+    engine: TrainEngine,
+    data: DataProto,
+    columns: Mapping[str, str],
+    temperature: float,
+    micro: MicroBatching,
+    top_k: int = 0,
+) -> DataProto:
+    """The engine's fields as columns of the batch: {field: column}. None where results are not taken from this rank."""
+    found = engine.infer(data, [name for name in columns if name not in TOP], temperature, micro, top_k)
+    if not engine.collects:
+        return DataProto()
+    return DataProto.from_dict({column: found.batch[field] for field, column in columns.items()})
+
+
+class SavingWorker(Worker):
+    """A rank whose `engine` learns."""
+
+    engine: TrainEngine
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """Which contents are saved and loaded."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, path: str) -> None:
+        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`.
+
+        With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
+        """
+        self.begin_save(path)
+        self.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, path: str) -> None:
+        """Freeze the state as it is now; it is written while other calls go on."""
+        self.engine.begin_save(path, self.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
+    def finish_save(self) -> None:
+        """Wait until what was begun is written."""
+        self.engine.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Read back what `save_checkpoint` wrote."""
+        with self.engine.awake():
+            self.engine.load(path, self.checkpoint.load_contents)

@@ -17,9 +17,8 @@ from verl.models.loading import pretrained_model
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.megatron.gathering import common
-from verl.workers.engine.megatron.hf_files import HFFiles
-from verl.workers.engine.megatron.optimizer_parts import optimizer_parts
-from verl.workers.engine.megatron.weights import CoreWeights
+from verl.workers.engine.megatron.optimizer import optimizer_parts
+from verl.workers.engine.megatron.weights import CoreWeights, HFFiles
 
 # What is sent at a time.
 _BUCKET = 2**28

@@ -1,24 +1,37 @@
-"""Sharded state on disk (torch.distributed.checkpoint): written by any number of ranks, read by any other."""
+"""Write and read sharded tensors with torch.distributed.checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from verl.types.weights import TensorSpec
@@ -75,34 +88,6 @@ def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
     return {name: TensorSpec(entry.shape, entry.dtype) for name, entry in stored.items() if entry is not None}
 
 
-def random_states(device: torch.device) -> list[dict[str, Any]]:
-    """The state of every rank's generators, by rank; a collective."""
-    kind, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state)
-    return states
-
-
-def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
-    """This rank's generators; a rank that did not exist when the states were taken keeps its own."""
-    if dist.get_rank() >= len(states):
-        return
-    state = states[dist.get_rank()]
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 class _Writer(dcp.FileSystemWriter):
     """Through a recorder, and what is large as several files side by side: checksums take as long as the disk."""
 
@@ -155,3 +140,80 @@ class _RecordedFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
         self._recorder.renamed(path, new_path)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A rectangle of the tensor `name`, as large as `tensor`, which may be a view."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def at(self) -> tuple[str, tuple[int, ...]]:
+        return self.name, self.offsets
+
+
+def save_chunks(
+    chunks: Iterable[Chunk], folder: Path, recorder: ChecksumRecorder, group: dist.ProcessGroup | None
+) -> None:
+    """Every rank writes its own; together they must be whole tensors, each element once. A collective of `group`."""
+    listed = list(chunks)
+    with plain_errors(recorder):
+        writer = writer_for([chunk.tensor for chunk in listed], folder, recorder)
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(listed), process_group=group)
+
+
+def load_chunks(chunks: Iterable[Chunk], folder: Path) -> None:
+    """Read into the chunks' tensors, in place; a collective. ValueError for what is not there."""
+    with plain_errors():
+        dcp.load({}, storage_reader=TensorsOnlyReader(folder), planner=_LoadPlanner(list(chunks)))
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, chunks: list[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._chunks = {chunk.at: chunk for chunk in chunks}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(chunk) for chunk in self._chunks.values()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks[index.fqn, tuple(index.offset or ())].tensor.detach()
+
+
+class _LoadPlanner(TensorsOnlyPlanner):
+    def __init__(self, chunks: list[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._chunks = {chunk.at: chunk for chunk in chunks}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        named: dict[str, list[Chunk]] = {}
+        for chunk in self._chunks.values():
+            named.setdefault(chunk.name, []).append(chunk)
+        items: list[Any] = []
+        for name, chunks in named.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != chunks[0].shape:
+                found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "not there"
+                raise ValueError(f"{name} is {list(chunks[0].shape)} here, in the checkpoint {found}.")
+            items += create_read_items_for_chunk_list(name, stored, [_metadata(chunk) for chunk in chunks])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks[index.fqn, tuple(index.offset or ())].tensor.detach()
+
+
+def _write_item(chunk: Chunk) -> WriteItem:
+    properties = TensorProperties(dtype=chunk.tensor.dtype)
+    data = TensorWriteData(chunk=_metadata(chunk), properties=properties, size=torch.Size(chunk.shape))
+    return WriteItem(MetadataIndex(chunk.name, torch.Size(chunk.offsets)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _metadata(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.tensor.shape)

@@ -14,16 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from verl.model_merger.adapters import CONFIG
-from verl.model_merger.checkpoint import Checkpoint
-from verl.model_merger.comparing import value_difference
-from verl.model_merger.options import MergeOptions
-from verl.model_merger.stored import Box, Stored, Zeros, first_rows, slices, whole
+from verl.model_merger import MergeOptions
+from verl.model_merger.checkpoint import CONFIG, Checkpoint
+from verl.model_merger.lazy_tensors import Box, Stored, Zeros, first_rows, slices, value_difference, whole
 from verl.models.loading import empty_model
 from verl.types.weights import TensorSpec
-from verl.workers.engine.common.export import HFExport
-from verl.workers.engine.common.safetensors_files import WeightFiles
-from verl.workers.engine.common.same_model import tensor_differences
+from verl.workers.engine.common.checkpoint_compatibility import tensor_differences
+from verl.workers.engine.common.hf_export import HFExport, WeightFiles
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.workers.engine.common import checkpoint, groups
-from verl.workers.engine.common.chunks import Chunk, load_chunks, save_chunks
+from verl.workers.engine.common import groups, sharded_checkpoint
+from verl.workers.engine.common.sharded_checkpoint import Chunk, load_chunks, save_chunks
 
 WHOLE = torch.arange(48, dtype=torch.float32).view(6, 8)
 
@@ -33,12 +33,12 @@ def test_other_rectangles_are_read_into_the_memory_they_are_views_of(saved: Path
 
 
 def test_tensors_are_read_whole_by_who_knows_no_rectangles(saved: Path) -> None:
-    assert {name: spec.shape for name, spec in checkpoint.stored_tensors(saved).items()} == {
+    assert {name: spec.shape for name, spec in sharded_checkpoint.stored_tensors(saved).items()} == {
         "matrix": (6, 8),
         "step": (),
     }
     whole = torch.zeros(6, 8)
-    checkpoint.load_tensors({"matrix": whole}, saved)
+    sharded_checkpoint.load_tensors({"matrix": whole}, saved)
     assert torch.equal(whole, WHOLE)
 
 

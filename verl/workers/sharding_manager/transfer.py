@@ -1,33 +1,74 @@
-"""Trainer and rollouts in different processes: trainer rank 0 broadcasts each bucket to all rollouts at once.
-
-The controller calls `send` on every trainer rank and `receive` on every rollout rank at the same time. One header per
-bucket says what follows; the last one carries the fingerprints, or the error that ended it, so that no side waits for
-the other in vain. Then everyone hears whether all have succeeded. Where a member is lost, the others' call ends in a
-TransferLostError: the trainer is as it was, and may send again over a new group.
-"""
+"""Weight sync: copy trained weights to rollout engines in the same process or in other processes."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferLostError
+from verl.utils.weight_fingerprint import Place, fingerprints
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
-from verl.workers.sharding_manager.base import (
-    DEFAULT_BUCKET_BYTES,
-    SentWeights,
-    SyncStats,
-    UntilError,
-    WeightSource,
-    all_rows,
-)
 
-__all__ = ["BroadcastReceiver", "BroadcastSender"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "BroadcastReceiver",
+    "BroadcastSender",
+    "InProcessTransfer",
+    "SentWeights",
+    "SyncStats",
+    "UntilError",
+    "WeightSource",
+    "all_rows",
+    "wanted_by_rank",
+]
+
+
+# Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
+DEFAULT_BUCKET_BYTES = 512 * 1024**2
+
+
+class InProcessTransfer:
+    """Hands a training engine's weights to the rollout of the same process: what that wants, and no more."""
+
+    def __init__(self, engine: WeightSource, rollout: BaseRollout, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        """A collective: every training rank makes one, with the rollout of its own process."""
+        self._engine, self._rollout, self._bucket_bytes = engine, rollout, bucket_bytes
+        self._wanted = wanted_by_rank(rollout.wanted(), engine.manifest)
+
+    def sync(self, version: int) -> SyncStats:
+        """After this the rollout generates with exactly the trainer's weights, or it raises WeightMismatchError.
+
+        A collective, also where the engine of one rank fails: the others need that rank's part of every bucket.
+        """
+        start = time.perf_counter()
+        rollout, manifest = self._rollout, self._engine.manifest()
+        sent, steps, whole = SentWeights(rollout.weight_dtype), UntilError(), WholeTensors(manifest)
+        rows_too = rollout.wanted() is not None
+        steps.run(rollout.begin_update, version, manifest)
+        begun = steps.error is None
+        if steps.error is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
+            raise steps.error
+        try:
+            for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
+                steps.run(rollout.load_bucket, bucket if rows_too else whole.of(bucket))
+                steps.run(sent.add, bucket)
+        except Exception as error:
+            if begun:
+                rollout.fail_update(error)
+            raise
+        if steps.error is not None:
+            if begun:
+                rollout.fail_update(steps.error)
+            raise steps.error
+        rollout.finish_update(sent.fingerprint)
+        return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
 
 
 class BroadcastSender:
@@ -164,3 +205,79 @@ def _name(key: str | TensorSlice) -> str:
 
 def _plain(manifest: Manifest) -> list[tuple[str, list[int], str]]:
     return [(name, list(spec.shape), dtype_name(spec.dtype)) for name, spec in manifest.items()]
+
+
+class WeightSource(Protocol):
+    """The part of a TrainEngine that a hand-over uses. Both are collectives of the training ranks."""
+
+    def manifest(self) -> Manifest: ...
+
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+    ) -> Iterator[Bucket]: ...
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """One hand-over in numbers."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class SentWeights:
+    """What has been handed over so far: the fingerprint of each weight, rows added up, and the bytes of all."""
+
+    dtype: torch.dtype
+    fingerprint: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, bucket: Bucket) -> None:
+        """One more bucket."""
+        slices = {key: tensor for key, tensor in bucket.items() if isinstance(key, TensorSlice)}
+        places: dict[str | TensorSlice, Place]
+        places = {key: Place.of_part(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
+        for key, found in fingerprints(bucket, self.dtype, places).items():
+            name = key.name if isinstance(key, TensorSlice) else key
+            total = self.fingerprint.get(name, 0) + found
+            self.fingerprint[name] = (total + 2**63) % 2**64 - 2**63  # as 64-bit sums of a device wrap
+        self.bytes += sum(tensor.nbytes for tensor in bucket.values())
+
+
+class UntilError:
+    """Runs steps until one fails, then skips the rest: those of others go on, who would wait for this rank."""
+
+    error: Exception | None = None
+
+    def run(self, step: Callable[..., None], *args: Any) -> None:
+        if self.error is None:
+            try:
+                step(*args)
+            except Exception as error:  # noqa: BLE001 - raised when the transfer has been drained
+                self.error = error
+
+
+def wanted_by_rank(mine: Wanted | None, manifest: Callable[[], Manifest]) -> list[Wanted] | None:
+    """What the engine beside each training rank takes; None where all take everything. A collective."""
+    everyone: list[Wanted | None] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    if all(each is None for each in everyone):
+        return None
+    # Equal ones as one object: trainers look at each kind once.
+    kinds: list[Wanted] = []
+    found: list[Wanted] = []
+    for each in everyone:
+        rows = all_rows(manifest()) if each is None else each
+        same = next((kind for kind in kinds if kind == rows), None)
+        kinds += [rows] if same is None else []
+        found.append(rows if same is None else same)
+    return found
+
+
+def all_rows(manifest: Manifest) -> Wanted:
+    """What an engine takes that takes everything."""
+    return {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}

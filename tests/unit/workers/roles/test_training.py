@@ -13,10 +13,10 @@ from verl.utils.metric import reduce_metrics
 from verl.workers.engine.base import ALL_ROWS, Counts, Metrics
 from verl.workers.engine.common.groups import ensure_process_group
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts
-from verl.workers.engine.common.step_checks import step_metrics
+from verl.workers.engine.common.optim import step_metrics
 from verl.workers.roles.critic import ValueLoss
 from verl.workers.roles.policy_loss import PolicyLoss
-from verl.workers.roles.updates import mini_batches_of_prompts, run_epochs
+from verl.workers.roles.training import mini_batches_of_prompts, run_epochs
 
 
 class Rank:

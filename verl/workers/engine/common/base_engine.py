@@ -1,12 +1,12 @@
-"""The half of a training engine that learns: what passes and optimizer steps of all engines have in common."""
+"""BaseTrainEngine: forward, backward and optimizer steps, shared by all training engines."""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -22,15 +22,13 @@ from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect
 from verl.workers.engine.base import ALL_ROWS, TOP, Counts, LossFn, Metrics, MicroBatching
-from verl.workers.engine.common import compiling, groups
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.engine_checkpoint import BackgroundSaves, StoredEngine
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts
 from verl.workers.engine.common.offload import EngineMemory
-from verl.workers.engine.common.optim import LossScale
+from verl.workers.engine.common.optim import LossScale, reason_against, step_metrics
 from verl.workers.engine.common.routers import COLUMN as ROUTED
 from verl.workers.engine.common.routers import Routers, Routes
-from verl.workers.engine.common.saving import BackgroundSaves
-from verl.workers.engine.common.step_checks import reason_against, step_metrics
-from verl.workers.engine.common.stored_engine import StoredEngine
 
 # A column of other tokens for each of a response: [B, R, K].
 ALTERNATIVES = "teacher_top_ids"
@@ -245,7 +243,7 @@ class TrainedEngine(StoredEngine):
             return True
         ids = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
         tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        with compiling.eager(self._compiled):
+        with force_eager(self._compiled):
             found = self._found(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
         finite = all(bool(value.isfinite().all()) for value in found.values())
         return groups.largest(int(not finite), self.device) == 0
@@ -318,3 +316,31 @@ class TrainedEngine(StoredEngine):
         tensors = {name: value for name, value in part.batch.items() if name not in told}
         moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)
+
+
+def compile_each_layer(layers: Iterable[nn.Module]) -> None:
+    """Compile each layer's pass for any number of tokens; layers of one kind share the code."""
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+@contextmanager
+def explain_compile_errors(compiled: bool, name: str) -> Iterator[None]:
+    """Around a pass of compiled layers: a compiler that fails (or is missing) is no riddle. `name` of the model."""
+    if not compiled:
+        yield
+        return
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise RuntimeError(
+            f"use_torch_compile: the layers of {name} could not be compiled "
+            f"({str(error).strip().splitlines()[0]}). Set use_torch_compile=False."
+        ) from error
+
+
+def force_eager(compiled: bool) -> AbstractContextManager[Any]:
+    """For a few tokens: compiling a pass of their kind would take longer than all of them together."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
