@@ -30,7 +30,7 @@ from verl.models.heads import ValueModel
 from verl.protocol import DataProto
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.base_engine import running_compiled
+from verl.workers.engine.common.base_engine import explain_compile_errors
 from verl.workers.engine.fsdp import sharding
 
 BOTH = ["log_probs", "entropy"]
@@ -109,7 +109,7 @@ def test_one_rank_adds_up_micro_batches_and_reduces_them_once(monkeypatch):
 def test_a_compiler_that_fails_is_explained_with_the_key():
     with (
         pytest.raises(RuntimeError, match=r"use_torch_compile: the layers of Qwen2.* \(no compiler\).*=False"),
-        running_compiled(True, "Qwen2Model"),
+        explain_compile_errors(True, "Qwen2Model"),
     ):
         raise TorchDynamoException("no compiler\nmore lines")
 
