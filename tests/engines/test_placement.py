@@ -108,7 +108,7 @@ def test_a_rank_of_the_engine_that_is_killed_ends_it_and_another_one_takes_its_p
     os.kill(workers[-1], signal.SIGKILL)
     with pytest.raises(EngineDiedError, match=rf"process {workers[-1]} \(.*\) was killed by SIGKILL"):
         future.result()
-    assert engine.revive()
+    assert engine.restart_if_dead()
     in_one_go(trainer, engine, 1)
     (future,) = engine.submit([Request("a", PROMPT, SamplingParams(max_new_tokens=20))])
     assert future.result().versions == [1] * 20

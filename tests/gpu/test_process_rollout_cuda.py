@@ -90,8 +90,8 @@ def test_a_process_on_the_same_gpu_answers_the_same_and_refuses_a_flipped_bit(tm
                 InProcessTransfer(on_device(6, head_dim=32), hosted).sync(version=4)
         os.kill(hosted.pid, signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="killed by SIGKILL"):
-            hosted.rest()
-        hosted.revive()
+            hosted.wait_idle()
+        hosted.restart_if_dead()
         InProcessTransfer(on_device(5, head_dim=32), hosted).sync(version=3)
         assert answers(hosted) == changed
 

@@ -131,7 +131,7 @@ def handed_to_a_process(engine: Any, path: str, rank: int, ranks: int) -> dict[s
             stats = transfer.sync(version)
         except EngineDiedError as error:
             errors.append(str(error))
-        rollout.revive()
+        rollout.restart_if_dead()
     found = {"kind": type(rollout).__name__, "errors": errors, "bytes": stats.bytes, "version": rollout.version}
     if rank == 0:
         asked = [Request("a", [5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0))]

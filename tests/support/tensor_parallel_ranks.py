@@ -54,7 +54,7 @@ def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list
         sent = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
         host.submit_requests("agents", sent)
     rollout.pause_generation("keep")
-    rollout.rest()
+    rollout.wait_idle()
     dist.barrier()
     rollout.update_weights(weights.items(), version=0)
     rollout.resume_generation()
@@ -65,7 +65,7 @@ def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list
             answers |= {one.id: one.output.token_ids for one in collected if one.output is not None}
         found = [answers[request.id] for request in sent]
     host.close()
-    rollout.rest()
+    rollout.wait_idle()
     return found
 
 

@@ -22,7 +22,7 @@ from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.utils.end_tokens import EndTokens
 from verl.utils.progress import pulse
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import output_since
@@ -77,7 +77,7 @@ class AgentHost(LoopHost):
         self._context, self._loop = context, loop
         self._scored_by_model = context.config.reward_model.enable and not serves_reward_model(context.config)
         self._running: dict[RolloutTask, asyncio.Task[None]] = {}
-        self._records: dict[RolloutTask, Record] = {}
+        self._traces: dict[RolloutTask, CallTrace] = {}
         self._failures: Counter[str] = Counter()
         self._last_change = time.monotonic()
         self._active = 0
@@ -140,7 +140,7 @@ class AgentHost(LoopHost):
 
     def _on_done(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
         self._running.pop(task)
-        self._records.pop(task, None)
+        self._traces.pop(task, None)
         if not running.cancelled():
             running.exception()  # marks the exception as retrieved: asyncio would log it otherwise
 
@@ -156,14 +156,14 @@ class AgentHost(LoopHost):
     async def _trajectory(self, job: RolloutJob, task: RolloutTask) -> None:
         """Run the agent loop of a task and report its trajectory; if the loop fails, a failed trajectory."""
         context, row = self._context, task.trajectory
-        record = self._records[task] = Record.of(job.seed, task.step, row.uid, row.sample_index)
-        record.most, record.params, record.prompt_ids = task.limit, job.params, task.prompt_ids
+        trace = self._traces[task] = CallTrace.of(job.seed, task.step, row.uid, row.sample_index)
+        trace.max_response, trace.params, trace.prompt_ids = task.limit, job.params, task.prompt_ids
         if task.partial is not None:
-            record.note(task.prompt_ids, task.partial)
+            trace.set_partial(task.prompt_ids, task.partial)
         async with self._slots:
             self._active += 1
             try:
-                with recording(record):
+                with tracing(trace):
                     cls, keywords = context.loop_class(self._agent_name(task))
                     agent = cls(
                         config=context.config,
@@ -177,12 +177,12 @@ class AgentHost(LoopHost):
                     )
                     outputs = await agent.run(_loop_params(job, task), **_loop_columns(job, task))
                 limits = Limits(task.limit, context.rollout_config.max_model_len)
-                trajectory = trajectory_of(outputs, record, row.uid, row.sample_index, limits)
-                self._set_messages(trajectory, task, record)
+                trajectory = trajectory_of(outputs, trace, row.uid, row.sample_index, limits)
+                self._set_messages(trajectory, task, trace)
             except (Exception, asyncio.CancelledError) as error:  # fails only this trajectory; counted in metrics
                 if self._closed or task.cancelled:
                     raise
-                trajectory = self._failed(job, task, record, error)
+                trajectory = self._failed(job, task, trace, error)
             finally:
                 self._active -= 1
         self._last_change = time.monotonic()
@@ -196,7 +196,7 @@ class AgentHost(LoopHost):
     def _agent_name(self, task: RolloutTask) -> str:
         return str(task.columns.get("agent_name", self._context.rollout_config.agent.default_agent_loop))
 
-    def _set_messages(self, trajectory: Trajectory, task: RolloutTask, record: Record) -> None:
+    def _set_messages(self, trajectory: Trajectory, task: RolloutTask, trace: CallTrace) -> None:
         """Complete the rows' conversations if a reward model scores the run; otherwise drop them."""
         chat = task.columns.get("raw_prompt")
         prompts = {} if chat is None else {tuple(task.prompt_ids): chat}
@@ -204,42 +204,42 @@ class AgentHost(LoopHost):
             if not self._scored_by_model:
                 row.messages = None
             elif row.messages is None and chat is not None:
-                row.messages = conversation_of(row, prompts, record.templated, self._context.tokenizer)
+                row.messages = conversation_of(row, prompts, trace.rendered_messages, self._context.tokenizer)
 
-    def _failed(self, job: RolloutJob, task: RolloutTask, record: Record, error: BaseException) -> Trajectory:
+    def _failed(self, job: RolloutJob, task: RolloutTask, trace: CallTrace, error: BaseException) -> Trajectory:
         kind = f"{type(error).__name__}: {error}"
         if not self._failures[kind]:
             logger.warning("agent loop of trajectory %s failed: %s", task.name, kind, exc_info=error)
         self._failures[kind] += 1
         row = task.trajectory
-        return failed_trajectory(error, record, row.uid, row.sample_index, task.prompt_ids, job.params.max_new_tokens)
+        return failed_trajectory(error, trace, row.uid, row.sample_index, task.prompt_ids, job.params.max_new_tokens)
 
     # ---------------------------------------------------------------- partial outputs
 
     def _new_partials(self, job: RolloutJob) -> dict[str, Output]:
-        records = self._first_calls(job)
-        outputs = self._run(self._reported_outputs(list(records)))
+        traces = self._first_calls(job)
+        outputs = self._run(self._reported_outputs(list(traces)))
         new = {}
-        for record, output in outputs.items():
-            task = records[record]
+        for trace, output in outputs.items():
+            task = traces[trace]
             if len(output.token_ids) > task.reported:
                 new[task.name] = output_since(output, task.reported, len(task.prompt_ids))
                 task.reported = len(output.token_ids)
         return new
 
     def _current_outputs(self, job: RolloutJob) -> dict[str, Output]:
-        records = self._first_calls(job)
-        outputs = self._run(self._client.current_first_outputs(list(records)))
-        return {records[record].name: output for record, output in outputs.items()}
+        traces = self._first_calls(job)
+        outputs = self._run(self._client.current_first_outputs(list(traces)))
+        return {traces[trace].name: output for trace, output in outputs.items()}
 
-    async def _reported_outputs(self, records: Sequence[Record]) -> dict[Record, Output]:
-        return self._client.first_outputs(records)
+    async def _reported_outputs(self, traces: Sequence[CallTrace]) -> dict[CallTrace, Output]:
+        return self._client.first_outputs(traces)
 
-    def _first_calls(self, job: RolloutJob) -> dict[Record, RolloutTask]:
+    def _first_calls(self, job: RolloutJob) -> dict[CallTrace, RolloutTask]:
         """Records and tasks of trajectories without a finished model call."""
         with self._changed:
             tasks = list(job.unfinished.values())
-        return {record: task for task in tasks if (record := self._records.get(task)) is not None and not record.calls}
+        return {trace: task for task in tasks if (trace := self._traces.get(task)) is not None and not trace.calls}
 
     # ---------------------------------------------------------------- event loop
 

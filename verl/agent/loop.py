@@ -20,7 +20,7 @@ from verl.utils.exceptions import Travels
 from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
 from verl.utils.text_workers import max_characters
-from verl.workers.rollout.call_record import current
+from verl.workers.rollout.call_trace import current_trace
 
 __all__ = [
     "AGENT_LOOPS",
@@ -178,8 +178,8 @@ class AgentLoopBase(ABC):
                 self._templated([{"role": "user", "content": ""}] * count, None, **template_kwargs) for count in (1, 2)
             )
             ids = ids[2 * len(one) - len(two) :]
-        if (record := current()) is not None:
-            record.templated[tuple(ids)] = [dict(message) for message in messages]
+        if (trace := current_trace()) is not None:
+            trace.rendered_messages[tuple(ids)] = [dict(message) for message in messages]
         return _TokenIds(ids)
 
     def _templated(self, messages: list[Any], tools: Any, **template_kwargs: Any) -> list[int]:

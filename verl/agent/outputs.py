@@ -1,6 +1,6 @@
 """From what a loop returned to a trajectory: whose tokens are whose, and what the model said of each of its own.
 
-Log-probs and versions come from the record of the model's answers, by token match: a token counts as matched if it was
+Log-probs and versions come from the trace of the model's answers, by token match: a token counts as matched if it was
 sampled in exactly this place, after exactly the tokens that the row has before it. What does not match is stale.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
 from verl.types.routed_experts import combine_calls
 from verl.types.trajectory import Row, Status, Trajectory, Turn
-from verl.workers.rollout.call_record import Call, Record
+from verl.workers.rollout.call_trace import CallTrace, ModelCall
 
 __all__ = ["Limits", "failed_trajectory", "trajectory_of"]
 
@@ -28,7 +28,7 @@ NAN, STALE = math.nan, -1
 
 def trajectory_of(
     outputs: AgentLoopOutput | Sequence[AgentLoopOutput],
-    record: Record,
+    trace: CallTrace,
     uid: str,
     sample_index: int,
     most: Limits | None = None,
@@ -41,7 +41,7 @@ def trajectory_of(
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise TypeError(f"an agent loop returned {outputs!r:.200}. Return an AgentLoopOutput, or a list of them.")
     _check_finite(outputs)
-    answers = _Answers(record.calls)
+    answers = _Answers(trace.calls)
     outputs = outputs if most is None else [most.held(output) for output in outputs]
     made = [_row_of(output, answers) for output in outputs]
     for output, one, reason in zip(outputs, made, answers.reasons_without_answer(outputs), strict=True):
@@ -54,19 +54,19 @@ def trajectory_of(
     extra.pop("turn_names", None)
     extra["num_turns"] = sum(output.num_turns for output in outputs) or _count_turns([one.row for one in made])
     unmatched = sum(one.unmatched for one in made)
-    extra["agent_metrics"] = _metrics(outputs, record) | {"unmatched_tokens": unmatched, "status": status}
+    extra["agent_metrics"] = _metrics(outputs, trace) | {"unmatched_tokens": unmatched, "status": status}
     return Trajectory(uid, sample_index, [one.row for one in made], status, _score(outputs), extra)
 
 
 def failed_trajectory(
-    error: BaseException, record: Record, uid: str, sample_index: int, prompt_ids: Sequence[int], max_response: int
+    error: BaseException, trace: CallTrace, uid: str, sample_index: int, prompt_ids: Sequence[int], max_response: int
 ) -> Trajectory:
     """One of a loop that raised: its last context to look at, none of it learned from."""
     prompt: list[int] = list(prompt_ids)
     response: list[int] = []
     mask: list[int] = []
     # Where nothing was said there was no room: such a context may be longer than any row.
-    for call in (call for call in record.calls if call.output.token_ids):
+    for call in (call for call in trace.calls if call.output.token_ids):
         known, said = len(prompt) + len(response), call.output.token_ids
         if call.prompt_ids[:known] != [*prompt, *response]:
             prompt, response, mask, known = call.prompt_ids, [], [], len(call.prompt_ids)
@@ -74,14 +74,14 @@ def failed_trajectory(
         response = [*response, *between, *said]
         mask = [*mask, *([0] * len(between)), *([1] * len(said))]
     shown = AgentLoopOutput(prompt, response[:max_response], mask[:max_response])
-    metrics = _metrics([], record) | {
+    metrics = _metrics([], trace) | {
         "failures": {error.kind if isinstance(error, TrajectoryFailed) else "loop": 1},
         "unmatched_tokens": 0,
         "status": "failed",
         "error": f"{type(error).__name__}: {error}",
     }
-    extra = {"num_turns": len(record.calls), "agent_metrics": metrics}
-    return Trajectory(uid, sample_index, [_row_of(shown, _Answers(record.calls)).row], "failed", None, extra)
+    extra = {"num_turns": len(trace.calls), "agent_metrics": metrics}
+    return Trajectory(uid, sample_index, [_row_of(shown, _Answers(trace.calls)).row], "failed", None, extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Limits:
         )
 
 
-def _metrics(outputs: Sequence[AgentLoopOutput], record: Record) -> dict[str, Any]:
+def _metrics(outputs: Sequence[AgentLoopOutput], trace: CallTrace) -> dict[str, Any]:
     """Column `agent_metrics`, but for what only the caller knows."""
     failures: dict[str, int] = defaultdict(int)
     tools: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -125,12 +125,12 @@ def _metrics(outputs: Sequence[AgentLoopOutput], record: Record) -> dict[str, An
                 tools[tool][name] += value
     told = [output.metrics for output in outputs]
     return {
-        "generate_s": sum(one.generate_sequences for one in told) or record.generate_s,
+        "generate_s": sum(one.generate_sequences for one in told) or trace.generate_s,
         "tool_s": sum(one.tool_calls for one in told),
         "compute_score_s": sum(one.compute_score for one in told),
         "tool_calls": sum(one.tool_call_counts for one in told),
-        "num_preempted": sum(one.num_preempted for one in told) or record.num_preempted,
-        "turns": len(record.calls),
+        "num_preempted": sum(one.num_preempted for one in told) or trace.num_preempted,
+        "turns": len(trace.calls),
         "failures": dict(failures),
         "tools": {tool: dict(said) for tool, said in tools.items()},
         "error": None,
@@ -265,8 +265,8 @@ class _Said:
 class _Answers:
     """The model's answers, by the length of what it had read."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._at: dict[int, list[Call]] = defaultdict(list)
+    def __init__(self, calls: Sequence[ModelCall]) -> None:
+        self._at: dict[int, list[ModelCall]] = defaultdict(list)
         self._unanswered = [call for call in calls if _adds_nothing(call)]
         self._last = calls[-1] if calls else None
         for call in calls:
@@ -314,10 +314,10 @@ class _Answers:
                 reasons[-1] = call.output.finish_reason
         return reasons
 
-    def _longest(self, ids: list[int], position: int, end: int) -> tuple[Call | None, int]:
+    def _longest(self, ids: list[int], position: int, end: int) -> tuple[ModelCall | None, int]:
         """Of the calls whose prompt is `ids[:position]`, the one whose answer has the most leading tokens in common
         with the row from `position` on, and the number of these tokens. Ties: a whole answer, then the later call."""
-        best: tuple[Call | None, int, bool] = None, 0, False
+        best: tuple[ModelCall | None, int, bool] = None, 0, False
         for call in self._at.get(position, ()):
             count = _common(call.output.token_ids, ids, position, end)
             whole = count == len(call.output.token_ids)
@@ -326,11 +326,11 @@ class _Answers:
         return best[:2]
 
 
-def _adds_nothing(call: Call) -> bool:
+def _adds_nothing(call: ModelCall) -> bool:
     return not call.output.token_ids or call.output.finish_reason == "abort"
 
 
-def _is_cut(call: Call, count: int) -> bool:
+def _is_cut(call: ModelCall, count: int) -> bool:
     """Whether a loop that keeps the first `count` tokens of a finished answer, and ends the row there, cut the answer.
     Stripping end tokens does not."""
     missing = call.output.token_ids[count:]

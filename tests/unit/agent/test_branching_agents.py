@@ -13,7 +13,7 @@ from tests.support.engine_clients import RequestEngine, engine_client
 from verl.agent.loop import AgentLoopOutput
 from verl.agent.outputs import Limits, trajectory_of
 from verl.types.request import Output, Request, SamplingParams
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.output import rows_from_trajectories
 
@@ -79,7 +79,7 @@ class Agent:
     def __init__(self, seed: int, steps: int) -> None:
         self.rng, self.steps = random.Random(seed), steps
         self.engine = UnusedTokens(random.Random(seed + 1))
-        self.record = Record(group="p")
+        self.trace = CallTrace(group="p")
         self.contexts: list[Context] = []
         self.answers: list[tuple[list[int], list[int]]] = []
         """Prompts and answers."""
@@ -93,7 +93,7 @@ class Agent:
         params = SamplingParams(max_new_tokens=BUDGET, eos_token_ids=frozenset([END]))
 
         async def play() -> None:
-            with recording(self.record):
+            with tracing(self.trace):
                 async with engine_client(self.engine, params=params, max_model_len=WINDOW) as client:
                     await self.generate(client, self.start(self.new_tokens(5)))
                     for _ in range(self.steps):
@@ -165,7 +165,7 @@ class Agent:
 def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
     agent = Agent(seed, steps=12)
     agent.run()
-    trajectory = trajectory_of(agent.outputs(), agent.record, "p", 0, Limits(BUDGET, WINDOW))
+    trajectory = trajectory_of(agent.outputs(), agent.trace, "p", 0, Limits(BUDGET, WINDOW))
     cut = [len(one.response) > BUDGET for one in agent.contexts]  # by what the environment said last
     reasons = ["length" if over else one.reason for over, one in zip(cut, agent.contexts, strict=True)]
     assert [row.finish_reason for row in trajectory.rows] == reasons
@@ -178,12 +178,12 @@ def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
 
 
 def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_its_own():
-    engine, record = UnusedTokens(random.Random(0)), Record(group="p")
+    engine, trace = UnusedTokens(random.Random(0)), CallTrace(group="p")
 
     async def generate() -> None:
         params = SamplingParams(max_new_tokens=BUDGET)
         async with engine_client(engine, params=params, max_model_len=512) as client:
-            with recording(record):
+            with tracing(trace):
                 for rewritten in range(4):
                     prompt = [7, 8, *range(50, 50 + 15 * rewritten)]
                     await client.generate("one", prompt_ids=prompt, sampling_params={})
@@ -203,17 +203,17 @@ def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_
     ],
 )
 def test_a_context_whose_last_answer_was_edited_at_its_end_keeps_its_budget(kept, left):
-    record, prompt, answer = Record(), [7, 8], list(range(100, 130))
-    record.add(prompt, Output(answer, [-0.5] * 30, [3] * 30, "stop"))
-    assert record.left(record.context_of([*prompt, *answer[:kept], *range(50, 55)]), BUDGET) == left
+    trace, prompt, answer = CallTrace(), [7, 8], list(range(100, 130))
+    trace.add(prompt, Output(answer, [-0.5] * 30, [3] * 30, "stop"))
+    assert trace.remaining_tokens(trace.context_of([*prompt, *answer[:kept], *range(50, 55)]), BUDGET) == left
 
 
 def test_a_context_without_room_or_answer_is_continued_by_what_begins_with_its_prompt():
-    record, prompt, answer = Record(), [7, 8], list(range(100, 140))
-    record.add(prompt, Output(answer, [-0.5] * 40, [3] * 40, "length"))
-    record.add_without_room([*prompt, *answer, 50])
-    assert record.left(record.context_of([*prompt, *answer, 50, 51]), BUDGET) == -2
-    aborted = Record()
+    trace, prompt, answer = CallTrace(), [7, 8], list(range(100, 140))
+    trace.add(prompt, Output(answer, [-0.5] * 40, [3] * 40, "length"))
+    trace.add_without_room([*prompt, *answer, 50])
+    assert trace.remaining_tokens(trace.context_of([*prompt, *answer, 50, 51]), BUDGET) == -2
+    aborted = CallTrace()
     aborted.add(prompt, Output())
-    assert aborted.left(aborted.context_of(prompt), BUDGET) == BUDGET
-    assert aborted.left(aborted.context_of([*prompt, 50]), BUDGET) == BUDGET - 1
+    assert aborted.remaining_tokens(aborted.context_of(prompt), BUDGET) == BUDGET
+    assert aborted.remaining_tokens(aborted.context_of([*prompt, 50]), BUDGET) == BUDGET - 1

@@ -28,7 +28,7 @@ from verl.interactions.box import InteractionBox
 from verl.trainer.ppo.advantage import cut_answers
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.output import rows_from_trajectories
 
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -60,7 +60,7 @@ def play(
         toolbox = Toolbox([], CallLimits(0.5, 256, "middle"), interactions=InteractionBox({}, 5.0))
         loop.init_class(config, TOKENIZER, None, toolbox=toolbox, **keywords)
         params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset([END]))
-        record = Record(group="uid")
+        trace = CallTrace(group="uid")
         sampling = {"max_new_tokens": room, "temperature": 1.0, "stop": [], "stop_token_ids": []}
         async with engine_client(engine, params=params, max_model_len=max_model_len) as client:
             agent = loop(
@@ -71,9 +71,9 @@ def play(
                 toolbox=toolbox,
                 **keywords,
             )
-            with recording(record):
+            with tracing(trace):
                 outputs = await agent.run(sampling, raw_prompt=QUESTION, prompt_ids=[WORD] * prompt, uid="uid")
-        return trajectory_of(outputs, record, "uid", 0, Limits(room, max_model_len))
+        return trajectory_of(outputs, trace, "uid", 0, Limits(room, max_model_len))
 
     engine = scripted_engine(speak, max_model_len, tokenizer=TOKENIZER)
     try:

@@ -1,4 +1,4 @@
-"""Loops by name, by place and by list; what a loop's base class offers; the record of its calls."""
+"""Loops by name, by place and by list; what a loop's base class offers; the trace of its calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.agent.loop import (
 )
 from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.utils.counter_noise import sample_keys
-from verl.workers.rollout.call_record import Record, current, recording
+from verl.workers.rollout.call_trace import CallTrace, current_trace, tracing
 
 
 def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Path):
@@ -87,30 +87,30 @@ def test_the_face_has_the_same_things():
 
 
 def test_the_first_call_has_the_noise_of_an_answer_without_a_loop_and_later_ones_their_own():
-    record = Record.of(1, 2, "prompt", 3)
-    keys = [record.next_key() for _ in range(3)]
+    trace = CallTrace.of(1, 2, "prompt", 3)
+    keys = [trace.next_key() for _ in range(3)]
     assert keys[0] == sample_keys(1, 2, "prompt", 3)
     assert len(set(keys)) == 3
-    again = Record.of(1, 2, "prompt", 3)
+    again = CallTrace.of(1, 2, "prompt", 3)
     assert [again.next_key() for _ in range(3)] == keys
 
 
 def test_each_trajectory_and_the_tasks_it_starts_find_their_own_record():
-    async def look() -> Record | None:
+    async def look() -> CallTrace | None:
         await asyncio.sleep(0)
-        return current()
+        return current_trace()
 
-    async def trajectory(record: Record) -> list[Record | None]:
-        with recording(record):
+    async def trajectory(trace: CallTrace) -> list[CallTrace | None]:
+        with tracing(trace):
             return list(await asyncio.gather(look(), asyncio.create_task(look())))
 
-    async def both() -> list[list[Record | None]]:
+    async def both() -> list[list[CallTrace | None]]:
         return list(await asyncio.gather(trajectory(one), trajectory(other)))
 
-    one, other = Record(key=1), Record(key=2)
+    one, other = CallTrace(key=1), CallTrace(key=2)
     found = asyncio.run(both())
-    assert [[record.key for record in records if record] for records in found] == [[1, 1], [2, 2]]
-    assert current() is None
+    assert [[trace.key for trace in traces if trace] for traces in found] == [[1, 1], [2, 2]]
+    assert current_trace() is None
 
 
 def test_the_chat_template_may_be_awaited_or_not_and_leaves_out_what_it_writes_by_itself():

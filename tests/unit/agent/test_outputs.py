@@ -12,18 +12,20 @@ from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
-from verl.workers.rollout.call_record import Call, Record
+from verl.workers.rollout.call_trace import CallTrace, ModelCall
 from verl.workers.rollout.output import rows_from_trajectories
 
 
-def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7, reason: str = "stop") -> Call:
+def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7, reason: str = "stop") -> ModelCall:
     """Log-probs count down from `first`, so that each token's is known."""
     log_probs = [first - step for step in range(len(tokens))]
-    return Call(prompt, Output(tokens, log_probs, [version] * len(tokens), reason, sampled_log_probs=log_probs), 0.5)
+    return ModelCall(
+        prompt, Output(tokens, log_probs, [version] * len(tokens), reason, sampled_log_probs=log_probs), 0.5
+    )
 
 
-def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: Call) -> Trajectory:
-    return trajectory_of(outputs, Record(calls=list(calls)), "prompt", 3)
+def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: ModelCall) -> Trajectory:
+    return trajectory_of(outputs, CallTrace(calls=list(calls)), "prompt", 3)
 
 
 def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token():
@@ -100,8 +102,8 @@ def test_an_answer_whose_end_the_loop_replaced_ended_as_the_server_said():
     assert made(output, answer([1], [10, 11, 12], -1.0)).rows[0].finish_reason == "stop"
 
 
-def no_room(prompt: list[int]) -> Call:
-    return Call(prompt, Output(finish_reason="length"))
+def no_room(prompt: list[int]) -> ModelCall:
+    return ModelCall(prompt, Output(finish_reason="length"))
 
 
 def test_a_call_without_room_ends_the_row_that_it_continues_and_no_other():
@@ -172,19 +174,19 @@ def test_rewards_of_turns_stand_on_the_last_token_sampled_until_then():
 
 def test_a_failed_trajectory_shows_its_last_context_and_teaches_nothing():
     calls = [answer([1, 2], [10], -1.0), answer([1, 2, 10, 90], [11], -2.0)]
-    trajectory = failed_trajectory(KeyError("x"), Record(calls=calls), "prompt", 0, [1, 2], 9)
+    trajectory = failed_trajectory(KeyError("x"), CallTrace(calls=calls), "prompt", 0, [1, 2], 9)
     rows = rows_from_trajectories([trajectory], pad_token_id=0)
     assert rows.batch["prompts"].tolist() == [[1, 2]]
     assert rows.batch["responses"].tolist() == [[10, 90, 11]]
     assert not rows.batch["response_mask"].any()
     metrics = trajectory.extra["agent_metrics"]
     assert (metrics["status"], metrics["error"], metrics["failures"]) == ("failed", "KeyError: 'x'", {"loop": 1})
-    nothing = failed_trajectory(ValueError("y"), Record(), "prompt", 1, [1, 2], 9)
+    nothing = failed_trajectory(ValueError("y"), CallTrace(), "prompt", 1, [1, 2], 9)
     assert np.asarray(nothing.rows[0].prompt_ids).tolist() == [1, 2]
     assert nothing.rows[0].turns == []
     assert [turn.source for turn in trajectory.rows[0].turns] == ["model", "environment", "model"]
     rewritten = [*calls, answer([7, 8], [12], -3.0)]
-    last = failed_trajectory(KeyError("x"), Record(calls=rewritten), "prompt", 0, [1, 2], 9).rows[0]
+    last = failed_trajectory(KeyError("x"), CallTrace(calls=rewritten), "prompt", 0, [1, 2], 9).rows[0]
     assert (list(last.prompt_ids), [list(turn.token_ids) for turn in last.turns]) == ([7, 8], [[12]])
 
 
@@ -197,11 +199,11 @@ def test_turns_of_the_environment_have_the_names_that_a_loop_gives_them():
 
 def test_a_response_that_is_too_long_is_cut_and_a_row_that_no_engine_could_have_is_refused():
     output = AgentLoopOutput([1], [10, 11, 90, 91], [1, 1, 0, 0], turn_rewards=[(4, 1.0)])
-    cut = trajectory_of(output, Record(calls=[answer([1], [10, 11], -1.0)]), "prompt", 0, Limits(3, 4))
+    cut = trajectory_of(output, CallTrace(calls=[answer([1], [10, 11], -1.0)]), "prompt", 0, Limits(3, 4))
     assert [list(turn.token_ids) for turn in cut.rows[0].turns] == [[10, 11], [90]]
     assert (cut.rows[0].finish_reason, cut.rows[0].turns[1].reward) == ("length", 1.0)
     with pytest.raises(ValueError, match="max_model_len=3"):
-        trajectory_of(output, Record(), "prompt", 0, Limits(3, 3))
+        trajectory_of(output, CallTrace(), "prompt", 0, Limits(3, 3))
 
 
 def test_an_aborted_answer_makes_an_aborted_trajectory():
@@ -220,16 +222,18 @@ def test_what_a_loop_may_not_return_is_named():
 def test_a_reward_that_is_no_number_is_refused(own: dict[str, Any]):
     output = AgentLoopOutput([1], [2, 3], [1, 1], **own)
     with pytest.raises(ValueError, match="rewards are not finite"):
-        trajectory_of(output, Record(), "u", 0)
+        trajectory_of(output, CallTrace(), "u", 0)
 
 
 def test_a_context_without_room_is_no_row_of_a_failed_trajectory():
-    record = Record(
-        calls=[Call([1, 2], Output([3], [0.0], [0], "stop")), Call([9] * 50, Output(finish_reason="length"))]
+    trace = CallTrace(
+        calls=[ModelCall([1, 2], Output([3], [0.0], [0], "stop")), ModelCall([9] * 50, Output(finish_reason="length"))]
     )
-    (row,) = failed_trajectory(ValueError("x"), record, "u", 0, [1, 2], 8).rows
+    (row,) = failed_trajectory(ValueError("x"), trace, "u", 0, [1, 2], 8).rows
     assert (list(row.prompt_ids), row.response_length) == ([1, 2], 1)
 
 
 def test_a_reward_without_a_token_to_stand_on_is_lost_and_no_failure():
-    assert trajectory_of(AgentLoopOutput([1], [], [], turn_rewards=[(0, 1.0)]), Record(), "u", 0).status == "finished"
+    assert (
+        trajectory_of(AgentLoopOutput([1], [], [], turn_rewards=[(0, 1.0)]), CallTrace(), "u", 0).status == "finished"
+    )

@@ -22,7 +22,7 @@ from verl.config import load_config
 from verl.search.retriever import open_retriever
 from verl.search.searcher import LocalSearcher, as_information, open_searcher
 from verl.types.request import SamplingParams
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 
 pytest.importorskip("bm25s")
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -65,7 +65,7 @@ def play(conversation, searcher, *changes, room=400, **sampling):
         return whole[len(seen)] if len(seen) < len(whole) else encode(".")[0]
 
     async def run():
-        record = Record.of(0, 0, "uid", 0)
+        trace = CallTrace.of(0, 0, "uid", 0)
         params = SamplingParams(max_new_tokens=room)
         own = {"max_new_tokens": room, "temperature": 1.0, **sampling}
         SearchAgentLoop.searcher = searcher()
@@ -76,10 +76,10 @@ def play(conversation, searcher, *changes, room=400, **sampling):
                 server_manager=client,
                 tokenizer=TOKENIZER,
             )
-            with recording(record):
+            with tracing(trace):
                 output = await loop.run(own, prompt_ids=list(PROMPT))
         await SearchAgentLoop.searcher.close()
-        return trajectory_of(output, record, "uid", 0)
+        return trajectory_of(output, trace, "uid", 0)
 
     engine = scripted_engine(speak, tokenizer=TOKENIZER)
     try:

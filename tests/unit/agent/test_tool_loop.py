@@ -23,7 +23,7 @@ from verl.interactions.box import InteractionBox
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.types.request import SamplingParams
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 QUESTION = [{"role": "user", "content": "How warm is it?"}]
@@ -121,7 +121,7 @@ class Played:
         prompt = Chat(tokenizer).encode(prompt)
         self.engine = scripted_engine(answers(said, prompt, self.ends[0]), max_model_len)
         self.engine.version = 3
-        self.record = Record()
+        self.trace = CallTrace()
         made = [FunctionTool(tool) if callable(tool) else tool for tool in tools]
         self.toolbox = Toolbox(made, LIMITS, interactions=InteractionBox(users or {}, 5.0))
         self.row = {"raw_prompt": QUESTION, **(row or {})}
@@ -130,7 +130,7 @@ class Played:
         finally:
             self.engine.close()
         self.chat = Chat(tokenizer, self.toolbox.schemas())
-        self.trajectory = trajectory_of(self.output, self.record, "uid", 0)
+        self.trajectory = trajectory_of(self.output, self.trace, "uid", 0)
         self.metrics = self.trajectory.extra["agent_metrics"]
         self.turns = self.trajectory.rows[0].turns
 
@@ -146,7 +146,7 @@ class Played:
                 tokenizer=tokenizer,
                 toolbox=self.toolbox,
             )
-            with recording(self.record):
+            with tracing(self.trace):
                 return await loop.run({"max_new_tokens": room, "temperature": 1.0}, **self.row)
 
     def on_lost(self, why):
@@ -407,7 +407,7 @@ def test_an_abort_in_the_middle_keeps_what_was_said():
     class Aborted(Played):
         async def _run(self, *args):
             running = asyncio.create_task(super()._run(*args))
-            while len(self.record.calls) < 1 or not self.engine.unfinished:
+            while len(self.trace.calls) < 1 or not self.engine.unfinished:
                 await asyncio.sleep(0)
             self.engine.abort(None)
             return await running

@@ -72,7 +72,7 @@ def train_once(trainer) -> None:
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_a_running_request_continues_through_training_and_weight_syncs(trainer, kv):
-    sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replicas.current
+    sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replicas.current_version
     sync.sync(first)
     trainer.rollouts.open()
     client = Client(trainer.groups.rollout.handle(0), kv)

@@ -28,7 +28,7 @@ from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.import_utils import ImportPath
 from verl.utils.text_workers import longest_token
 from verl.utils.tool_calls import get_parser
-from verl.workers.rollout.call_record import current
+from verl.workers.rollout.call_trace import current_trace
 
 __all__ = ["GatewayAgentLoop", "failure_of", "outputs_of"]
 
@@ -73,9 +73,9 @@ class GatewayAgentLoop(AgentLoopBase):
         cls.end_token_ids = frozenset(own["end_token_ids"] if "end_token_ids" in own else ())
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        record, max_turns = current(), self.rollout_config.multi_turn.max_assistant_turns
+        trace, max_turns = current_trace(), self.rollout_config.multi_turn.max_assistant_turns
         session = Session(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
-        session.on_full_context = None if record is None else record.add_without_room
+        session.on_full_context = None if trace is None else trace.add_without_room
         metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
         async with _gateway_of(self).session(session) as base_url:
             future = start_agent(

@@ -90,7 +90,7 @@ class Generator:
         """
         request = self.request(batch, step, validate)
         if self._groups.rollout is not self._groups.actor:
-            self._groups.replicas.require_all()
+            self._groups.replicas.require_all_healthy()
         with self._overlap(reward_fn, batch) as on_finished:
             generated = self._rollouts.generate(request, request.meta_info, on_finished, retry)
         return self.joined(batch, generated, validate)

@@ -30,7 +30,7 @@ from verl.types.schema import Call, columns_read_by, selected_for
 from verl.utils.flops import SequenceCost
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
-from verl.workers.rollout.replica_states import Event, Replicas
+from verl.workers.rollout.replica_states import ReplicaEvent, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class WorkerGroups:
         self.teacher = groups.get(Role.Teacher)
         self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
-        self.replicas.hear(Event.STARTED)
+        self.replicas.apply(ReplicaEvent.STARTED)
         self.engine_starts += 1
 
     def end(self) -> None:
@@ -210,8 +210,8 @@ class WorkerGroups:
             self.agents.restart()
             return
         if Role.Rollout in roles:
-            self.replicas.hear(Event.DIED)
-            self.replicas.hear(Event.RESTART)
+            self.replicas.apply(ReplicaEvent.DIED)
+            self.replicas.apply(ReplicaEvent.RESTART)
         # Replicas of one rank each know nothing of each other: those that live go on with what they were asked.
         alone = roles == {Role.Rollout} and self._ranks_per_replica == 1
         self._started[self._pools.mapping[next(iter(roles))]].restart(alone)
@@ -219,15 +219,15 @@ class WorkerGroups:
             self.rollout.cancel()  # a whole batch is asked again
         self._load(roles)
         if Role.Rollout in roles:
-            self.replicas.hear(Event.STARTED)
+            self.replicas.apply(ReplicaEvent.STARTED)
             self.engine_starts += 1
 
     def revive_engines(self) -> None:
         """Start engines anew whose own processes are gone, beside ranks that are not. None has the weights then."""
         self.rollout.cancel()  # of the others nobody waits for an answer any more
         self.rollout.revive_engine()
-        for event in (Event.DIED, Event.RESTART, Event.STARTED):
-            self.replicas.hear(event)
+        for event in (ReplicaEvent.DIED, ReplicaEvent.RESTART, ReplicaEvent.STARTED):
+            self.replicas.apply(event)
         self.engine_starts += 1
 
     @property

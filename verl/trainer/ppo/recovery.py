@@ -92,7 +92,7 @@ class WorkerRecovery:
         if Role.Rollout in roles:
             if not engine:
                 self._weight_sync.connect()
-            self._weight_sync.sync(self._groups.replicas.current)
+            self._weight_sync.sync(self._groups.replicas.current_version)
 
     def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
         """Return the roles to restart; none if that would lose training state or not fix the error."""

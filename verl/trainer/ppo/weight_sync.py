@@ -9,7 +9,7 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.utils.exceptions import causes
 from verl.workers.rollout.base import EngineDiedError
-from verl.workers.rollout.replica_states import Event
+from verl.workers.rollout.replica_states import ReplicaEvent
 from verl.workers.sharding_manager import TransferLostError
 
 # Time until the death of a receiver is known after its sender has lost the connection.
@@ -65,12 +65,12 @@ class WeightSync:
 
     def _sync_between_groups(self, version: int) -> None:
         replicas = self._groups.replicas
-        if len(replicas.serving()) == len(replicas):
+        if len(replicas.healthy()) == len(replicas):
             return
-        replicas.hear(Event.UPDATING)
+        replicas.apply(ReplicaEvent.UPDATING)
         self._send(version)
         # Every engine has verified the fingerprints of the received weights; otherwise `_send` has raised.
-        replicas.hear(Event.VERIFIED, version=version)
+        replicas.apply(ReplicaEvent.VERIFIED, version=version)
 
     def _send(self, version: int) -> None:
         """Run the sending and the receiving call concurrently. If a receiver dies, the sender's call ends too."""

@@ -207,7 +207,7 @@ class ActorRolloutRefWorker(SavingWorker):
             if self.host is not None and not self.host.closed:
                 self.host.close()
         finally:
-            self.rollout.rest()
+            self.rollout.wait_idle()
             self._release_kv()
 
     def _new_host(self) -> EngineHost:
@@ -228,7 +228,7 @@ class ActorRolloutRefWorker(SavingWorker):
         """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run other
         collectives."""
         self.rollout.pause_generation("keep")
-        self.rollout.rest()
+        self.rollout.wait_idle()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def resume_rollout(self) -> None:
@@ -271,7 +271,7 @@ class ActorRolloutRefWorker(SavingWorker):
         """Restart the engine if its own process has ended. The next weight sync sends the weights to all engines."""
         self._rollout_version = -1
         self._make_room()
-        self.rollout.revive()
+        self.rollout.restart_if_dead()
         if self.host is not None and self.host.failed and not self.host.closed:
             with suppress(Exception):  # the error of the engine that is gone
                 self.host.close()

@@ -54,7 +54,7 @@ class BaseRollout(ABC):
     """Floating-point type of the engine's weights; fingerprints are computed in it."""
     eos_token_ids: frozenset[int]
     pad_token_id: int
-    leads: bool = True
+    is_leader: bool = True
     """Whether this rank takes requests: True for the first of the ranks that share an engine."""
 
     @property
@@ -100,7 +100,7 @@ class BaseRollout(ABC):
         """Resume sampling after `pause_generation`."""
 
     @abstractmethod
-    def rest(self) -> None:
+    def wait_idle(self) -> None:
         """Block until no engine step is running. All ranks that share an engine must call it."""
 
     # ---------------------------------------------------------------- batches
@@ -113,10 +113,10 @@ class BaseRollout(ABC):
         that share an engine, the first returns the rows, the others an empty batch.
         """
         try:
-            return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.leads else DataProto()
+            return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.is_leader else DataProto()
         finally:
             if self.config.tensor_model_parallel_size > 1:
-                self.rest()  # the following ranks wait for the leader
+                self.wait_idle()  # the following ranks wait for the leader
 
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
         """Yield (row number, batch of one row) as rows finish. Closing the iterator cancels unfinished rows."""
@@ -180,7 +180,7 @@ class BaseRollout(ABC):
         """Call `on_end` in a background thread when the first of the engine's processes ends."""
         watch_workers(on_end)
 
-    def revive(self) -> bool:
+    def restart_if_dead(self) -> bool:
         """After an EngineDiedError, restart the engine. Return False if it is alive; an engine in this process always
         is."""
         return False

@@ -100,7 +100,7 @@ class EmbeddedRollout(BaseRollout):
         return self._loop.version
 
     @property
-    def leads(self) -> bool:  # type: ignore[override]
+    def is_leader(self) -> bool:  # type: ignore[override]
         return not isinstance(self._loop, FollowingEngine)
 
     # ---------------------------------------------------------------- requests
@@ -126,9 +126,9 @@ class EmbeddedRollout(BaseRollout):
         self._keep_kv = False
         self._loop.unpause()
 
-    def rest(self) -> None:
-        self._loop.halt("rest")
-        self._loop.go("rest")
+    def wait_idle(self) -> None:
+        self._loop.halt("wait_idle")
+        self._loop.go("wait_idle")
 
     def _require_ready(self) -> None:
         if self._pending_version is not None:

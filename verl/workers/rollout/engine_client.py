@@ -27,7 +27,7 @@ from verl.types.request import Output, Request, SamplingParams, TokenOutput
 from verl.utils.counter_noise import sample_keys
 from verl.utils.helper_processes import Standing, add_peer, remove_peer
 from verl.utils.progress import pulse
-from verl.workers.rollout.call_record import Record, current
+from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
 from verl.workers.rollout.errors import EngineLostError
 from verl.workers.rollout.partial_outputs import join_outputs, resumable, unfinished_part
@@ -121,7 +121,7 @@ class EngineClient:
         self._renewed = asyncio.Event()
         """Set, and replaced, by `renew`."""
         self._closed = False
-        self._first_calls: dict[Record, tuple[Request, _Replica]] = {}
+        self._first_calls: dict[CallTrace, tuple[Request, _Replica]] = {}
         self.generating = 0
         """Number of unfinished requests."""
         self._replicas = [self._connect(handle, client) for handle in handles]
@@ -145,61 +145,61 @@ class EngineClient:
             raise ValueError("generate: images and videos are not supported. Omit image_data and video_data.")
         prompt_ids = [int(token) for token in prompt_ids]
         self._check_tokens("prompt_ids", prompt_ids)
-        record = current() or Record(key=sample_keys(0, 0, request_id, 0))
-        run_params = record.params or self._params
+        trace = current_trace() or CallTrace(key=sample_keys(0, 0, request_id, 0))
+        run_params = trace.params or self._params
         params = self._merged(run_params, sampling_params)
         room = self._max_model_len - len(prompt_ids)
-        context = record.context_of(prompt_ids)
-        left = min(record.left(context, run_params.max_new_tokens), params.max_new_tokens, room)
+        context = trace.context_of(prompt_ids)
+        left = min(trace.remaining_tokens(context, run_params.max_new_tokens), params.max_new_tokens, room)
         started = time.monotonic()
         if left <= 0:
             output = Output(finish_reason="length")
         else:
             params = replace(
                 params,
-                key=record.next_key(),
+                key=trace.next_key(),
                 max_new_tokens=left,
                 min_new_tokens=min(left, params.min_new_tokens),
             )
-            request = Request(self._new_id(), prompt_ids, params, record.group, record.resumed(prompt_ids))
+            request = Request(self._new_id(), prompt_ids, params, trace.group, trace.partial_for(prompt_ids))
             self.generating += 1
             try:
-                output = await self._output(request_id, request, record)
+                output = await self._output(request_id, request, trace)
             finally:
                 self.generating -= 1
         end_ids = params.eos_token_ids | params.stop_token_ids
-        record.add(prompt_ids, output, time.monotonic() - started, end_ids, context)
+        trace.add(prompt_ids, output, time.monotonic() - started, end_ids, context)
         return _token_output(output)
 
-    def first_outputs(self, records: Iterable[Record]) -> dict[Record, Output]:
+    def first_outputs(self, traces: Iterable[CallTrace]) -> dict[CallTrace, Output]:
         """Return the last reported partial outputs of trajectories in their first model call, from which a request
         resumes if its replica is lost. Later reports only append tokens, also after a loss and a weight sync.
 
         Later model calls are left out: they depend on the state of a loop and its tools, which cannot be restored.
         """
         outputs = {}
-        for record in records:
-            request, replica = self._first_calls.get(record, (None, None))
+        for trace in traces:
+            request, replica = self._first_calls.get(trace, (None, None))
             if request is not None and replica is not None:
                 output = _resume_point(request, replica.partials.get(request.id))
                 if output.token_ids:
-                    outputs[record] = output
+                    outputs[trace] = output
         return outputs
 
-    async def current_first_outputs(self, records: Iterable[Record]) -> dict[Record, Output]:
+    async def current_first_outputs(self, traces: Iterable[CallTrace]) -> dict[CallTrace, Output]:
         """Read the current partial outputs of trajectories in their first model call, to resume from. Generation
         continues."""
-        calls = {record: self._first_calls[record] for record in records if record in self._first_calls}
-        by_replica: dict[_Replica, dict[str, Record]] = {}
-        for record, (request, replica) in calls.items():
-            by_replica.setdefault(replica, {})[request.id] = record
+        calls = {trace: self._first_calls[trace] for trace in traces if trace in self._first_calls}
+        by_replica: dict[_Replica, dict[str, CallTrace]] = {}
+        for trace, (request, replica) in calls.items():
+            by_replica.setdefault(replica, {})[request.id] = trace
         fetches = [_fetch_outputs(replica, list(requests)) for replica, requests in by_replica.items()]
-        outputs: dict[Record, Output] = {}
+        outputs: dict[CallTrace, Output] = {}
         for requests, fetched in zip(by_replica.values(), await asyncio.gather(*fetches), strict=True):
             for name, output in fetched.items():
-                record = requests[name]
-                outputs[record] = unfinished_part(output, calls[record][0].params)
-        return {record: output for record, output in outputs.items() if output.token_ids}
+                trace = requests[name]
+                outputs[trace] = unfinished_part(output, calls[trace][0].params)
+        return {trace: output for trace, output in outputs.items() if output.token_ids}
 
     def renew(self, handles: Sequence[RankHandle]) -> None:
         """Reconnect to lost replicas, which were restarted; their requests resume. `handles`: one per replica."""
@@ -219,23 +219,23 @@ class EngineClient:
 
     # ---------------------------------------------------------------- requests
 
-    async def _output(self, request_id: str, request: Request, record: Record) -> Output:
+    async def _output(self, request_id: str, request: Request, trace: CallTrace) -> Output:
         """The complete output of a request; if its replica is lost, the request resumes on another one."""
-        is_first = request.params.key == record.key
+        is_first = request.params.key == trace.key
         while True:
-            replica = self._choose(request_id, record.group)
-            if is_first and record.prompt_ids in (None, request.prompt_ids):
-                self._first_calls[record] = request, replica
+            replica = self._choose(request_id, trace.group)
+            if is_first and trace.prompt_ids in (None, request.prompt_ids):
+                self._first_calls[trace] = request, replica
             try:
                 return await self._send(replica, request)
             except EngineLostError:
                 resume_point = _resume_point(request, replica.partials.pop(request.id, None))
             finally:
                 if is_first:
-                    self._first_calls.pop(record, None)
+                    self._first_calls.pop(trace, None)
             resume_from = resume_point if resume_point.token_ids else request.resume_from
             if resume_from is not None and is_first:
-                record.note(list(request.prompt_ids), resume_from)
+                trace.set_partial(list(request.prompt_ids), resume_from)
             request = replace(request, id=self._new_id(), resume_from=resume_from)
             while all(replica.lost is not None for replica in self._replicas):
                 if self._closed:

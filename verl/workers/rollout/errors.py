@@ -6,8 +6,8 @@ __all__ = ["EngineBrokenError", "EngineDiedError", "EngineLostError"]
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's own process or server has ended, with all its state; `BaseRollout.revive` starts it again, without
-    weights."""
+    """The engine's own process or server has ended, with all its state. `BaseRollout.restart_if_dead` restarts it,
+    without weights."""
 
 
 class EngineBrokenError(RuntimeError):

@@ -1,11 +1,11 @@
-"""The states of a rollout replica: which may answer requests, and how one that died comes back. Pure: no processes.
+"""The state machine of rollout replicas: which may get requests, and how a dead one is readmitted. No processes here.
 
-    restarting ── started ──► stale ── verified ──► healthy ◄── answered ── suspect
-        ▲                       ▲                    │  │                      ▲
-        └── restart ── dead     └──── new version ───┘  └─────── silent ───────┘
+    restarting ── started ──► stale ── verified ──► healthy ◄── responded ── suspect
+        ▲                       ▲                    │  │                       ▲
+        └── restart ── dead     └──── new version ───┘  └───── unresponsive ────┘
 
-`died` leads from every state to dead, and out of dead only `restart` does. A replica gets requests while it is healthy:
-its process answers, and its weights were verified to be those of the current version. Nothing else admits it.
+`died` leads from every state to dead, and only `restart` leads out of dead. A replica gets requests only while it is
+healthy: its process responds, and its weights were verified to be those of the current version.
 """
 
 from __future__ import annotations
@@ -15,89 +15,93 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-__all__ = ["Event", "NoReplicaError", "Replica", "Replicas", "State", "after"]
+__all__ = ["NoReplicaError", "Replica", "ReplicaEvent", "ReplicaState", "Replicas", "next_replica"]
 
 
-class State(Enum):
-    """Where a replica stands."""
+class ReplicaState(Enum):
+    """State of a replica."""
 
     RESTARTING = "restarting"
-    """Its processes are being started: the first time, or in the place of dead ones."""
+    """Its processes are being started, for the first time or after a death."""
     STALE = "stale"
-    """It runs, without the weights of the current version, or nobody has verified that it has them."""
+    """It runs, but its weights are not verified to be of the current version."""
     HEALTHY = "healthy"
     """It may get requests."""
     SUSPECT = "suspect"
-    """It has not answered in time: no requests until it does."""
+    """It did not respond in time: no requests until it responds."""
     DEAD = "dead"
-    """A process of it is gone."""
+    """One of its processes has ended."""
 
 
-class Event(Enum):
-    """What is heard of a replica."""
+class ReplicaEvent(Enum):
+    """An observation about a replica."""
 
     STARTED = "started"
     VERIFIED = "verified"
-    """An update ended, and the fingerprints of all its weights are the trainer's."""
+    """A weight update has finished, and the fingerprints of all weights match the trainer's."""
     UPDATING = "updating"
-    """An update began: until it is verified, its weights are of no version."""
-    SILENT = "silent"
-    ANSWERED = "answered"
+    """A weight update has begun: until it is verified, the weights have no version."""
+    UNRESPONSIVE = "unresponsive"
+    RESPONDED = "responded"
     DIED = "died"
     RESTART = "restart"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica. `life` counts its starts: what is heard of an earlier life says nothing of this one."""
+    """One replica."""
 
-    state: State = State.RESTARTING
+    state: ReplicaState = ReplicaState.RESTARTING
     version: int | None = None
-    """Of its weights, as last verified; None: not known."""
-    life: int = 0
+    """Last verified version of its weights; None: unknown."""
+    incarnation: int = 0
+    """Number of restarts. Events of an earlier incarnation are ignored."""
 
 
-# What is not here changes nothing: news may come late, or twice.
-_NEXT = {
-    (State.RESTARTING, Event.STARTED): State.STALE,
-    (State.STALE, Event.VERIFIED): State.HEALTHY,
-    (State.STALE, Event.SILENT): State.SUSPECT,
-    (State.HEALTHY, Event.VERIFIED): State.HEALTHY,
-    (State.HEALTHY, Event.UPDATING): State.STALE,
-    (State.HEALTHY, Event.SILENT): State.SUSPECT,
-    (State.SUSPECT, Event.UPDATING): State.SUSPECT,
-    (State.SUSPECT, Event.ANSWERED): State.HEALTHY,
-    (State.DEAD, Event.RESTART): State.RESTARTING,
-} | {(state, Event.DIED): State.DEAD for state in State}
+# Pairs that are not listed change nothing: events may be late or repeated.
+_TRANSITIONS = {
+    (ReplicaState.RESTARTING, ReplicaEvent.STARTED): ReplicaState.STALE,
+    (ReplicaState.STALE, ReplicaEvent.VERIFIED): ReplicaState.HEALTHY,
+    (ReplicaState.STALE, ReplicaEvent.UNRESPONSIVE): ReplicaState.SUSPECT,
+    (ReplicaState.HEALTHY, ReplicaEvent.VERIFIED): ReplicaState.HEALTHY,
+    (ReplicaState.HEALTHY, ReplicaEvent.UPDATING): ReplicaState.STALE,
+    (ReplicaState.HEALTHY, ReplicaEvent.UNRESPONSIVE): ReplicaState.SUSPECT,
+    (ReplicaState.SUSPECT, ReplicaEvent.UPDATING): ReplicaState.SUSPECT,
+    (ReplicaState.SUSPECT, ReplicaEvent.RESPONDED): ReplicaState.HEALTHY,
+    (ReplicaState.DEAD, ReplicaEvent.RESTART): ReplicaState.RESTARTING,
+} | {(state, ReplicaEvent.DIED): ReplicaState.DEAD for state in ReplicaState}
 
 
-def after(replica: Replica, event: Event, life: int, current: int, version: int | None = None) -> Replica:
-    """The replica after an event of its `life`. `current` is the trainer's version; `version` what was verified."""
-    state = _NEXT.get((replica.state, event))
-    if state is None or life != replica.life:
+def next_replica(
+    replica: Replica, event: ReplicaEvent, incarnation: int, current_version: int, verified_version: int | None = None
+) -> Replica:
+    """The replica after an event of its `incarnation`. `current_version`: the trainer's; `verified_version`: that of a
+    `VERIFIED` event."""
+    state = _TRANSITIONS.get((replica.state, event))
+    if state is None or incarnation != replica.incarnation:
         return replica
-    if event is Event.VERIFIED:
-        replica = replace(replica, version=version)
-    elif event in (Event.DIED, Event.RESTART, Event.UPDATING):
+    if event is ReplicaEvent.VERIFIED:
+        replica = replace(replica, version=verified_version)
+    elif event in (ReplicaEvent.DIED, ReplicaEvent.RESTART, ReplicaEvent.UPDATING):
         replica = replace(replica, version=None)
-    if event is Event.RESTART:
-        replica = replace(replica, life=life + 1)
-    if state is State.HEALTHY and replica.version != current:
-        state = State.STALE
+    if event is ReplicaEvent.RESTART:
+        replica = replace(replica, incarnation=incarnation + 1)
+    if state is ReplicaState.HEALTHY and replica.version != current_version:
+        state = ReplicaState.STALE
     return replace(replica, state=state)
 
 
 class NoReplicaError(RuntimeError):
-    """Requests were to be sent to a replica that may not answer them."""
+    """A replica that is not healthy was to get requests."""
 
 
 class Replicas:
-    """The replicas of a run, by number, and the version that they are to have. May be used from several threads."""
+    """The replicas of a run, by number, and the version that their weights must have. Thread-safe."""
 
     def __init__(self, count: int) -> None:
         self._replicas = [Replica() for _ in range(count)]
-        self.current = 0
-        """The trainer's version: what they are to have."""
+        self.current_version = 0
+        """The trainer's version."""
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Replica:
@@ -107,35 +111,44 @@ class Replicas:
         return len(self._replicas)
 
     def advance(self, version: int) -> None:
-        """The trainer's weights are now these: whoever has others is stale."""
+        """Set the trainer's version; healthy replicas with another version become stale."""
         with self._lock:
-            self.current = version
-            healthy, stale = State.HEALTHY, State.STALE
+            self.current_version = version
             self._replicas = [
-                replace(each, state=stale) if each.state is healthy and each.version != version else each
-                for each in self._replicas
+                replace(replica, state=ReplicaState.STALE)
+                if replica.state is ReplicaState.HEALTHY and replica.version != version
+                else replica
+                for replica in self._replicas
             ]
 
-    def hear(
-        self, event: Event, numbers: Iterable[int] | None = None, life: int | None = None, version: int | None = None
+    def apply(
+        self,
+        event: ReplicaEvent,
+        numbers: Iterable[int] | None = None,
+        incarnation: int | None = None,
+        version: int | None = None,
     ) -> None:
-        """Something happened to these replicas (None: to all), in their `life` (None: the present one)."""
+        """Apply an event to these replicas (None: all). `incarnation`: the one that the event belongs to (None: the
+        present one); `version`: the verified version."""
         with self._lock:
             for number in range(len(self._replicas)) if numbers is None else numbers:
-                known = self._replicas[number]
-                self._replicas[number] = after(
-                    known, event, known.life if life is None else life, self.current, version
-                )
+                replica = self._replicas[number]
+                of_incarnation = replica.incarnation if incarnation is None else incarnation
+                self._replicas[number] = next_replica(replica, event, of_incarnation, self.current_version, version)
 
-    def serving(self) -> list[int]:
-        """Those that may get requests."""
-        return [number for number, each in enumerate(self._replicas) if each.state is State.HEALTHY]
+    def healthy(self) -> list[int]:
+        """The numbers of the replicas that may get requests."""
+        return [number for number, replica in enumerate(self._replicas) if replica.state is ReplicaState.HEALTHY]
 
-    def require_all(self) -> None:
-        """Raise where one of them may not get requests."""
-        idle = {number: each for number, each in enumerate(self._replicas) if each.state is not State.HEALTHY}
-        if idle:
-            said = ", ".join(
-                f"{number} is {each.state.value} (weights of version {each.version})" for number, each in idle.items()
+    def require_all_healthy(self) -> None:
+        """Raise NoReplicaError unless all replicas are healthy."""
+        problems = [
+            f"{number} is {replica.state.value} (weights of version {replica.version})"
+            for number, replica in enumerate(self._replicas)
+            if replica.state is not ReplicaState.HEALTHY
+        ]
+        if problems:
+            raise NoReplicaError(
+                f"rollout: replica {', '.join(problems)}; requests need verified weights of version"
+                f" {self.current_version}."
             )
-            raise NoReplicaError(f"rollout: replica {said}; requests need verified weights of version {self.current}.")

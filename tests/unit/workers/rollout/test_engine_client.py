@@ -20,7 +20,7 @@ from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.helper_processes import silent_peer
 from verl.workers.rollout import engine_client as module
-from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.engine_host import CollectedOutputs
 from verl.workers.rollout.errors import EngineLostError
@@ -47,7 +47,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def generate(client: EngineClient, name: str, group: str = "p", prompt: int = 1) -> list[int]:
-    with recording(Record(group=group)):
+    with tracing(CallTrace(group=group)):
         return (await client.generate(name, prompt_ids=[prompt, 2], sampling_params={})).token_ids
 
 
@@ -194,12 +194,12 @@ def gates() -> Any:
         gated.close()
 
 
-def first_record(**known: Any) -> Record:
-    return Record(key=5, group="p", prompt_ids=[10], **known)
+def first_record(**known: Any) -> CallTrace:
+    return CallTrace(key=5, group="p", prompt_ids=[10], **known)
 
 
-def start(client: EngineClient, record: Record, prompt: list[int], count: int = 40) -> asyncio.Task[Any]:
-    with recording(record):
+def start(client: EngineClient, trace: CallTrace, prompt: list[int], count: int = 40) -> asyncio.Task[Any]:
+    with tracing(trace):
         call = client.generate("c", prompt_ids=prompt, sampling_params={"max_new_tokens": count})
         return asyncio.create_task(call)
 
@@ -213,16 +213,16 @@ def test_partial_outputs_are_read_without_interrupting_the_request(gates: Any):
 
     async def check() -> None:
         async with engine_client(gated.handle, params=LONG) as client:
-            record = first_record()
-            running = start(client, record, [10])
-            await until(lambda: client.first_outputs([record]) and gated.steps < 0)
-            current = (await client.current_first_outputs([record]))[record].token_ids
+            trace = first_record()
+            running = start(client, trace, [10])
+            await until(lambda: client.first_outputs([trace]) and gated.steps < 0)
+            current = (await client.current_first_outputs([trace]))[trace].token_ids
             assert current == WHOLE[: len(current)]
             assert 10 <= len(current) <= 12
-            await until(lambda: len(client.first_outputs([record])[record].token_ids) >= len(current) - 1)
+            await until(lambda: len(client.first_outputs([trace])[trace].token_ids) >= len(current) - 1)
             gated.opened.set()
             assert (await running).token_ids == WHOLE
-            assert client.first_outputs([record]) == await client.current_first_outputs([record]) == {}
+            assert client.first_outputs([trace]) == await client.current_first_outputs([trace]) == {}
 
     asyncio.run(check())
     assert gated.engine.unfinished == 0
@@ -237,10 +237,10 @@ def test_a_lost_request_resumes_on_another_replica_from_the_reported_tokens(gate
 
     async def check() -> None:
         async with engine_client(first.handle, second.handle, params=LONG, on_lost=lost.append) as client:
-            record = first_record()
-            running = start(client, record, [10])
-            await until(lambda: len(client.first_outputs([record]).get(record, Output()).token_ids) >= 5)
-            reported = client.first_outputs([record])[record].token_ids
+            trace = first_record()
+            running = start(client, trace, [10])
+            await until(lambda: len(client.first_outputs([trace]).get(trace, Output()).token_ids) >= 5)
+            reported = client.first_outputs([trace])[trace].token_ids
             first.handle.dead = True
             assert (await running).token_ids == WHOLE
             assert resumed[0].resume_from is not None
@@ -260,9 +260,9 @@ def test_a_loss_without_reported_tokens_keeps_what_the_request_was_resumed_from(
 
     async def check() -> None:
         async with engine_client(handles[0], params=PARAMS) as client:
-            record = first_record()
-            record.note([10], tokens(11, 12, 13))
-            running = start(client, record, [10])
+            trace = first_record()
+            trace.set_partial([10], tokens(11, 12, 13))
+            running = start(client, trace, [10])
             for before, after, engine in zip(handles, handles[1:], engines, strict=False):
                 await until(lambda engine=engine: engine.requests)
                 before.die()
@@ -283,17 +283,17 @@ def test_reported_partial_outputs_are_what_a_lost_request_resumes_from():
 
     async def check() -> list[list[int]]:
         async with engine_client(*handles, params=PARAMS) as client:
-            record, reports = first_record(), []
-            running = start(client, record, [10])
+            trace, reports = first_record(), []
+            running = start(client, trace, [10])
             await until(lambda: first.requests)
             first.partials[first.requests[0].id] = tokens(11, 12, 13)
-            await until(lambda: client.first_outputs([record]))
-            reports.append(client.first_outputs([record])[record].token_ids)
+            await until(lambda: client.first_outputs([trace]))
+            reports.append(client.first_outputs([trace])[trace].token_ids)
             handles[0].dead = True
             await until(lambda: second.requests)
             second.partials[second.requests[0].id] = tokens(11, 12, 93, 94)
-            await until(lambda: len(client.first_outputs([record])[record].token_ids) > 2)
-            reports.append(client.first_outputs([record])[record].token_ids)
+            await until(lambda: len(client.first_outputs([trace])[trace].token_ids) > 2)
+            reports.append(client.first_outputs([trace])[trace].token_ids)
             second.finish(second.requests[0].id, tokens(11, 12, 93, 94, 95))
             assert (await running).token_ids == [11, 12, 93, 94, 95]
             return reports
@@ -342,21 +342,21 @@ def test_a_second_call_with_the_same_prompt_is_another_sample():
 
     async def check() -> None:
         async with engine_client(HostHandle(engine), HostHandle(other), params=PARAMS) as client:
-            record = first_record()
-            record.note([10], tokens(9, 9))
-            first = start(client, record, [10])
+            trace = first_record()
+            trace.set_partial([10], tokens(9, 9))
+            first = start(client, trace, [10])
             await until(lambda: engine.requests)
-            with recording(record):
+            with tracing(trace):
                 call = client.generate("another", prompt_ids=[10], sampling_params={})
                 second = asyncio.create_task(call)
             await until(lambda: len(engine.requests) + len(other.requests) == 2)
             requests = [*engine.requests, *other.requests]
             assert len({request.params.key for request in requests}) == 2
             assert [request.resume_from and request.resume_from.token_ids for request in requests] == [[9, 9], None]
-            assert client.first_outputs([record])[record].token_ids == [9, 9]
+            assert client.first_outputs([trace])[trace].token_ids == [9, 9]
             second.cancel()
             await asyncio.wait([second])
-            assert client.first_outputs([record])[record].token_ids == [9, 9]
+            assert client.first_outputs([trace])[trace].token_ids == [9, 9]
             engine.finish(requests[0].id, tokens(9, 9, 4))
             assert (await first).token_ids == [9, 9, 4]
 
@@ -411,10 +411,10 @@ def test_a_replica_that_does_not_respond_is_left_out_of_current_outputs(monkeypa
 
     async def check() -> None:
         async with engine_client(Blocked(engine), params=PARAMS) as client:
-            record = first_record()
-            running = start(client, record, [10])
+            trace = first_record()
+            running = start(client, trace, [10])
             await until(lambda: engine.requests)
-            assert await client.current_first_outputs([record]) == {}
+            assert await client.current_first_outputs([trace]) == {}
             released.set()
             engine.finish(engine.requests[0].id, tokens(11))
             assert (await running).token_ids == [11]

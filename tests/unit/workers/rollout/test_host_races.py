@@ -71,7 +71,7 @@ def test_a_host_whose_engine_is_restarted_leaves_no_unfinished_work(engine):
     """Hang diagnosis would report its rows for the rest of the run, and its clients would wait for a reply."""
     worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     worker.rollout, worker.host, worker._make_room = engine, host_of(engine, "job"), lambda: None
-    engine.revive = lambda: True
+    engine.restart_if_dead = lambda: True
     worker._new_host = lambda: EngineHost(engine)
     failed = worker.host
     failed.submit("job", prompt_rows(["a", "b"]))

@@ -98,12 +98,12 @@ def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(ser
     server.breaks_at, server.weights = 7, "default"
     with pytest.raises(EngineDiedError, match=f"{server.url} was started anew: its weights are 'default', not 'verl-"):
         rollout.submit(requests(1))[0].result()
-    assert rollout.revive()
+    assert rollout.restart_if_dead()
     with pytest.raises(RuntimeError, match="no weights"):
         rollout.submit(requests(1))
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
     assert rollout.submit(requests(1))[0].result().token_ids == answer(PROMPTS[0], 40)
-    assert not rollout.revive()
+    assert not rollout.restart_if_dead()
 
 
 def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, monkeypatch):

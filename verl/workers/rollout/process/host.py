@@ -43,7 +43,7 @@ _OWN = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fa
 # These never wait: they run where messages are received, so that nothing overtakes them.
 _AT_ONCE = frozenset({"submit", "cancel", "abort", "resume_generation"})
 # These may wait, while others are called.
-_BESIDE = frozenset({"pause_generation", "rest", "load", "since"})
+_BESIDE = frozenset({"pause_generation", "wait_idle", "load", "since"})
 
 
 class Host:

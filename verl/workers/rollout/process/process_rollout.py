@@ -70,8 +70,8 @@ class ProcessRollout(BaseRollout):
     def resume_generation(self) -> None:
         self._engine.ask("resume_generation")
 
-    def rest(self) -> None:
-        self._engine.ask("rest")
+    def wait_idle(self) -> None:
+        self._engine.ask("wait_idle")
 
     # ---------------------------------------------------------------- weights
 
@@ -130,7 +130,7 @@ class ProcessRollout(BaseRollout):
     def load(self) -> Load:
         return self._engine.ask("load")
 
-    def revive(self) -> bool:
+    def restart_if_dead(self) -> bool:
         if self._engine.death is None:
             return False
         self._close_buffers()

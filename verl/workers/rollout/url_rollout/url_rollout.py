@@ -76,7 +76,7 @@ class URLRollout(EmbeddedRollout):
             )
         return super().submit(requests)
 
-    def revive(self) -> bool:
+    def restart_if_dead(self) -> bool:
         """Join a server again that was started anew."""
         self._server.server.wait_until_back()
         self._line.leave()

@@ -109,7 +109,7 @@ def test_cancelled_and_aborted_requests_end(hosted):
     hosted.abort(["r1"])
     assert aborted.result().finish_reason == "abort"
     assert kept.result().finish_reason == "length"
-    hosted.rest()
+    hosted.wait_idle()
     assert len(answers(hosted, requests(3))) == 3  # their names are free again
 
 
@@ -188,14 +188,14 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     assert not os.path.exists(f"/dev/shm/verl-{first}")
     with pytest.raises(EngineDiedError):
         hosted.submit(requests(1))
-    assert hosted.revive()
+    assert hosted.restart_if_dead()
     assert hosted.pid != first
     for each in (hosted, inside):
         InProcessTransfer(WholeModel(tiny_model(seed=8)), each).sync(version=11)
     assert answers(hosted, requests(2)) == answers(inside, requests(2))
     futures = hosted.submit([*requests(1, tokens=450), Request(BREAKS, [5], SamplingParams())])
     fail_with("AcceleratorError: CUDA error: an illegal memory access", futures)
-    assert hosted.revive()
+    assert hosted.restart_if_dead()
     members = [hosted.pid, *children(hosted.pid)]
     hosted.close()
     assert "was killed by SIGKILL" in Path(log).read_text(), "what was named stays"

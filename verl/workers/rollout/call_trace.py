@@ -1,8 +1,8 @@
-"""Record: the model calls of one trajectory, with their outputs.
+"""CallTrace: the model calls of one trajectory, with their outputs.
 
-`current()` returns the record of the running trajectory from a context variable, which asyncio tasks of an agent loop
-inherit. The sampling noise of a call depends on its number in the trajectory, not on its `request_id`, so that a run is
-reproducible.
+`current_trace()` returns the trace of the running trajectory from a context variable, which asyncio tasks of an agent
+loop inherit. The sampling noise of a call depends on its number in the trajectory, not on its `request_id`, so that a
+run is reproducible.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from verl.types.request import Output, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["Call", "Context", "Partial", "Record", "current", "recording"]
+__all__ = ["CallTrace", "ModelCall", "PartialCall", "PromptContext", "current_trace", "tracing"]
 
 
 @dataclass(slots=True)
-class Call:
+class ModelCall:
     """One model call: its prompt and output."""
 
     prompt_ids: list[int]
@@ -34,7 +34,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Partial:
+class PartialCall:
     """The partial output of an unfinished model call."""
 
     prompt_ids: list[int]
@@ -42,7 +42,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class PromptContext:
     """The context that a prompt belongs to."""
 
     start: int
@@ -65,9 +65,9 @@ class _Contexts:
         self._lengths: list[int] = []
         """Lengths of the prefixes, ascending, without duplicates."""
         self._starts: dict[bytes, int] = {}
-        """`Context.start` by the digest of a prefix."""
+        """`PromptContext.start` by the digest of a prefix."""
 
-    def of(self, prompt_ids: Sequence[int]) -> Context:
+    def of(self, prompt_ids: Sequence[int]) -> PromptContext:
         """The context with the longest matching prefix, or a new one."""
         digest, hashed, start = hashlib.blake2b(digest_size=16), 0, len(prompt_ids)
         tokens = memoryview(array("i", prompt_ids))
@@ -77,10 +77,10 @@ class _Contexts:
             digest.update(tokens[hashed:length])
             start, hashed = self._starts.get(digest.digest(), start), length
         digest.update(tokens[hashed:])
-        return Context(start, len(prompt_ids), digest)
+        return PromptContext(start, len(prompt_ids), digest)
 
-    def add(self, context: Context, answer: Sequence[int]) -> None:
-        first, prefix = array("i", answer[:1]), context.digest.copy()
+    def add(self, context: PromptContext, response: Sequence[int]) -> None:
+        first, prefix = array("i", response[:1]), context.digest.copy()
         prefix.update(first)
         self._starts.setdefault(prefix.digest(), context.start)
         length = context.length + len(first)
@@ -89,26 +89,26 @@ class _Contexts:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class CallTrace:
     """The model calls of one trajectory, in the order in which they finished."""
 
     key: int = 0
     """Noise key of the first call, equal to that of a single-turn row."""
     group: str = ""
     """The uid of the prompt: first calls of a group share their prompt."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     """Finished calls."""
-    asked: int = 0
+    started: int = 0
     """Number of calls that were started: of `next_key` calls."""
-    most: int | None = None
+    max_response: int | None = None
     """Maximum number of response tokens of a context, if less than the run's limit."""
-    partial: Partial | None = None
+    partial: PartialCall | None = None
     """Partial output of the first call, to resume from: of a lost replica, or of an earlier process."""
     prompt_ids: list[int] | None = None
     """The row's prompt: only a first call with this prompt can be resumed by another process. None: any prompt."""
     params: SamplingParams | None = None
     """Sampling parameters of the trajectory's job; None: those of the client."""
-    templated: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
+    rendered_messages: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
     """Messages that the loop rendered with `apply_chat_template`, by the resulting token ids."""
     _contexts: _Contexts = field(default_factory=_Contexts, init=False, repr=False)
 
@@ -117,8 +117,8 @@ class Record:
             self._contexts.add(self.context_of(call.prompt_ids), call.output.token_ids)
 
     @classmethod
-    def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
-        """An empty record of the trajectory `sample_index` of a prompt in a step."""
+    def of(cls, seed: int, step: int, uid: str, sample_index: int) -> CallTrace:
+        """An empty trace of the trajectory `sample_index` of a prompt in a step."""
         return cls(sample_keys(seed, step, uid, sample_index), uid)
 
     @property
@@ -130,16 +130,17 @@ class Record:
     def num_preempted(self) -> int:
         return sum(call.output.preemptions for call in self.calls)
 
-    def context_of(self, prompt_ids: Sequence[int]) -> Context:
+    def context_of(self, prompt_ids: Sequence[int]) -> PromptContext:
         """The context of an earlier call, if `prompt_ids` begin with its prompt and the first token of its response;
         otherwise a new context, even if they begin with an earlier prompt."""
         return self._contexts.of(prompt_ids)
 
-    def left(self, context: Context, most: int) -> int:
-        """The number of response tokens that may follow the prompt of `context`, at `most` response tokens per
+    def remaining_tokens(self, context: PromptContext, max_response: int) -> int:
+        """The number of response tokens that may follow the prompt of `context`, at `max_response` response tokens per
         context."""
-        most = most if self.most is None else min(most, self.most)
-        return most - (context.length - context.start)
+        if self.max_response is not None:
+            max_response = min(max_response, self.max_response)
+        return max_response - (context.length - context.start)
 
     def add(
         self,
@@ -147,49 +148,49 @@ class Record:
         output: Output,
         seconds: float = 0.0,
         end_ids: frozenset[int] = frozenset(),
-        context: Context | None = None,
+        context: PromptContext | None = None,
     ) -> None:
         """Append a finished call. `end_ids`: tokens at which the engine stops. `context`: that of `prompt_ids`, if the
         caller has it."""
-        self.calls.append(Call(prompt_ids, output, seconds, end_ids))
+        self.calls.append(ModelCall(prompt_ids, output, seconds, end_ids))
         self._contexts.add(context or self.context_of(prompt_ids), output.token_ids)
 
     def add_without_room(self, prompt_ids: list[int]) -> None:
         """Append a call without output tokens, because its context or its token budget was full."""
         self.add(prompt_ids, Output(finish_reason="length"))
 
-    def note(self, prompt_ids: list[int], output: Output) -> None:
+    def set_partial(self, prompt_ids: list[int], output: Output) -> None:
         """Store the partial output of the first call, whose prompt is `prompt_ids`."""
-        self.partial = Partial(prompt_ids, output)
+        self.partial = PartialCall(prompt_ids, output)
 
-    def resumed(self, prompt_ids: list[int]) -> Output | None:
+    def partial_for(self, prompt_ids: list[int]) -> Output | None:
         """The partial output that the call of the last `next_key` resumes from: only the first call has one. A later
         call with the same prompt is a new sample."""
-        partial = self.partial if self.asked == 1 else None
+        partial = self.partial if self.started == 1 else None
         return partial.output if partial is not None and partial.prompt_ids == prompt_ids else None
 
     def next_key(self) -> int:
         """Noise key of the next call: different for every call, and the same in every run."""
-        number, self.asked = self.asked, self.asked + 1
+        number, self.started = self.started, self.started + 1
         if number == 0:
             return self.key
         identity = f"{self.key}/{number}".encode()
         return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
 
 
-_CURRENT: ContextVar[Record | None] = ContextVar("verl_agent_record", default=None)
+_CURRENT: ContextVar[CallTrace | None] = ContextVar("verl_call_trace", default=None)
 
 
-def current() -> Record | None:
-    """The record of the running trajectory; None outside of a trajectory."""
+def current_trace() -> CallTrace | None:
+    """The trace of the running trajectory; None outside of a trajectory."""
     return _CURRENT.get()
 
 
 @contextmanager
-def recording(record: Record) -> Iterator[Record]:
-    """Context in which `current()` is this record, also in tasks that are started inside."""
-    token = _CURRENT.set(record)
+def tracing(trace: CallTrace) -> Iterator[CallTrace]:
+    """Context in which `current_trace()` is this trace, also in tasks that are started inside."""
+    token = _CURRENT.set(trace)
     try:
-        yield record
+        yield trace
     finally:
         _CURRENT.reset(token)
