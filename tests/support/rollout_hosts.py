@@ -102,7 +102,7 @@ def add_partials(known: dict[str, Output], pieces: Mapping[str, Output], rows: D
     """Join reported pieces, as the RolloutManager does."""
     lengths = dict(zip(names_of(rows), rows.batch["attention_mask"].sum(-1).tolist(), strict=True))
     for name, piece in pieces.items():
-        known[name] = join_outputs(known.get(name), piece, lengths[name])
+        known[name] = join_outputs([known[name], piece] if name in known else [piece], lengths[name])
 
 
 def open_host(engine: Any, job: str, rows: DataProto, partials: Any = None, **meta: Any) -> EngineHost:

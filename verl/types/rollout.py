@@ -59,8 +59,6 @@ class Headers:
 class HostReply:
     """Reply of a host to `collect`. The tensor columns of finished rows are returned beside it."""
 
-    host: str
-    """Id of the host; a restarted process has a host with another id."""
     job: str | None = None
     """The job of the headers; None: no trajectory finished."""
     headers: Headers | None = None

@@ -163,7 +163,7 @@ def test_reported_partial_outputs_join_to_the_beginning_of_the_output(
         reply, _ = two.host.collect(two.host.id, 0.01, True)
         for name, piece in reply.partials.get("job", {}).items():
             reports += 1
-            known[name] = join_outputs(known.get(name), piece)
+            known[name] = join_outputs([known[name], piece] if name in known else [piece])
     slow.go_on.set()
     assert all(whole[name][: len(part.token_ids)] == part.token_ids for name, part in known.items())
 
@@ -235,7 +235,7 @@ def test_a_call_for_an_earlier_host_gets_nothing(two: House, task: dict[str, str
     (current,) = two.agents.open_host(two.handles)
     assert current != earlier
     reply, _ = two.host.collect(earlier, 30.0, False)
-    assert (reply.host, reply.closed) == (earlier, True)
+    assert reply.closed
 
 
 def test_requests_of_a_lost_replica_resume_and_those_without_any_wait_for_open_host(

@@ -123,7 +123,7 @@ def store_trajectories(
     rows = job.pack(trajectories, empty_experts(policy.model, policy.rollout))
     objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
     stored, bundle = bundle_rows(rows)
-    reply = HostReply("", headers=Headers.of(trajectories), objects=objects)
+    reply = HostReply(headers=Headers.of(trajectories), objects=objects)
     return finished_trajectories(reply, with_bundle(stored, ray.put(bundle) if use_ray else bundle))
 
 

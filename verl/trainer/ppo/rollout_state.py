@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.handle import RankHandle
 from verl.trainer.ppo.finished_rows import FinishedTrajectory
 from verl.types.request import Output
-from verl.workers.rollout.partial_outputs import join_parts
+from verl.workers.rollout.partial_outputs import join_outputs
 
 __all__ = ["HostLoss", "HostState", "Kind", "ManagedJob", "OnFinished", "SubmittedRow", "trajectory_names"]
 
@@ -39,7 +39,7 @@ class SubmittedRow:
 
     @property
     def partial(self) -> Output | None:
-        return join_parts(list(self.parts), self.prompt_length) if self.parts else None
+        return join_outputs(list(self.parts), self.prompt_length) if self.parts else None
 
 
 @dataclass(slots=True, eq=False)

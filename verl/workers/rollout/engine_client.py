@@ -393,7 +393,10 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
 def _resume_point(request: Request, reported: Output | None) -> Output:
     """The output that a lost request resumes from: its own `resume_from`, then the reported tokens except the last,
     which may have ended the response."""
-    return join_outputs(request.resume_from, resumable(reported or Output()), len(request.prompt_ids))
+    parts = [resumable(reported or Output())]
+    if request.resume_from is not None:
+        parts.insert(0, request.resume_from)
+    return join_outputs(parts, len(request.prompt_ids))
 
 
 def _flush(replica: _Replica) -> None:
@@ -404,7 +407,8 @@ def _flush(replica: _Replica) -> None:
 
 def _add_partials(replica: _Replica, partials: Mapping[str, Output]) -> None:
     for name in partials.keys() & replica.waiting.keys():
-        replica.partials[name] = join_outputs(replica.partials.get(name), partials[name])
+        earlier = [replica.partials[name]] if name in replica.partials else []
+        replica.partials[name] = join_outputs([*earlier, partials[name]])
 
 
 def _token_output(output: Output) -> TokenOutput:

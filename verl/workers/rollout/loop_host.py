@@ -121,7 +121,7 @@ class LoopHost(ABC):
             if self._finished_job() is not None:
                 self._changed.wait_for(lambda: host_id != self.id or self._all_finished(), self._coalesce_s)
             if host_id != self.id:
-                return HostReply(host_id, closed=True), None
+                return HostReply(closed=True), None
             job = self._finished_job()
             finished: list[RolloutTask] = []
             if job is not None:
@@ -133,12 +133,7 @@ class LoopHost(ABC):
             partials = {name: self._new_partials(running) for name, running in list(self._jobs.items())}
             self._next_partials = time.monotonic() + _PARTIALS_S
         reply = HostReply(
-            self.id,
-            partials=partials,
-            failure=self._failure,
-            lost_replica=lost,
-            closed=self._closed,
-            pulses=pulses(),
+            partials=partials, failure=self._failure, lost_replica=lost, closed=self._closed, pulses=pulses()
         )
         if job is None or not finished:
             return reply, None

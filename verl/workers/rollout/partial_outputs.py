@@ -10,27 +10,15 @@ import numpy as np
 from verl.types.request import Output, SamplingParams
 from verl.types.routed_experts import join_pieces
 
-__all__ = ["join_outputs", "join_parts", "output_since", "resumable", "unfinished_part"]
+__all__ = ["join_outputs", "output_since", "resumable", "unfinished_part"]
 
 
-def join_outputs(first: Output | None, then: Output, prompt: int | None = None) -> Output:
-    """Join two consecutive parts of an output. `prompt`: the prompt's length, if `first` is the beginning of the
-    output."""
-    if first is None:
-        return then
-    joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)
-    unknown = [math.nan] * (len(first.token_ids) - len(first.sampled_log_probs))
-    joined.sampled_log_probs = first.sampled_log_probs + unknown + then.sampled_log_probs
-    rows = 0 if first.routed_experts is None else len(first.routed_experts)
-    if prompt is not None and first.token_ids:
-        rows = prompt + len(first.token_ids) - 1
-    joined.routed_experts = join_pieces(first.routed_experts, rows, then.routed_experts)
-    return joined
+def join_outputs(parts: Sequence[Output], prompt_length: int | None = None) -> Output:
+    """Join consecutive parts of an output, in time linear in its length.
 
-
-def join_parts(parts: Sequence[Output], prompt: int) -> Output:
-    """Join all consecutive parts of an output, from its first token on, in time linear in its length. `prompt`: the
-    prompt's length."""
+    `prompt_length`: the length of the prompt, if the parts begin with the first token of the output; tokens whose
+    experts were not reported then get unknown experts.
+    """
     if len(parts) == 1:
         return parts[0]
     joined = Output(
@@ -42,20 +30,22 @@ def join_parts(parts: Sequence[Output], prompt: int) -> Output:
         joined.sampled_log_probs += part.sampled_log_probs
         if part is not parts[-1]:
             joined.sampled_log_probs += [math.nan] * (len(part.token_ids) - len(part.sampled_log_probs))
-    joined.routed_experts = _joined_experts(parts, prompt)
+    joined.routed_experts = _joined_experts(parts, prompt_length)
     return joined
 
 
-def _joined_experts(parts: Sequence[Output], prompt: int) -> np.ndarray | None:
+def _joined_experts(parts: Sequence[Output], prompt_length: int | None) -> np.ndarray | None:
     """[tokens, layers, k]; None if no part has any."""
     pieces: list[np.ndarray] = []
     tokens = rows = 0
     for part in parts:
-        start = prompt + tokens - 1 if tokens else 0
+        start = rows
+        if prompt_length is not None:
+            start = prompt_length + tokens - 1 if tokens else 0
         tokens += len(part.token_ids)
         if part.routed_experts is None:
             continue
-        if rows != start:  # tokens whose experts are not known, or known again
+        if rows != start:  # experts of earlier tokens are unknown, or reported twice
             known = join_pieces(np.concatenate(pieces) if pieces else None, start, part.routed_experts[:0])
             pieces = [] if known is None else [known]
         pieces.append(part.routed_experts)
@@ -63,12 +53,12 @@ def _joined_experts(parts: Sequence[Output], prompt: int) -> np.ndarray | None:
     return np.concatenate(pieces) if pieces else None
 
 
-def output_since(output: Output, start: int, prompt: int) -> Output:
-    """The part of an output from token `start` on; `prompt`: the prompt's length."""
+def output_since(output: Output, start: int, prompt_length: int) -> Output:
+    """The part of an output from token `start` on."""
     part = Output(output.token_ids[start:], output.log_probs[start:], output.versions[start:])
     part.sampled_log_probs = output.sampled_log_probs[start:]
     if output.routed_experts is not None:
-        part.routed_experts = output.routed_experts[0 if start == 0 else prompt + start - 1 :]
+        part.routed_experts = output.routed_experts[0 if start == 0 else prompt_length + start - 1 :]
     return part
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from verl.types.request import Output
-from verl.workers.rollout.partial_outputs import join_outputs, join_parts, resumable
+from verl.workers.rollout.partial_outputs import join_outputs, resumable
 
 PROMPT = 5
 
@@ -36,8 +36,8 @@ def test_parts_joined_at_once_are_those_joined_one_by_one(seed):
         parts[0] = resumable(part_of(0, len(parts[0].token_ids) + 1, True, True))
     if chance.random() < 0.3:
         parts.insert(0, Output())
-    expected = functools.reduce(lambda first, then: join_outputs(first, then, PROMPT), parts)
-    joined = join_parts(parts, PROMPT)
+    expected = functools.reduce(lambda first, then: join_outputs([first, then], PROMPT), parts)
+    joined = join_outputs(parts, PROMPT)
     assert joined.token_ids == expected.token_ids
     assert (joined.log_probs, joined.versions) == (expected.log_probs, expected.versions)
     np.testing.assert_array_equal(joined.sampled_log_probs, expected.sampled_log_probs)
@@ -52,6 +52,6 @@ def test_parts_joined_at_once_are_those_joined_one_by_one(seed):
 def test_joining_many_parts_takes_time_linear_in_their_number():
     parts = [part_of(60 * number, 60, False, True) for number in range(500)]
     started = time.perf_counter()
-    joined = join_parts(parts, PROMPT)
+    joined = join_outputs(parts, PROMPT)
     assert joined.token_ids == list(range(30_000))
     assert time.perf_counter() - started < 1.0
