@@ -1,8 +1,8 @@
 """Runs inside the sandbox: executes a solution on tests, each in a process of its own, and reports the outcomes.
 
-Expected outputs are not known here. Statements to execute (assertions) are: they are read and executed by a judge
-process, one per test, while the solution runs in a candidate process that shares only a channel for plain data with it.
-This process forks both and never reads a judge's test, so no candidate has any of it in its memory.
+Expected outputs are not known here. Statements to execute (assertions) are: a judge process reads and executes them,
+while the solution runs in a candidate process, one per test, that shares only a channel for plain data with the judge.
+This process forks both. It reads no statements before the last candidate is forked, so no candidate inherits any.
 
 stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
 test. stdout: a line of JSON per test. `code_bundle` sends this file with the modules that it imports.
@@ -42,7 +42,7 @@ from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
 _LAST_LINES = 3
-_MAX_VERDICT = 1 << 16
+_READ_SIZE = 1 << 16
 _prelude: dict[str, Any] = {}
 Outcome = dict[str, Any]
 
@@ -58,16 +58,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     protect()
     gc.freeze()
-    judge_path = installed_path()
+    judged = JudgedTests(solution)
     end = time.monotonic() + job["budget"]
-    for kind in job["kinds"]:
+    for number, kind in enumerate(job["kinds"], 1):
         left = min(job["timeout"], end - time.monotonic())
         if left <= 0:
             write_line({"status": "timeout"})
             continue
         with fresh_folder():
             if kind == "judged":
-                outcome = run_judged(solution, judge_path, left)
+                outcome = judged.run(left, last=number == len(job["kinds"]))
             else:
                 outcome = run_alone(solution, read_block(), left)
         write_line(outcome)
@@ -88,25 +88,25 @@ def fresh_folder() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_block() -> Any:
-    return json.loads(read_exactly(int(read_exactly(10))))
+def read_block(source: int = 0) -> Any:
+    return json.loads(read_exactly(source, int(read_exactly(source, 10))))
 
 
-def read_exactly(count: int) -> bytes:
+def read_exactly(source: int, count: int) -> bytes:
     """Read no byte more: the next block must not be in the memory of a process that this one forks."""
     received = b""
     while len(received) < count:
-        part = os.read(0, count - len(received))
+        part = os.read(source, count - len(received))
         if not part:
             raise EOFError("the tests end early")
         received += part
     return received
 
 
-def write_line(outcome: Outcome) -> None:
+def write_line(outcome: Outcome, target: int = 1) -> None:
     line = memoryview(json.dumps(outcome).encode() + b"\n")
     while line:
-        line = line[os.write(1, line) :]
+        line = line[os.write(target, line) :]
 
 
 def fork(action: Callable[[], None]) -> int:
@@ -127,38 +127,60 @@ def fork(action: Callable[[], None]) -> int:
 # ---------------------------------------------------------------- a judge and a candidate
 
 
-def run_judged(solution: CodeType, path: list[str], seconds: float) -> Outcome:
-    """One test: the judge reads it from stdin and reports the verdict over a pipe of its own."""
-    deadline = time.monotonic() + seconds
-    ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()
-    judge = fork(lambda: be_judge(ours.fileno(), writing, path, solution, deadline))
-    os.close(writing)
-    driver = os.getpid()
-    candidate = fork(lambda: be_candidate(theirs.fileno(), [driver, judge], solution, seconds))
-    ours.close()
-    theirs.close()
-    try:
-        verdict = read_verdict(reading, deadline)
-    finally:
-        os.close(reading)
-        kill_all([judge, candidate])
-    return verdict
+class JudgedTests:
+    """Runs tests that have a judge: a candidate process per test, and one judge process for all of them.
+
+    A judge that does not finish a test is replaced. If there is only one test, this process is its judge.
+    """
+
+    def __init__(self, solution: CodeType) -> None:
+        self._solution = solution
+        self._path = installed_path()
+        self._judge: int | None = None
+        self._control: socket.socket  # to the judge: a test to execute; from it: the verdict
+
+    def run(self, seconds: float, last: bool) -> Outcome:
+        """Run the next test in the working directory. `last`: no other test follows."""
+        deadline = time.monotonic() + seconds
+        if self._judge is None and not last:
+            self._start_judge()
+        ours, theirs = socket.socketpair()
+        judges = [os.getpid()] if self._judge is None else [os.getpid(), self._judge]
+        candidate = fork(lambda: be_candidate(theirs.fileno(), judges, self._solution, seconds))
+        theirs.close()
+        with ours:
+            if self._judge is None:
+                return judge_here(ours.fileno(), candidate, self._path, self._solution, deadline)
+            with contextlib.suppress(OSError):  # a judge that was killed: no verdict
+                request = json.dumps([os.getcwd(), deadline]).encode()
+                socket.send_fds(self._control, [request], [ours.fileno()])
+        verdict = read_verdict(self._control.fileno(), deadline)
+        if verdict["status"] == "timeout" or verdict.pop("judge_ended", False):
+            kill_all([candidate, self._judge])
+            self._control.close()
+            self._judge = None
+        else:
+            kill_all([candidate], spared=[self._judge])
+        return verdict
+
+    def _start_judge(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._judge = fork(lambda: be_judge(theirs, self._path, self._solution))
+        theirs.close()
 
 
-def read_verdict(reading: int, deadline: float) -> Outcome:
+def read_verdict(control: int, deadline: float) -> Outcome:
     received = b""
-    while (left := deadline - time.monotonic()) > 0 and len(received) < _MAX_VERDICT:
-        if not select.select([reading], [], [], left)[0]:
-            break
-        part = os.read(reading, _MAX_VERDICT)
+    while not received.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        part = os.read(control, _READ_SIZE) if left > 0 and select.select([control], [], [], left)[0] else b""
         if not part:
             break
         received += part
     if time.monotonic() > deadline:  # also for a verdict that arrived while this process was stopped
         return {"status": "timeout"}
     if not received.endswith(b"\n"):
-        return {"status": "error", "error": "the judge ended without a verdict"}
+        return {"status": "error", "error": "the judge ended without a verdict", "judge_ended": True}
     verdict: Outcome = json.loads(received)
     return verdict
 
@@ -169,30 +191,79 @@ def installed_path() -> list[str]:
     return [path for path in sys.path if path and os.path.realpath(path) != here]
 
 
-def be_judge(channel: int, writing: int, path: list[str], solution: CodeType, deadline: float) -> None:
-    block = read_block()
-    keep_descriptors([channel, writing])
+def be_judge(control: socket.socket, path: list[str], solution: CodeType) -> None:
+    """Execute a test for every channel that arrives; its statements are the next block of stdin."""
+    blocks = os.dup(0)
+    keep_descriptors([control.fileno(), blocks])
     sys.path[:] = path
+
+    def report(outcome: Outcome) -> None:
+        control.sendall(json.dumps(outcome).encode() + b"\n")
+
+    while True:
+        request, channels, _, _ = socket.recv_fds(control, _READ_SIZE, 1)
+        if not request:
+            return
+        folder, deadline = json.loads(request)
+        os.chdir(folder)
+        report(judge(channels[0], read_block(blocks), solution, deadline, report))
+        os.close(channels[0])
+
+
+def judge_here(channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float) -> Outcome:
+    """Be the judge of the only test."""
+    block = read_block()
+    results = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    sys.path[:] = path
+
+    def report(outcome: Outcome) -> None:
+        kill_all([candidate])
+        outcome.pop("judge_ended", None)
+        write_line(outcome if time.monotonic() <= deadline else {"status": "timeout"}, results)
+
+    def on_deadline(*_: object) -> NoReturn:
+        report({"status": "timeout"})
+        os._exit(0)
+
+    signal.signal(signal.SIGALRM, on_deadline)
+    signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-6))
+    outcome = judge(channel, block, solution, deadline, report)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    kill_all([candidate])
+    os.dup2(results, 1)
+    return outcome if time.monotonic() <= deadline else {"status": "timeout"}
+
+
+def judge(
+    channel: int, test: dict[str, Any], solution: CodeType, deadline: float, report: Callable[[Outcome], None]
+) -> Outcome:
+    """Execute one test. A candidate that breaks the protocol ends this process after `report`."""
     protected = False
 
-    def report(outcome: Outcome) -> NoReturn:
-        os.write(writing, json.dumps({**outcome, "protected": protected}).encode()[: _MAX_VERDICT - 1] + b"\n")
+    def end(outcome: Outcome) -> NoReturn:
+        report({**outcome, "protected": protected, "judge_ended": True})
         os._exit(0)
 
     def not_plain() -> NoReturn:
         """Execute the test beside the solution. `protected` says so: its score is labelled as forgeable."""
         nonlocal protected
         protected = False
-        report(run_alone(solution, {"kind": "assert", "most": 64}, deadline - time.monotonic(), block))
+        end(run_alone(solution, {"kind": "assert", "most": 64}, deadline - time.monotonic(), test))
 
-    judge = Judge(channel, lambda reason: report({"status": "error", "error": reason[:1000]}), not_plain)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the test may replace and close it
+    judge = Judge(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
     protected = judge.hello()
     try:
-        execute_test(judge, block, _prelude)
+        execute_test(judge, test, _prelude)
     except BaseException as error:  # noqa: BLE001 - whatever a test raises, it has failed
         lines = traceback.format_exception_only(type(error), error)
-        report({"status": "error", "error": f"{type(error).__name__}: " + lines[-1][:1000]})
-    report({"status": "done", "report": block["token"]})
+        outcome = {"status": "error", "error": f"{type(error).__name__}: " + lines[-1][:1000]}
+    else:
+        outcome = {"status": "done", "report": test["token"]}
+    return {**outcome, "protected": protected}
 
 
 def be_candidate(channel: int, judges: list[int], solution: CodeType, seconds: float) -> None:

@@ -110,8 +110,8 @@ def keep_descriptors(kept: Iterable[int]) -> None:
         first = descriptor + 1
 
 
-def kill_all(pids: Iterable[int]) -> None:
-    """Kill these children, what they started and what was orphaned, and wait for them."""
+def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
+    """Kill these children, the processes they started, and all other children except `spared`; wait for them."""
     targets = set(pids)
     end = time.monotonic() + _KILL_SECONDS
     while targets and time.monotonic() < end:
@@ -120,7 +120,7 @@ def kill_all(pids: Iterable[int]) -> None:
                 os.killpg(pid, signal.SIGKILL)
         if not all([_killed(pid) for pid in targets]):
             return
-        targets = _children()
+        targets = _children() - set(spared)
 
 
 def _killed(pid: int) -> bool:
