@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing import connection
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
@@ -145,10 +143,12 @@ def ended_how(code: int | None) -> str:
 def watch_workers(on_end: Callable[[str], None]) -> None:
     """Of the processes that this one has started by `multiprocessing` so far, `on_end` is told of the first that ends,
     and how, in a thread of its own. Whoever has started them waits for them as before."""
+    import multiprocessing.connection  # here: its exit function would slow down every program of the sandbox
+
     workers = multiprocessing.active_children()
 
     def run() -> None:
-        ended = connection.wait([worker.sentinel for worker in workers])
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers])
         worker = next(worker for worker in workers if worker.sentinel in ended)
         for _ in range(20):
             if worker.exitcode is not None:

@@ -4,8 +4,11 @@
 `available()` says what this host can isolate; `python -m verl.utils.sandbox` prints it.
 """
 
-from verl.utils.sandbox.outcome import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
-from verl.utils.sandbox.runner import Sandbox, Session, available
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.utils.sandbox.outcome import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
+    from verl.utils.sandbox.runner import Sandbox, Session, available
 
 __all__ = [
     "REQUIRE",
@@ -18,3 +21,12 @@ __all__ = [
     "Status",
     "available",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the zygote imports this package, and every module it has imported slows its forks down."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.utils.sandbox import outcome, runner
+
+    return getattr(runner if name in ("Sandbox", "Session", "available") else outcome, name)
