@@ -49,13 +49,16 @@ class CodeSettings:
     def limits(self) -> Limits:
         return Limits(wall_s=self.wall_s, memory_mb=self.memory_mb)
 
-    def runner(self) -> Runner:
-        """That of this process, started at first use; it ends with the process."""
-        return _client(self.url, self.max_concurrent) if self.url else self.sandbox()
+    def runner(self, modules: Mapping[str, str] | None = None) -> Runner:
+        """The runner of this process, started at first use; it ends with the process.
 
-    def sandbox(self) -> Sandbox:
-        """The local one, of this process as well."""
-        return _sandbox(self.require, self.warm, os.getpid())
+        `modules`: sources of modules that programs find imported in a local sandbox.
+        """
+        return _client(self.url, self.max_concurrent) if self.url else self.sandbox(modules)
+
+    def sandbox(self, modules: Mapping[str, str] | None = None) -> Sandbox:
+        """The local sandbox of this process."""
+        return _sandbox(self.require, self.warm, tuple((modules or {}).items()), os.getpid())
 
     def check(self) -> str:
         """Where code runs and what isolates it, in words; a ValueError says why it cannot run."""
@@ -80,8 +83,8 @@ def _client(url: str, max_concurrent: int) -> SandboxClient:
 
 
 @functools.lru_cache
-def _sandbox(require: str, warm: int, _: int) -> Sandbox:
-    return Sandbox(require=require, warm=warm)
+def _sandbox(require: str, warm: int, modules: tuple[tuple[str, str], ...], _: int) -> Sandbox:
+    return Sandbox(require=require, warm=warm, modules=dict(modules))
 
 
 _settings = CodeSettings()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.utils.code_runner import CodeSettings
-from verl.utils.reward_score.code_bundle import program
+from verl.utils.reward_score import code_bundle
 from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
 from verl.utils.reward_score.registry import register_score
 from verl.utils.sandbox import Limits, Result
@@ -111,9 +111,8 @@ def _python_outcomes(
     blocks = [job, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
     limits = replace(settings.limits, output_bytes=_MOST_OUTPUT)
-    # A server may have another Python, which does not read the compiled form.
-    text, files = program(compiled=settings.url is None)
-    result = _ran(settings, text, "python", stdin, limits, files)
+    program = code_bundle.driver_program(preloaded=settings.url is None)
+    result = _ran(settings, program, "python", stdin, limits)
     told = list(_lines(result.stdout))[: len(tests)]
     if told and told[-1]["status"] == "syntax":
         return [told[-1]] * len(tests)
@@ -149,15 +148,9 @@ def _other_outcomes(
         yield {"status": status, "output": result.stdout}
 
 
-def _ran(
-    settings: CodeSettings,
-    code: str,
-    language: str,
-    stdin: str,
-    limits: Limits,
-    files: Mapping[str, bytes] | None = None,
-) -> Result:
-    result = settings.runner().run(code, language, stdin=stdin, files=files, limits=limits)
+def _ran(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
+    runner = settings.runner({code_bundle.NAME: code_bundle.driver_source()})
+    result = runner.run(code, language, stdin=stdin, limits=limits)
     if result.status == "refused":
         raise RuntimeError(f"the sandbox does not run this code: {result.stderr}")
     return result

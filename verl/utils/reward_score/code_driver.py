@@ -5,7 +5,7 @@ while the solution runs in a candidate process, one per test, that shares only a
 This process forks both. It reads no statements before the last candidate is forked, so no candidate inherits any.
 
 stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
-test. stdout: a line of JSON per test. `code_bundle` sends this file with the modules that it imports.
+test. stdout: a line of JSON per test. `code_bundle` combines this file with the modules that it imports.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from typing import *
 _LAST_LINES = 3
 _READ_SIZE = 1 << 16
 _prelude: dict[str, Any] = {}
+exec(PRELUDE, _prelude)  # at import: the process of every test inherits it
 Outcome = dict[str, Any]
 
 
 def main() -> None:
-    exec(PRELUDE, _prelude)  # imported once, inherited by every test's process
     job = read_block()
     try:
         solution = compile(job["solution"], "solution.py", "exec")

@@ -49,8 +49,8 @@ class Sandbox:
 
     `require`: the least isolation, one of `REQUIRE`; IsolationMissing where the host has less. `warm`: processes that
     wait ready. `concurrency`: how many of `submit` run at once (0: one for each core). `read`: paths that programs may
-    read besides the installed ones. `preload`: modules that Python programs find imported. `cgroup`: let the kernel
-    count memory and processes where this process may create a cgroup. Safe to share by threads.
+    read besides the installed ones. `modules`: name and source of modules that Python programs find imported.
+    `cgroup`: let the kernel count memory and processes where this process may create a cgroup. Thread-safe.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Sandbox:
         warm: int = 2,
         concurrency: int = 0,
         read: Sequence[str] = (),
-        preload: Sequence[str] = (),
+        modules: Mapping[str, str] | None = None,
         cgroup: bool = True,
     ) -> None:
         self.limits = limits
         self._require = require
         self._warm = warm
-        self._options: dict[str, Any] = {"read": list(read), "preload": list(preload), "cgroup": cgroup}
+        self._options: dict[str, Any] = {"read": list(read), "modules": modules or {}, "cgroup": cgroup}
         self._concurrency = concurrency or available_cores()
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -275,7 +275,9 @@ class Session:
 class _Zygote:
     """The process that forks the runs; it ends when the socket to it is closed, also by the end of this process."""
 
-    def __init__(self, probe: bool, read: Sequence[str] = (), preload: Sequence[str] = (), cgroup: bool = True) -> None:
+    def __init__(
+        self, probe: bool, read: Sequence[str] = (), modules: Mapping[str, str] | None = None, cgroup: bool = True
+    ) -> None:
         if sys.platform != "linux":
             raise RuntimeError("the local sandbox needs Linux; elsewhere, use a sandbox server (sandbox_fusion.url)")
         self._control, theirs = socket.socketpair()
@@ -292,7 +294,7 @@ class _Zygote:
         self._owner = os.getpid()
         self._control.settimeout(_START_SECONDS)
         try:
-            options = {"probe": probe, "read": list(read), "preload": list(preload), "cgroup": cgroup}
+            options = {"probe": probe, "read": list(read), "modules": modules or {}, "cgroup": cgroup}
             wire.send(self._control, {**options, "temporary": tempfile.gettempdir()})
             found, _, _ = wire.receive(self._control)
         except (EOFError, OSError) as error:

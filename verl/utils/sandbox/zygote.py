@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from verl.utils import process_tree
@@ -55,9 +56,11 @@ def main(control_fd: int) -> None:
     options, _, _ = wire.receive(control)
     parent = os.getppid()
     process_tree.adopt_orphans()
-    for name in (*_PRELOAD.split(), *options["preload"]):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    for name in _PRELOAD.split():
+        importlib.import_module(name)
+    for name, source in options["modules"].items():
+        sys.modules[name] = ModuleType(name)
+        exec(compile(source, f"{name}.py", "exec"), sys.modules[name].__dict__)
     paths = tuple(room.readable(options["read"], options["temporary"]))
     socket_bytes()  # of the host's network namespace
     cgroups, reason = _open_cgroups(options["cgroup"])

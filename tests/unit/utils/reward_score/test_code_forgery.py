@@ -14,7 +14,7 @@ from tests.support.code_rewards.forgeries import FORGERIES
 from tests.support.code_rewards.solutions import CASES
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score.code import compute_score
-from verl.utils.reward_score.code_bundle import program
+from verl.utils.reward_score.code_bundle import driver_program
 from verl.utils.reward_score.code_tests import read_tests
 from verl.utils.sandbox import REQUIRE, available
 
@@ -143,7 +143,7 @@ def f(x):
     blocks = [{**job, "stop_at_failure": False}, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text):10d}{text}" for text in map(json.dumps, blocks))
     done = subprocess.run(
-        [sys.executable, "-c", program(compiled=False)[0]],
+        [sys.executable, "-c", driver_program(preloaded=False)],
         input=stdin,
         capture_output=True,
         text=True,
