@@ -1,4 +1,4 @@
-"""Estimators and losses by name: the rows of `verl.config.names`, and those a user's file adds by decorator."""
+"""Estimators and policy losses by name; a file adds one by decorator (`verl.config.extensions`)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _filter_groups(config: PPOConfig, report: Report) -> None:
 
 def _truncated_responses(config: PPOConfig, report: Report) -> None:
     wanted, estimator = config.algorithm.truncated_responses, config.algorithm.adv_estimator
-    reads_values = estimator not in names.ADV_ESTIMATORS or names.estimator_traits(estimator).critic  # a user's may
+    reads_values = names.estimator_traits(estimator).needs_critic is not False
     if wanted == "bootstrap" and not (config.critic.enable and reads_values):
         why = f"needs the values of a critic, and algorithm.adv_estimator = {estimator} reads none"
         fix = "Set it to mask or keep, or algorithm.adv_estimator=gae"

@@ -213,7 +213,7 @@ def _model_rules() -> Iterator[Rule]:
 
 
 def _table_rules(
-    choice: str, rows: Mapping[str, names.Estimator] | Mapping[str, names.Loss], below: str
+    choice: str, rows: Mapping[str, names.EstimatorTraits] | Mapping[str, names.LossTraits], below: str
 ) -> Iterator[Rule]:
     """Keys that only some rows of a table read. What is not in the table is the user's own, and may read anything."""
     for key in dict.fromkeys(key for row in rows.values() for key in row.reads):

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.compose import alternatives, default_tree, default_values, groups
 from verl.config.convert import Converter, leaves
+from verl.config.extensions import read_user_declarations
 from verl.config.overrides import read_override
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
@@ -111,6 +112,7 @@ def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], repo
     kind.old_spellings(values, report)
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
+    read_user_declarations(values.get("external_libs") or ())
     config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
     config.changed = _changed_keys(config, defaults, kind.yaml)
     kind.resolve(config, report)

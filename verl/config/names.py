@@ -1,103 +1,60 @@
-"""What comes with verl and is chosen by name: one row each, which configuration, documents and registries read.
-
-A new estimator, policy loss, reward manager or tracker is its file and its row here.
-"""
+"""Names that the configuration knows, and the traits of what they select."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Estimator:
-    """An estimator of advantages. A user's own may do anything: `OWN_ESTIMATOR`."""
-
-    at: str
-    compares: bool = False
-    """It compares the answers to one prompt with each other: one answer alone says nothing."""
-    critic: bool = False
-    """It needs a critic's values."""
-    reads: tuple[str, ...] = ()
-    """Keys below `algorithm` that only such estimators read; one that reads gamma discounts over tokens."""
-
-
-def _estimator(place: str, **traits: object) -> Estimator:
-    return Estimator(f"verl.algos.advantage.{place}", **traits)  # type: ignore[arg-type]
-
-
-OWN_ESTIMATOR = Estimator("")
-ADV_ESTIMATORS = {
-    "gae": _estimator("gae:compute_gae_advantage_return", critic=True, reads=("gamma", "lam")),
-    "grpo": _estimator("grpo:compute_grpo_outcome_advantage", compares=True, reads=("norm_adv_by_std_in_grpo",)),
-    "grpo_passk": _estimator(
-        "grpo_passk:compute_grpo_passk_outcome_advantage", compares=True, reads=("norm_adv_by_std_in_grpo",)
-    ),
-    "reinforce_plus_plus": _estimator(
-        "reinforce_plus_plus:compute_reinforce_plus_plus_outcome_advantage", reads=("gamma",)
-    ),
-    "reinforce_plus_plus_baseline": _estimator(
-        "reinforce_plus_plus_baseline:compute_reinforce_plus_plus_baseline_outcome_advantage", compares=True
-    ),
-    "rloo": _estimator("rloo:compute_rloo_outcome_advantage", compares=True),
-    "opo": _estimator("opo:compute_opo_outcome_advantage", compares=True),
-    "remax": _estimator("remax:compute_remax_outcome_advantage"),
-    "gpg": _estimator("gpg:compute_gpg_outcome_advantage", compares=True),
-    "gdpo": _estimator("gdpo:compute_gdpo_outcome_advantage", compares=True, reads=("gdpo.*",)),
-}
-
-
-def estimator_traits(name: str) -> Estimator:
-    """What is known of an estimator; of a user's own, nothing."""
-    return ADV_ESTIMATORS.get(name, OWN_ESTIMATOR)
-
-
-_USUAL_CLIP = (0.2, 0.2)
+from verl.config.extensions import ExtensionTable, Traits
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A policy loss and the values of its paper, for keys of the actor that the user has not set."""
+class EstimatorTraits(Traits):
+    """Traits of an advantage estimator (`register_adv_est`)."""
 
-    at: str
-    paper: str
-    """arXiv."""
-    loss_agg_mode: str
-    clip: tuple[float, float] | None = None
-    """Distances of the ratio from 1, down and up; None: the loss does not clip it."""
+    uses_groups: bool = False
+    """It compares the answers to one prompt with each other: a group of one has no advantage."""
+    needs_critic: bool | None = False
+    """It needs the values of a critic; None: not known."""
     reads: tuple[str, ...] = ()
-    """Keys below the actor that only this loss reads."""
+    """Keys below `algorithm` that only estimators with this trait read. One that reads gamma discounts over tokens."""
+
+
+ADV_ESTIMATORS = ExtensionTable("algos.advantage", "register_adv_est", EstimatorTraits)
+_UNKNOWN_ESTIMATOR = EstimatorTraits("", needs_critic=None)
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """Traits of an estimator; a user's that declares none may use groups, values and every key."""
+    return ADV_ESTIMATORS.of(name, _UNKNOWN_ESTIMATOR)
+
+
+_DEFAULT_CLIP = (0.2, 0.2)
+
+
+@dataclass(frozen=True)
+class LossTraits(Traits):
+    """Traits of a policy loss (`register_policy_loss`): values of its paper, for keys that the user has not set."""
+
+    paper: str = ""
+    """arXiv number."""
+    loss_agg_mode: str = "token-mean"
+    clip: tuple[float, float] | None = _DEFAULT_CLIP
+    """Distances of the clip bounds from a ratio of 1, below and above; None: the loss does not clip the ratio."""
+    reads: tuple[str, ...] = ()
+    """Keys below the actor that only losses with this trait read."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Those distances; where nothing is clipped, the usual ones, which nobody reads."""
-        return self.clip or _USUAL_CLIP
+        """`clip`, or the default of PPO for a loss that does not read it."""
+        return self.clip or _DEFAULT_CLIP
 
 
-def _loss(
-    name: str, paper: str, loss_agg_mode: str, clip: tuple[float, float] | None = None, reads: tuple[str, ...] = ()
-) -> Loss:
-    return Loss(f"verl.algos.policy_loss.{name}:compute_policy_loss_{name}", paper, loss_agg_mode, clip, reads)
+POLICY_LOSSES = ExtensionTable("algos.policy_loss", "register_policy_loss", LossTraits)
 
 
-# In the order in which they are listed to users. A weight that is clipped at 1 - 1 has no lower bound.
-POLICY_LOSSES = {
-    "vanilla": _loss("vanilla", "1707.06347", "token-mean", _USUAL_CLIP, ("clip_ratio_c",)),
-    "gspo": _loss("gspo", "2507.18071", "seq-mean-token-mean", (3e-4, 4e-4)),
-    # 2506.13585 tunes the upper bound of the weight and names none; 5 is that of ScaleRL (2510.13786).
-    "cispo": _loss("cispo", "2506.13585", "token-mean", (1.0, 4.0)),
-    "sapo": _loss("sapo", "2511.20347", "seq-mean-token-mean", reads=("policy_loss.tau_*",)),
-    "gpg": _loss("gpg", "2504.02546", "token-mean"),
-    "clip_cov": _loss("clip_cov", "2505.22617", "token-mean", _USUAL_CLIP, ("policy_loss.clip_cov_*",)),
-    "kl_cov": _loss(
-        "kl_cov", "2505.22617", "token-mean", reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
-    ),
-    "geo_mean": _loss("geo_mean", "2507.20673", "seq-mean-token-mean", (0.4, 0.4)),
-}
-
-
-def loss_traits(name: str) -> Loss:
-    """Those of a loss; a loss of the user's own starts from the usual ones."""
-    return POLICY_LOSSES.get(name, POLICY_LOSSES["vanilla"])
+def loss_traits(name: str) -> LossTraits:
+    """Traits of a policy loss; a user's that declares none has those of PPO."""
+    return POLICY_LOSSES.of(name, POLICY_LOSSES["vanilla"])
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _precisions(config: PPOConfig) -> None:
 def _sampling(config: PPOConfig, report: Report) -> None:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     if rollout.n is None:
-        compares = names.estimator_traits(estimator).compares and config.distillation.has_advantages
+        compares = names.estimator_traits(estimator).uses_groups and config.distillation.has_advantages
         rollout.n = DEFAULT_GROUP_SIZE if compares else 1
         if compares:
             report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
@@ -209,7 +209,7 @@ def _expert_sizes(config: PPOConfig) -> None:
 def _critic(config: PPOConfig) -> None:
     critic = config.critic
     if critic.enable is None:
-        reads_values = names.estimator_traits(config.algorithm.adv_estimator).critic
+        reads_values = bool(names.estimator_traits(config.algorithm.adv_estimator).needs_critic)
         critic.enable = reads_values and config.distillation.has_advantages
     if critic.ppo_mini_batch_size is None:
         critic.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size

@@ -76,16 +76,16 @@ def _estimator(config: PPOConfig, report: Report) -> None:
         return  # it is not asked
     traits = names.estimator_traits(estimator)
     uses = ("algorithm.adv_estimator",)
-    if traits.compares and n == 1:
+    if traits.uses_groups and n == 1:
         why = f"{estimator} compares the answers to one prompt, and one answer has nothing to compare with"
         report.problem(f"{ROLLOUT}.n", n, why, "Set it to 4 or more, or algorithm.adv_estimator=gae", uses)
     if config.algorithm.filter_groups.enable and n == 1:
         why = "groups of one answer are always equal and would all be dropped"
         report.problem("algorithm.filter_groups.enable", True, why, f"Set {ROLLOUT}.n to 4 or more", (f"{ROLLOUT}.n",))
-    if traits.critic and not config.critic.enable:
+    if traits.needs_critic and not config.critic.enable:
         why = f"algorithm.adv_estimator = {estimator} needs the critic's values"
         report.problem("critic.enable", False, why, "Leave it out, or set algorithm.adv_estimator=grpo", uses)
-    if estimator in names.ADV_ESTIMATORS and not traits.critic and config.critic.enable:
+    if traits.needs_critic is False and config.critic.enable:
         report.notice(f"critic.enable = True: the critic is trained, but {estimator} does not use its values.")
     gamma, length = config.algorithm.gamma, config.data.max_response_length
     if "gamma" in traits.reads and gamma**length < _TINY_DISCOUNT:

@@ -1,4 +1,4 @@
-"""Registry: things chosen by name. Ours are rows of a table, imported when asked for; users add theirs by decorator."""
+"""Registry: functions and classes by name. Built-in ones are imported on first use; users add theirs by decorator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Row(Protocol):
-    """What comes with verl under a name; its other attributes are traits that configuration and documents read."""
+    """A built-in entry; its other attributes are traits that configuration and documents read."""
 
     @property
     def at(self) -> str:
@@ -33,8 +33,8 @@ class Registry(MutableMapping[str, T]):
         self._rows = dict(rows)
         self._loaded: dict[str, T] = {}
 
-    def register(self, name: str | Enum) -> Callable[[T], T]:
-        """`@register("mine")`: the function or class is found under that name from now on."""
+    def register(self, name: str | Enum, **traits: Any) -> Callable[[T], T]:
+        """`@register("mine")` adds a function or class. `verl.config.extensions` reads the traits from the source."""
         name = _text(name)
 
         def add(thing: T) -> T:
@@ -49,7 +49,7 @@ class Registry(MutableMapping[str, T]):
         return add
 
     def lookup(self, name: str | Enum) -> T:
-        """What has that name; a ValueError says which there are."""
+        """The entry of that name; the ValueError for an unknown one lists all names."""
         name = _text(name)
         if name not in self:
             near = closest(name, self)

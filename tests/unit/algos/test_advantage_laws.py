@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from verl.algos import estimate_advantages
 from verl.config import names
 
-GROUPED = tuple(name for name, row in names.ADV_ESTIMATORS.items() if row.compares)
+GROUPED = tuple(name for name, row in names.ADV_ESTIMATORS.items() if row.uses_groups)
 # The last step of these divides by a spread over the whole batch.
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 EXAMPLES = settings(max_examples=8)

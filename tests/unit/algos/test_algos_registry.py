@@ -181,7 +181,7 @@ def test_an_estimator_with_kwargs_gets_everything_that_is_there():
 
 
 def test_ours_are_imported_when_asked_for_and_keep_their_names():
-    registry: Registry = Registry("algorithm.adv_estimator", {"gae": names.Estimator("no_such_module:function")})
+    registry: Registry = Registry("algorithm.adv_estimator", {"gae": names.EstimatorTraits("no_such_module:function")})
     assert list(registry) == ["gae"]
     assert "gae" in registry
     with pytest.raises(ValueError, match=r"'gae' is taken by no_such_module\.function"):

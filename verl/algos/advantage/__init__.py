@@ -1,4 +1,4 @@
-"""From rewards to advantages: one file per estimator, whose row in `verl.config.names` makes it known."""
+"""From rewards to advantages: one file per estimator, which declares its name and traits."""
 
 from verl.algos.advantage.estimate import AdvantageEstimator, estimate_advantages, takes_argument
 

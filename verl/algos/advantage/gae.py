@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from verl.algos.registry import register_adv_est
 from verl.algos.returns import batch_major, scan_back, time_major, where_model
 from verl.algos.types import Advantages
 from verl.algos.whiten import whiten_
 
 
+@register_adv_est("gae", needs_critic=True, reads=("gamma", "lam"))
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
     values: torch.Tensor,

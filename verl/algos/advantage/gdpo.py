@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from verl.algos.groups import Groups, Index
+from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
 _ROUNDING = 1e-6
 
 
+@register_adv_est("gdpo", uses_groups=True, reads=("gdpo.*",))
 def compute_gdpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from verl.algos.groups import Groups, Index
+from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 from verl.config import AlgorithmConfig, as_config
 
 
+@register_adv_est("grpo", uses_groups=True, reads=("norm_adv_by_std_in_grpo",))
 def compute_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

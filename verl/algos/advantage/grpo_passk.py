@@ -6,9 +6,11 @@ import torch
 
 from verl.algos.advantage.grpo import divide_by_std
 from verl.algos.groups import Groups, Index
+from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
 
+@register_adv_est("grpo_passk", uses_groups=True, reads=("norm_adv_by_std_in_grpo",))
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

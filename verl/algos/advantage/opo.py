@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from verl.algos.groups import Groups, Index
+from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
 
+@register_adv_est("opo", uses_groups=True)
 def compute_opo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

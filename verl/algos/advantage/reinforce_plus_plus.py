@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from verl.algos.registry import register_adv_est
 from verl.algos.returns import discounted_returns
 from verl.algos.types import Advantages, AlgorithmLike
 from verl.algos.whiten import whiten_
 from verl.config import AlgorithmConfig, as_config
 
 
+@register_adv_est("reinforce_plus_plus", reads=("gamma",))
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from verl.algos.groups import Groups, Index
+from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 from verl.algos.whiten import whiten_
 
 
+@register_adv_est("reinforce_plus_plus_baseline", uses_groups=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from verl.algos.registry import register_adv_est
 from verl.algos.returns import discounted_returns, keep
 from verl.algos.types import Advantages, AlgorithmLike
 
 
+@register_adv_est("remax")
 def compute_remax_outcome_advantage(
     token_level_rewards: torch.Tensor,
     reward_baselines: torch.Tensor,

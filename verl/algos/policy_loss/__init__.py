@@ -1,1 +1,1 @@
-"""From advantages to a loss: one file per policy loss, whose row in `verl.config.names` makes it known."""
+"""From advantages to a loss: one file per policy loss, which declares its name and traits."""

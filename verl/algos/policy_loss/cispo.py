@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import finish, loss_config, policy_terms
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+# The paper tunes the upper bound of the weight and names none; 5 is that of ScaleRL (2510.13786). A weight that is
+# clipped at 1 - 1 has no lower bound.
+@register_policy_loss("cispo", paper="2506.13585", loss_agg_mode="token-mean", clip=(1.0, 4.0))
 def compute_policy_loss_cispo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

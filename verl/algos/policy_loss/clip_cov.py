@@ -12,9 +12,13 @@ from verl.algos.policy_loss.common import (
     policy_terms,
     share_of_tokens,
 )
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+@register_policy_loss(
+    "clip_cov", paper="2505.22617", loss_agg_mode="token-mean", clip=(0.2, 0.2), reads=("policy_loss.clip_cov_*",)
+)
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import finish, loss_config, policy_terms
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 from verl.utils.torch_functional import masked_mean
 
 
+@register_policy_loss("geo_mean", paper="2507.20673", loss_agg_mode="seq-mean-token-mean", clip=(0.4, 0.4))
 def compute_policy_loss_geo_mean(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import finish, loss_config, policy_terms
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+@register_policy_loss("gpg", paper="2504.02546", loss_agg_mode="token-mean", clip=None)
 def compute_policy_loss_gpg(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

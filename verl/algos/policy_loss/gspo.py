@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import clipped_surrogate, finish, loss_config, policy_terms
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 from verl.utils.torch_functional import masked_mean
 
 
+@register_policy_loss("gspo", paper="2507.18071", loss_agg_mode="seq-mean-token-mean", clip=(0.0003, 0.0004))
 def compute_policy_loss_gspo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

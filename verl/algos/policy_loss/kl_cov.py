@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import covariance, finish, loss_config, policy_terms, share_of_tokens
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+@register_policy_loss(
+    "kl_cov",
+    paper="2505.22617",
+    loss_agg_mode="token-mean",
+    clip=None,
+    reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+)
 def compute_policy_loss_kl_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

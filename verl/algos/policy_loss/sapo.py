@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 
 from verl.algos.policy_loss.common import finish, loss_config, policy_terms
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+@register_policy_loss(
+    "sapo", paper="2511.20347", loss_agg_mode="seq-mean-token-mean", clip=None, reads=("policy_loss.tau_*",)
+)
 def compute_policy_loss_sapo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -6,9 +6,13 @@ import torch
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, loss_config, policy_terms, token_mean
+from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
+@register_policy_loss(
+    "vanilla", paper="1707.06347", loss_agg_mode="token-mean", clip=(0.2, 0.2), reads=("clip_ratio_c",)
+)
 def compute_policy_loss_vanilla(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -1,0 +1,79 @@
+"""Traits of extensions are read from their files without importing them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from verl.config import ConfigError, load_config, names
+from verl.config.extensions import read_user_declarations
+
+REQUIRED = ("data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m")
+ESTIMATOR = """
+import torch_is_not_needed_to_read_this
+from verl.algos import register_adv_est
+
+@register_adv_est("{name}", uses_groups=True, needs_critic=False)
+def compute_mine(token_level_rewards, response_mask, index):
+    return token_level_rewards, token_level_rewards
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module that nothing has imported; returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> str:
+        name = f"extension_{abs(hash((str(tmp_path), source)))}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
+
+
+def test_traits_of_a_users_estimator_are_known_before_its_module_is_imported(module):
+    name = module(ESTIMATOR.format(name="mine_with_groups"))
+    config = load_config({"external_libs": [name]}, ["algorithm.adv_estimator=mine_with_groups"], check_files=False)
+    assert config.actor_rollout_ref.rollout.n > 1
+    assert config.critic.enable is False
+    assert name not in sys.modules
+
+
+def test_a_rule_about_a_trait_holds_for_a_users_estimator(module):
+    name = module(ESTIMATOR.format(name="mine_in_groups_of_one"))
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            {"external_libs": [name]},
+            ["algorithm.adv_estimator=mine_in_groups_of_one", "actor_rollout_ref.rollout.n=1", *REQUIRED],
+            check_files=False,
+        )
+    assert "actor_rollout_ref.rollout.n" in str(error.value)
+
+
+def test_an_estimator_without_traits_may_do_anything(module):
+    read_user_declarations([module('@register_adv_est("plain")\ndef compute_plain(): ...\n')])
+    assert names.estimator_traits("plain") == names.estimator_traits("never declared")
+
+
+def test_an_unknown_trait_names_the_file_and_the_known_ones(module):
+    name = module('@register_adv_est("typo", use_groups=True)\ndef compute_typo(): ...\n')
+    with pytest.raises(ValueError, match=rf"{name}\.py.*use_groups.*uses_groups"):
+        read_user_declarations([name])
+
+
+def test_a_trait_that_is_no_literal_names_the_line(module):
+    name = module('KEYS = ()\n@register_adv_est("computed", reads=KEYS)\ndef compute_computed(): ...\n')
+    with pytest.raises(ValueError, match=rf"{name}\.py: line 2"):
+        read_user_declarations([name])
+
+
+def test_a_module_that_does_not_exist_is_left_to_the_import():
+    read_user_declarations(["no_such_package.module", "json.no_such_module"])
+
+
+def test_reading_the_tables_imports_no_torch():
+    code = "import sys; from verl.config import names; assert names.ADV_ESTIMATORS['gae'].needs_critic; "
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

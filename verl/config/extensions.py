@@ -1,0 +1,120 @@
+"""Extensions: functions and classes that are chosen by name, with traits that the configuration reads.
+
+An extension (estimator, policy loss, reward manager, tracker, agent loop, rollout engine) is one file. A decorator
+declares its name and traits:
+
+    @register_adv_est("grpo", uses_groups=True, reads=("norm_adv_by_std_in_grpo",))
+    def compute_grpo_outcome_advantage(...): ...
+
+The configuration is validated before torch is imported, so this module parses the files instead of importing them:
+names and traits have to be literals. Modules of `external_libs` are read in the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+_VERL = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the configuration knows about an extension. Subclasses have a field per trait, with a default."""
+
+    at: str
+    """`module:attribute`."""
+
+
+T = TypeVar("T", bound=Traits)
+_TABLES: list[ExtensionTable[Any]] = []
+
+
+class ExtensionTable(dict[str, T], Generic[T]):
+    """Traits of the extensions in a package of verl, by name. `of` also knows those that users declare."""
+
+    def __init__(self, package: str, decorator: str, traits: type[T]) -> None:
+        self._decorator, self._traits = decorator, traits
+        self._users: dict[str, T] = {}
+        for file in sorted((_VERL / package.replace(".", "/")).glob("*.py")):
+            self.update(self._declared(file, f"verl.{package}.{file.stem}"))
+        _TABLES.append(self)
+
+    def of(self, name: str, default: T) -> T:
+        """Traits of a built-in extension, or of a user's that declares any; otherwise `default`."""
+        return self.get(name) or self._users.get(name, default)
+
+    def add_users(self, file: Path, module: str) -> None:
+        """Read the declarations of a user's module. One without traits declares nothing."""
+        for name, traits in self._declared(file, module).items():
+            if traits != self._traits(traits.at):
+                self._users[name] = traits
+
+    def _declared(self, file: Path, module: str) -> dict[str, T]:
+        source = file.read_text(encoding="utf-8")
+        if f"{self._decorator}(" not in source:
+            return {}
+        known = [field.name for field in fields(self._traits) if field.name != "at"]
+        declared = {}
+        for name, attribute, traits in _declarations(source, file, self._decorator):
+            if unknown := sorted(traits.keys() - set(known)):
+                raise ValueError(
+                    f"{file}: @{self._decorator}({name!r}) has no trait {unknown[0]!r}. Known: {', '.join(known)}."
+                )
+            declared[name] = self._traits(f"{module}:{attribute}", **traits)
+        return declared
+
+
+def read_user_declarations(modules: Iterable[str]) -> None:
+    """Read the traits that users' modules declare, without importing them. Modules that do not exist are skipped."""
+    for module in modules:
+        file = _file_of(module)
+        if file is not None:
+            for table in _TABLES:
+                table.add_users(file, module)
+
+
+def _file_of(module: str) -> Path | None:
+    """The source file of a module; its packages are not imported."""
+    first, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = [Path(folder).joinpath(*rest) for folder in spec.submodule_search_locations or ()]
+    candidates = [path for folder in folders for path in (folder.with_suffix(".py"), folder / "__init__.py")]
+    if not rest and spec.origin is not None:
+        candidates = [Path(spec.origin)]
+    return next((path for path in candidates if path.suffix == ".py" and path.is_file()), None)
+
+
+def _declarations(source: str, file: Path, decorator: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, attribute, traits) of every decorated function and class at the top level of a file."""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:
+        return  # reported with its line where the module is imported
+    for node in statements:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        for call in node.decorator_list:
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if called != decorator:
+                continue
+            try:
+                name = ast.literal_eval(call.args[0])
+                traits = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}: line {call.lineno}: name and traits of @{decorator} must be literals, because they are "
+                    "read without importing the file."
+                ) from error
+            yield name, node.name, traits
