@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-from verl.utils.process_tree import children, family
+from verl.utils.process_tree import children, with_descendants
 
 _PROGRAM = "verl.trainer.main_ppo"
 _FORK_SERVER = "verl.utils.process_pool.fork_server"
@@ -18,7 +18,7 @@ _RAY_OTHERS = ("dashboard.py", "log_monitor.py", "monitor.py", "ray::DashboardAg
 def by_kind(first: int, actor_ranks: Collection[int] | None) -> dict[str, list[int]]:
     """Process ids by kind; `first` is what the user started, `actor_ranks` those that hold training state."""
     found: dict[str, list[int]] = defaultdict(list)
-    for pid in family(first):
+    for pid in with_descendants(first):
         kind = _kind(pid, first, actor_ranks)
         if kind is not None:
             found[kind].append(pid)
@@ -89,7 +89,7 @@ def left_of(before: Collection[int]) -> list[str]:
         if pid not in before and state_of(pid) == "Z":
             os.waitpid(pid, 0)
     left = [pid for pid in children(os.getpid()) if pid not in before and state_of(pid) not in (None, "Z")]
-    return [f"{pid} {' '.join(words_of(pid))[:80]}" for child in left for pid in family(child)]
+    return [f"{pid} {' '.join(words_of(pid))[:80]}" for child in left for pid in with_descendants(child)]
 
 
 def _stat(pid: int) -> list[str] | None:

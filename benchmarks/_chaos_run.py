@@ -18,7 +18,7 @@ from _chaos_faults import LAYOUTS, Fault
 from _chaos_processes import by_kind, identity, send, state_of, words_of
 from _chaos_watch import STARTING, Checkpoints, Notes, Place
 
-from verl.utils.process_tree import end_with_parent, family, kill_family
+from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
 ROOT = Path(__file__).parents[1]
 REWARD = '''
@@ -105,13 +105,13 @@ class Run:
                 env=environment,
                 cwd=self.folder,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def start_again(self) -> None:
         """By hand."""
         self.hands += 1
-        kill_family(self.process.pid)
+        kill_tree(self.process.pid)
         self.process.wait()
         self.start()
 
@@ -133,7 +133,7 @@ class Run:
             self.notes.look()
 
     def close(self) -> None:
-        kill_family(self.process.pid)
+        kill_tree(self.process.pid)
         self.process.wait()
         self.checkpoints.close()
         self.notes.look()
@@ -147,7 +147,7 @@ class Run:
         pid = rng.choice(self._processes(fault.target))
         last = next(note for note in reversed(self.notes.all) if "phase" in note)
         outcome = Outcome(fault, self.layout, pid, last["step"], last["phase"], self.checkpoints.newest())
-        alive = {identity(member) for member in family(self.process.pid)[1:]} - {None}
+        alive = {identity(member) for member in with_descendants(self.process.pid)[1:]} - {None}
         said_before, self.newest_at_last_fault = self.log.stat().st_size, outcome.saved
         moment = time.monotonic()
         if not send(pid, fault.signal):
@@ -278,7 +278,9 @@ class Run:
 
     def _keep_evidence(self, what: object) -> None:
         lines = [f"{what}", ""]
-        lines += [f"{pid} {state_of(pid)} {' '.join(words_of(pid))[:120]}" for pid in family(self.process.pid)]
+        lines += [
+            f"{pid} {state_of(pid)} {' '.join(words_of(pid))[:120]}" for pid in with_descendants(self.process.pid)
+        ]
         (self.folder / f"hang-{self.hands}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
 
 

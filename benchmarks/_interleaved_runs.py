@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from verl.utils.process_tree import kill_family
+from verl.utils.process_tree import kill_tree
 
 _ACCEPT_TIMEOUT_S = 0.5
 _EXIT_TIMEOUT_S = 60.0
@@ -78,7 +78,7 @@ class InterleavedRuns:
     def __exit__(self, *error: Any) -> None:
         for run in self._runs.values():
             if run.process is not None and run.process.poll() is None:
-                kill_family(run.process.pid)
+                kill_tree(run.process.pid)
                 run.process.wait()
         self._listener.close()
         self._scratch.cleanup()

@@ -14,7 +14,7 @@ import torch
 from _overlap_profile import covered
 from _training_work import Work
 
-from verl.utils.process_tree import kill_family
+from verl.utils.process_tree import kill_tree
 
 # Phases in their order; how many forward passes' worth of operations each needs.
 PHASES = {
@@ -99,7 +99,7 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], l
             return f"cut off after {limit:.0f} s"
         finally:
             if process.poll() is None:
-                kill_family(process.pid)
+                kill_tree(process.pid)
                 process.wait()
     if code:
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from _shapes import shape_config, write_model
 
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.tiny import tiny_tokenizer
@@ -45,7 +45,7 @@ class SFTWork:
         """What an update needs at least: no padding, no recomputation, the vocabulary only where a token is learned."""
         lengths = self.lengths()
         answers = lengths - lengths // 4
-        forward = SequenceCost.of_shape(self.model_config().to_dict())(lengths, answers).sum()
+        forward = SequenceCost.from_config(self.model_config().to_dict())(lengths, answers).sum()
         return float(3 * forward / lengths.sum())
 
     def title(self) -> str:

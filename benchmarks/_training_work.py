@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from _shapes import shape_config, write_model
 
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
@@ -70,7 +70,9 @@ class Work:
         its sequence.
         """
         answers = self.lengths(step).ravel()
-        return float(SequenceCost.of_shape(self.model_config().to_dict())(self.prompt_length + answers, answers).sum())
+        return float(
+            SequenceCost.from_config(self.model_config().to_dict())(self.prompt_length + answers, answers).sum()
+        )
 
     def title(self) -> str:
         lengths = np.concatenate([self.lengths(step).ravel() for step in range(1, self.steps)] or [self.lengths(0)])

@@ -41,7 +41,7 @@ from verl.planning.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import ClassWithInitArgs
 from verl.single_controller.local import LocalWorkerGroup
-from verl.utils.device_memory import memory_in_use
+from verl.utils.device import memory_in_use
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

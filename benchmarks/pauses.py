@@ -20,7 +20,7 @@ from _shapes import SHAPES, shape_config
 
 import verl.trainer.ppo.ray_trainer
 import verl.workers.fsdp_workers  # noqa: F401
-from verl.utils.collector import settle
+from verl.utils.resources import freeze_gc
 
 
 class Watch:
@@ -74,7 +74,7 @@ def main() -> None:
         watch = Watch()
         engine.generate(case, seed=0)
         rows = [measured("as it is", engine, case, options.rounds, watch)]
-        settle()
+        freeze_gc()
         rows.append(measured("settled", engine, case, options.rounds, watch))
         engine.close()
     report(f"{options.answers} answers of {options.tokens} tokens a round", rows, options.json)

@@ -220,13 +220,13 @@ def orphans(name: str) -> str:
 
 def hang(pool: Pool) -> None:
     """What `orphans` kills: a pool at work; it says the ids of its processes."""
-    from verl.utils.process_tree import family
+    from verl.utils.process_tree import with_descendants
 
     pool.submit(tasks.reward, "#### 1", "1").result()
     for _ in range(WORKERS):
         pool.submit(tasks.compute_for_ever)
     time.sleep(1.0)
-    sys.stdout.write(" ".join(map(str, family(os.getpid())[1:])) + "\n")
+    sys.stdout.write(" ".join(map(str, with_descendants(os.getpid())[1:])) + "\n")
     sys.stdout.flush()
     time.sleep(1000)
 

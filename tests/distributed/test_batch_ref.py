@@ -13,7 +13,7 @@ from tests.support.workers import Roller, prompt_length, response_length, rollou
 from verl.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.stored import traffic
-from verl.utils.nested import same
+from verl.utils.nested import deep_equal
 
 PROMPT, RESPONSE, PAD = 8, 16, 99
 
@@ -51,9 +51,9 @@ def assert_same(batch: DataProto, expected: DataProto) -> None:
     found = batch.fetch() if isinstance(batch, BatchRef) else batch
     assert set(found.batch.keys()) == set(expected.batch.keys())
     for key, value in expected.batch.items():
-        assert same(found.batch[key], value), key
+        assert deep_equal(found.batch[key], value), key
     for key, array in expected.non_tensor_batch.items():
-        assert same(found.non_tensor_batch[key], array), key
+        assert deep_equal(found.non_tensor_batch[key], array), key
     assert found.meta_info == expected.meta_info
 
 

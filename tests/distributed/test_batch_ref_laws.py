@@ -11,7 +11,7 @@ import torch
 from tests.support.workers import rollout_batch
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
-from verl.utils.nested import same
+from verl.utils.nested import deep_equal
 
 PROMPT, RESPONSE, PAD = 6, 10, 99
 SEQUENCE = {"input_ids", "attention_mask", "position_ids"}
@@ -47,9 +47,9 @@ def random_program(rng: random.Random, steps: int) -> None:
         fetched = stored.fetch()
         assert set(fetched.batch.keys()) == set(plain.batch.keys())
         for key, value in plain.batch.items():
-            assert same(fetched.batch[key], value.contiguous()), key
+            assert deep_equal(fetched.batch[key], value.contiguous()), key
         for key, array in plain.non_tensor_batch.items():
-            assert same(fetched.non_tensor_batch[key], array), key
+            assert deep_equal(fetched.non_tensor_batch[key], array), key
 
 
 def take(rng, plain, stored):

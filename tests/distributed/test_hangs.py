@@ -24,7 +24,7 @@ from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.status_line import Standing, StatusLine
 from verl.trainer.common.watch import HangWatch
-from verl.utils.process_tree import command_of, family, standstill
+from verl.utils.process_tree import command_line, why_not_running, with_descendants
 from verl.utils.progress import expect, tick
 from verl.utils.stacks import answer_stack_requests
 
@@ -121,18 +121,22 @@ def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_wai
     assert "Stuck[0], stack:\n    all_reduce (" in str(error)
     assert "update_actor of step 7 waits for " in caplog.text
     deadline = time.monotonic() + 120
-    while standstill(pid) == "stopped":
+    while why_not_running(pid) == "stopped":
         assert time.monotonic() < deadline, "it does not outlive the run"
         time.sleep(0.1)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_before_it_is_a_rank_is_named(cpu_pool):
-    before, over, stopped = set(family(os.getpid())), threading.Event(), []
+    before, over, stopped = set(with_descendants(os.getpid())), threading.Event(), []
 
     def stop_the_first() -> None:
         while not stopped and not over.wait(0.01):
-            new = [pid for pid in family(os.getpid()) if pid not in before and b"default_worker" in command_of(pid)]
+            new = [
+                pid
+                for pid in with_descendants(os.getpid())
+                if pid not in before and b"default_worker" in command_line(pid)
+            ]
             for pid in new[:1]:
                 os.kill(pid, signal.SIGSTOP)
                 stopped.append(pid)
@@ -236,7 +240,7 @@ def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, s
             keep_looking(poll)
         assert (caught.value.phase, caught.value.step) == ("rollout", 2)
         assert "the run waits for" in caplog.text
-        assert standstill(pid) != "stopped", "it does not outlive the run"
+        assert why_not_running(pid) != "stopped", "it does not outlive the run"
     finally:
         ray.kill(controller)
 

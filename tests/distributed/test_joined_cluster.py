@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from verl.utils.network import own_address
-from verl.utils.process_tree import kill_family
+from verl.utils.process_tree import kill_tree
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # Four GPUs that only Ray believes in, held until the process ends.
@@ -58,7 +58,7 @@ def environment() -> Iterator[dict[str, str]]:
         options += [f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
         head = subprocess.Popen([*RAY, "start", *options], env=found, stdout=subprocess.DEVNULL, start_new_session=True)
         yield found
-        kill_family(head.pid)
+        kill_tree(head.pid)
         head.wait()
 
 
@@ -101,5 +101,5 @@ def test_what_a_killed_driver_held_is_waited_for_and_comes_back(environment):
     try:
         assert late.communicate()[0] == "returned\n"
     finally:
-        kill_family(node.pid)
+        kill_tree(node.pid)
         node.wait()

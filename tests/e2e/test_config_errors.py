@@ -122,7 +122,7 @@ def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path, valid):
             said.append(done.stderr.splitlines()[-1])
         web.shutdown()
     assert f"at port {web.server_port} of 127.0.0.1 answers an HTTP server" in said[0]
-    assert f"at port {quiet_port} of 127.0.0.1 answers something that accepts connections and says nothing" in said[1]
+    assert f"at port {quiet_port} of 127.0.0.1 answers something that accepts connections and sends nothing" in said[1]
     assert "not Ray). Correct RAY_ADDRESS" in said[1]
     assert f"trainer.master_port = {web.server_port}: at 127.0.0.1 answers an HTTP server" in said[2]
     assert "Set another trainer.master_port" in said[2]

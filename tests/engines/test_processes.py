@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.engines.engines import EngineRow
-from verl.utils.process_tree import family, standstill
+from verl.utils.process_tree import why_not_running, with_descendants
 
 _PROGRAM = """
 import json, sys
@@ -36,9 +36,9 @@ def test_nothing_is_left_of_an_engine_whose_process_is_killed(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line == "built\n" for line in process.stdout)
-        members = family(process.pid)
+        members = with_descendants(process.pid)
         process.kill()
     deadline = time.monotonic() + 20
-    while left := [pid for pid in members if standstill(pid) not in ("gone", "ended")]:
+    while left := [pid for pid in members if why_not_running(pid) not in ("gone", "ended")]:
         assert time.monotonic() < deadline, f"{left} of {members} go on"
         time.sleep(0.1)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.utils.index_mix import BLOCK
-from verl.utils.weight_fingerprint import Place, fingerprints, tensor_fingerprint
+from verl.utils.weight_fingerprint import BLOCK, Placement, fingerprints, tensor_fingerprint
 
 pytestmark = pytest.mark.gpu
 
 CASES = {
-    "few": ((3,), Place()),
-    "block": ((BLOCK,), Place()),
-    "unaligned": ((9 * BLOCK + 3,), Place(17 * BLOCK + 9)),
-    "end of a block": ((2 * BLOCK,), Place(BLOCK - 1)),
-    "rows": ((50, 777), Place.of_part((50, 777), 0, 7, 100)),
-    "columns": ((100, 777), Place.of_part((100, 777), 1, 300, 2000)),
-    "narrow columns": ((3000, 5), Place.of_part((3000, 5), 1, 5, 10)),
-    "inner": ((4, 6, 500), Place.of_part((4, 6, 500), 1, 12, 24)),
-    "empty": ((0, 4), Place()),
-    "large": ((2000, 3000), Place()),
+    "few": ((3,), Placement()),
+    "block": ((BLOCK,), Placement()),
+    "unaligned": ((9 * BLOCK + 3,), Placement(17 * BLOCK + 9)),
+    "end of a block": ((2 * BLOCK,), Placement(BLOCK - 1)),
+    "rows": ((50, 777), Placement.of_shard((50, 777), 0, 7, 100)),
+    "columns": ((100, 777), Placement.of_shard((100, 777), 1, 300, 2000)),
+    "narrow columns": ((3000, 5), Placement.of_shard((3000, 5), 1, 5, 10)),
+    "inner": ((4, 6, 500), Placement.of_shard((4, 6, 500), 1, 12, 24)),
+    "empty": ((0, 4), Placement()),
+    "large": ((2000, 3000), Placement()),
 }
 
 
@@ -29,10 +28,10 @@ def test_they_are_the_cpus(dtype):
     drawn = {name: torch.randn(*shape) for name, (shape, _) in CASES.items()}
     tensors = {name: t > 0 if dtype == torch.bool else (t * 100).to(dtype) for name, t in drawn.items()}
     places = {name: place for name, (_, place) in CASES.items()}
-    expected = {name: int(tensor_fingerprint(tensor, place=places[name])) for name, tensor in tensors.items()}
+    expected = {name: int(tensor_fingerprint(tensor, placement=places[name])) for name, tensor in tensors.items()}
     there = {name: tensor.cuda() for name, tensor in tensors.items()}
-    assert fingerprints(there, places=places) == expected
-    assert {name: int(tensor_fingerprint(t, place=places[name])) for name, t in there.items()} == expected
+    assert fingerprints(there, placements=places) == expected
+    assert {name: int(tensor_fingerprint(t, placement=places[name])) for name, t in there.items()} == expected
     turned = {name: tensor.T.contiguous() for name, tensor in there.items() if name in ("rows", "large")}
     found = fingerprints(turned)
     assert all(found[name] != fingerprints({name: there[name]})[name] for name in turned)

@@ -16,7 +16,7 @@ from verl.models.forward import front_rows
 from verl.models.loading import pretrained_model, read_config
 from verl.protocol import DataProto
 from verl.types.weights import TensorSlice, TensorSpec
-from verl.utils.flops import TOKENS
+from verl.utils.balancing import COST_PER_TOKEN
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
 from verl.workers.engine.common.optim import step_metrics
 
@@ -44,7 +44,7 @@ class PipelineEngine:
 
     def forward_backward(self, data, loss_fn, outputs, temperature=1.0, micro=None, counts=None):
         counts, sums = counts or local_counts(data), MetricSums()
-        for part, _ in micro_batches(data, micro, TOKENS, lambda count: count):
+        for part, _ in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count):
             rows = self._rows(part)
             hidden = self._hidden(rows)
             if self.stage == FIRST:
@@ -75,7 +75,7 @@ class PipelineEngine:
     @torch.no_grad()
     def infer(self, data, outputs, temperature=1.0, micro=None, top_k=0):
         order, parts = [], []
-        for part, rows in micro_batches(data, micro, TOKENS, lambda count: count):
+        for part, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count):
             front = self._rows(part)
             hidden = self._hidden(front)
             if self.stage == LAST:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from verl.config import AgentConfig, PPOConfig, RolloutConfig, names
 from verl.types.request import TokenOutput
-from verl.utils.exceptions import Travels
+from verl.utils.exceptions import PicklableError
 from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
 from verl.utils.text_workers import max_characters
@@ -98,7 +98,7 @@ class AgentLoopOutput:
                 )
 
 
-class TrajectoryFailed(Travels):
+class TrajectoryFailed(PicklableError):
     """Raised by a loop to fail its trajectory; counted in the metric `agent_loop/failures/<kind>`."""
 
     def __init__(self, message: str, kind: str = "loop") -> None:

@@ -19,7 +19,7 @@ from verl.agent.tool_arguments import ArgumentCheck, CallFailed
 from verl.agent.tool_limits import Gate, LimitError, truncated
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import ToolResponse
-from verl.utils.calling import accepted, invoke, within
+from verl.utils.concurrency import accepted_keywords, call_user_function, wait_with_timeout
 from verl.utils.tool_calls import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class ToolSession:
         try:
             arguments = loaded.check.read(call.arguments)
             async with loaded.gate.place(self._limits.seconds):
-                answer = await within(self._limits.seconds, self._execute(loaded, arguments, agent_data))
+                answer = await wait_with_timeout(self._limits.seconds, self._execute(loaded, arguments, agent_data))
             return result_of(answer)
         except CallFailed:
             raise
@@ -164,7 +164,7 @@ class ToolSession:
         instance = await self._instance(loaded)
         tool = loaded.tool
         given = {"agent_data": agent_data, **self._row_kwargs(loaded, "execute_kwargs")}
-        return await invoke(tool.execute, instance, arguments, **accepted(tool.execute, given))
+        return await call_user_function(tool.execute, instance, arguments, **accepted_keywords(tool.execute, given))
 
     async def _instance(self, loaded: LoadedTool) -> str:
         """The trajectory's instance of the tool. One creation for calls side by side; a failed one is tried again."""
@@ -179,7 +179,7 @@ class ToolSession:
         instance = self._ids[loaded.name] = uuid4().hex
         create = loaded.tool.create
         given = {**_named(create, kwargs), "create_kwargs": kwargs, "instance_id": instance}
-        made = await invoke(create, **accepted(create, given))
+        made = await call_user_function(create, **accepted_keywords(create, given))
         made = made[0] if isinstance(made, tuple) else made
         return instance if made is None else made
 
@@ -198,8 +198,8 @@ class ToolSession:
 
     async def _ask(self, loaded: LoadedTool, method: str, instance: str) -> Any:
         function = getattr(loaded.tool, method)
-        given = accepted(function, self._row_kwargs(loaded, f"{method}_kwargs"))
-        return await within(self._limits.seconds, invoke(function, instance, **given))
+        given = accepted_keywords(function, self._row_kwargs(loaded, f"{method}_kwargs"))
+        return await wait_with_timeout(self._limits.seconds, call_user_function(function, instance, **given))
 
     def _row_kwargs(self, loaded: LoadedTool, kind: str) -> dict[str, Any]:
         return dict((self._kwargs.get(loaded.name) or {}).get(kind) or {})

@@ -15,7 +15,7 @@ from verl.config.rollout import MultiTurnConfig
 from verl.interactions.box import InteractionBox
 from verl.tools.base_tool import BaseTool
 from verl.tools.mcp_servers import McpServers
-from verl.utils.calling import invoke, within
+from verl.utils.concurrency import call_user_function, wait_with_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Toolbox:
         if check is None:
             return None
         try:
-            problem = await within(self._limits.seconds, invoke(check))
+            problem = await wait_with_timeout(self._limits.seconds, call_user_function(check))
         except Exception as error:  # noqa: BLE001 (reported)
             return f"{type(error).__name__}: {error}"
         return str(problem) if problem else None

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from verl.inference.step_plan import Masks
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 
 __all__ = ["AnswerGrammar", "GrammarTokenizer", "check_compiles", "json_grammar", "masks_of", "text_grammar"]
 

@@ -14,7 +14,7 @@ from verl.config.devices import host_memory_available
 from verl.inference.attention.base import KVCache
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 __all__ = [
     "KVMemory",
@@ -95,7 +95,7 @@ class KVMemory:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Content of (from, to), all at once."""
         if pairs:
-            (index,) = copied_together([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
+            (index,) = copy_to_device([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
             self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
             if self._experts is not None:
                 self._experts[index[:, 1]] = self._experts[index[:, 0]]

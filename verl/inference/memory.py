@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from verl.utils.device_memory import note_mapped
-from verl.utils.exceptions import Travels
+from verl.utils.device import record_mapped_bytes
+from verl.utils.exceptions import PicklableError
 
 __all__ = ["DriverError", "Region", "driver_call"]
 
@@ -134,7 +134,7 @@ class _VirtualRange:
                     ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
                 )  # fmt: skip
                 self._handles.append((start, size, handle))
-                note_mapped(self._index, size)
+                record_mapped_bytes(self._index, size)
                 at = ctypes.c_uint64(self._address.value + start)
                 driver_call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
             access = _Access(self._where, _READ_WRITE)
@@ -153,14 +153,14 @@ class _VirtualRange:
         for start, size, handle in self._handles:
             driver_call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
             driver_call("cuMemRelease", handle)
-            note_mapped(self._index, -size)
+            record_mapped_bytes(self._index, -size)
         self._handles = []
 
     def free(self) -> None:
         driver_call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
 
 
-class DriverError(Travels, RuntimeError):
+class DriverError(PicklableError, RuntimeError):
     """What the CUDA driver answers; `code` is its CUresult."""
 
     def __init__(self, message: str, code: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from verl.inference.step_plan import Masks
 from verl.inference.token_sampling import SampledRows, SamplingBatch, Shape, sample_tokens
 from verl.types.request import SamplingParams
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 __all__ = ["Sampler"]
 
@@ -35,7 +35,7 @@ class Sampler:
             return
         self._shaper.assign(taken, histories)
         rows = SamplingBatch.of([params for _, params in taken], self._device)
-        (index,) = copied_together([torch.tensor([slot for slot, _ in taken], dtype=torch.int64)], self._device)
+        (index,) = copy_to_device([torch.tensor([slot for slot, _ in taken], dtype=torch.int64)], self._device)
         for name in ("keys", "temperature", "greedy", "top_k", "top_p", "min_p"):
             getattr(self._columns, name).index_copy_(0, index, getattr(rows, name))
         for slot, params in taken:
@@ -91,13 +91,13 @@ def _masked(shape: Shape | None, masks: Masks, device: torch.device) -> Shape:
     """After `shape`, the tokens that a row's mask does not allow have no chance; nor have those it does not know."""
     rows, words = masks
     packed = torch.from_numpy(words).view(torch.uint8)
-    packed, bit = copied_together([packed, torch.arange(8, dtype=torch.uint8)], device)
+    packed, bit = copy_to_device([packed, torch.arange(8, dtype=torch.uint8)], device)
 
     def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:
         logits = logits.clone() if shape is None else shape(logits, block)
         here = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
         if here:
-            (cells,) = copied_together([torch.tensor(here, dtype=torch.int64)], device)
+            (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], device)
             bits = (packed[cells[:, 0]].unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits.shape[-1]].bool()
             allowed = torch.zeros(len(here), logits.shape[-1], dtype=torch.bool, device=device)
             allowed[:, : bits.shape[-1]] = bits
@@ -130,7 +130,7 @@ class _LogitShaper:
             if params.logit_bias:
                 ids, values = zip(*params.logit_bias, strict=True)
                 bias = [torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)]
-                self._biases[slot] = copied_together(bias, self._device)
+                self._biases[slot] = copy_to_device(bias, self._device)
             if params.penalised:
                 strengths[slot] = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         for slot, prompt_length, token_ids in histories:
@@ -170,7 +170,7 @@ class _LogitShaper:
         here = slots[block]
         penalised = [row for row, slot in enumerate(here) if slot in self._penalised]
         if penalised:
-            (rows,) = copied_together([torch.tensor(penalised, dtype=torch.int64)], self._device)
+            (rows,) = copy_to_device([torch.tensor(penalised, dtype=torch.int64)], self._device)
             longest = max(self._penalised[here[row]] for row in penalised)
             tokens = self._tokens[:, :longest][index[block][rows]]
             logits[rows] = self._penalties(logits[rows], tokens, index[block][rows], positions[block][rows])

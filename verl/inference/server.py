@@ -23,7 +23,6 @@ from verl.inference.serving.openai_requests import parse
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
-from verl.utils.collector import settle
 from verl.utils.http_server.server import (
     Limits,
     add_server_options,
@@ -33,6 +32,7 @@ from verl.utils.http_server.server import (
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
+from verl.utils.resources import freeze_gc
 
 __all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
 
@@ -58,7 +58,7 @@ def serve(options: argparse.Namespace) -> None:
             warn_if_public(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as held:
             served = app_of(options, held)
-            settle()
+            freeze_gc()
             limits = Limits(connections=options.max_connections)
             asyncio.run(create_server(served.app, served.what, limits, "/v1").serve([taken]))
 

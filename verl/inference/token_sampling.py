@@ -10,7 +10,7 @@ import torch
 
 from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 __all__ = ["SampledRows", "SamplingBatch", "Shape", "sample_tokens"]
 
@@ -51,7 +51,7 @@ class SamplingBatch:
             _column([p.top_p for p in params]),
             _column([p.min_p for p in params]),
         ]
-        keys, temperature, greedy, top_k, top_p, min_p = copied_together(columns, torch.device(device))
+        keys, temperature, greedy, top_k, top_p, min_p = copy_to_device(columns, torch.device(device))
         return cls(
             keys=keys,
             temperature=temperature,
@@ -104,7 +104,7 @@ def sample_tokens(
         allowed = scores if shape is None else shape(raw, block) / temperature
         here = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
         if here:
-            (cells,) = copied_together([torch.tensor(here, dtype=torch.int64)], logits.device)
+            (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], logits.device)
             allowed = allowed.index_put((cells[:, 0], cells[:, 1]), torch.full_like(scores[0, 0], -torch.inf))
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen

@@ -12,7 +12,7 @@ from torch import nn
 from verl.inference.memory import Region
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
-from verl.utils.weight_fingerprint import Place, fingerprints
+from verl.utils.weight_fingerprint import Placement, fingerprints
 
 __all__ = ["EngineWeights", "Shard", "pack_module", "padded"]
 
@@ -188,7 +188,7 @@ class EngineWeights:
         model. What is all here, or of which only this rank's rows came, every rank compares for itself.
         """
         places = {
-            name: Place.of_part(self._tensors[name].shape, shard.dim, shard.start, shard.full)
+            name: Placement.of_shard(self._tensors[name].shape, shard.dim, shard.start, shard.full)
             for name, shard in self._shards.items()
         }
         here = fingerprints({name: self._tensors[name] for name in names}, self._dtype, places)

@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from verl.config.problems import Report
 from verl.interactions.base import BaseInteraction
-from verl.utils.calling import accepted, invoke, within
 from verl.utils.class_lists import ClassEntry, read_class_list, told
+from verl.utils.concurrency import accepted_keywords, call_user_function, wait_with_timeout
 
 logger = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
@@ -106,8 +106,10 @@ class InteractionSession:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         function = getattr(self._interaction, method)
-        given = {name: value for name, value in accepted(function, self._kwargs).items() if name != "instance_id"}
+        given = {
+            name: value for name, value in accepted_keywords(function, self._kwargs).items() if name != "instance_id"
+        }
         try:
-            return await within(self._seconds, invoke(function, self._id, *args, **given))
+            return await wait_with_timeout(self._seconds, call_user_function(function, self._id, *args, **given))
         except Exception as error:
             raise RuntimeError(f"interaction {self._interaction.name}: {method} failed: {error!r}") from error

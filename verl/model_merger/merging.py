@@ -17,9 +17,8 @@ from verl.model_merger import MergeOptions
 from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
 from verl.model_merger.lazy_tensors import differences, folder_tensors, whole
 from verl.model_merger.merged_model import Result, result_of
-from verl.utils.checkpoint.disk import describe_disk, show_bytes
 from verl.utils.checkpoint.locks import writer_lock
-from verl.utils.checkpoint.manifest import sync_folder
+from verl.utils.disk import describe_disk, format_bytes, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +38,14 @@ def merge(options: MergeOptions) -> list[str]:
     result = result_of(checkpoint, options)
     size = _size(result)
     _check_room(target, size)
-    logger.info("%s: %d tensors, %s when merged", checkpoint.folder, len(result.tensors), show_bytes(size))
+    logger.info("%s: %d tensors, %s when merged", checkpoint.folder, len(result.tensors), format_bytes(size))
     begin = time.monotonic()
     with new_folder(target) as folder:
         result.write_configs(folder)
         result.files.write(_read_ahead(result), folder)
         _copy_tokenizer(checkpoint, folder)
     spent = time.monotonic() - begin
-    logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, show_bytes(size), spent)
+    logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, format_bytes(size), spent)
     if options.hf_upload_path:
         _upload(target, options.hf_upload_path, options.private)
     return test(options) if options.test_hf_dir else []
@@ -82,7 +81,7 @@ def _read_ahead(result: Result) -> Iterator[torch.Tensor]:
                 waiting = reading
                 if time.monotonic() - said > _SAID_EVERY_S:
                     said = time.monotonic()
-                    logger.info("%s of %s (%d %%)", show_bytes(done), show_bytes(total), 100 * done // total)
+                    logger.info("%s of %s (%d %%)", format_bytes(done), format_bytes(total), 100 * done // total)
                 done += like.nbytes
         if waiting is not None:
             yield waiting.result()
@@ -97,8 +96,8 @@ def _check_room(target: Path, size: int) -> None:
     free = shutil.disk_usage(place).free
     if free < size:
         raise ValueError(
-            f"--target_dir: {describe_disk(place)} has {show_bytes(free)} free, and {target} takes {show_bytes(size)}. "
-            "Free some, or give a folder on another disk."
+            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, and {target} takes"
+            f" {format_bytes(size)}. Free some, or give a folder on another disk."
         )
 
 

@@ -18,7 +18,7 @@ from verl.models.heads import head_weights, logit_adjustment, logit_head
 from verl.models.packing import PackedRows, TokenRows, refuse_lone_responses
 from verl.models.sharing import SharedRows
 from verl.models.top_tokens import TopTokens, top_tokens
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy", "other_log_probs", "top_ids", "top_log_probs"),
@@ -39,7 +39,7 @@ class FrontRows(TokenRows):
 
     def to(self, device: torch.device) -> FrontRows:
         """Without waiting for it."""
-        return FrontRows(**dict(zip(vars(self), copied_together(list(vars(self).values()), device), strict=True)))
+        return FrontRows(**dict(zip(vars(self), copy_to_device(list(vars(self).values()), device), strict=True)))
 
 
 Rows: TypeAlias = "FrontRows | PackedRows"

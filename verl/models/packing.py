@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from verl.models.ulysses import SequenceParallel
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 Rows = TypeVar("Rows", bound="TokenRows")
 
@@ -93,7 +93,7 @@ class Packing:
             home[places[real]] = before + real.flatten().nonzero()[:, 0]
             found.append((width, places.flatten()))
             before += places.numel()
-        *tokens, home = copied_together([*(places for _, places in found), home], self.cu_seqlens.device)
+        *tokens, home = copy_to_device([*(places for _, places in found), home], self.cu_seqlens.device)
         return tuple(LengthGroup(width, at) for (width, _), at in zip(found, tokens, strict=True)), home
 
 
@@ -126,7 +126,7 @@ class PackedRows(TokenRows):
     def to(self, device: torch.device) -> PackedRows:
         """Without waiting for it."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        *moved, starts = copied_together([*tensors.values(), self.packing.cu_seqlens], device)
+        *moved, starts = copy_to_device([*tensors.values(), self.packing.cu_seqlens], device)
         return replace(self, packing=self.packing.with_starts(starts), **dict(zip(tensors, moved, strict=True)))
 
 

@@ -43,8 +43,8 @@ from verl.protocol.joins import (
     union_tensor_dict,
 )
 from verl.types.schema import stored_name
-from verl.utils.calling import also_spelled
 from verl.utils.nested import object_array
+from verl.utils.py_functional import keyword_aliases
 
 _AUTO_PADDING = "_verl_auto_padding"
 
@@ -297,7 +297,7 @@ class DataProto:
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    @also_spelled(repeat_times="times")
+    @keyword_aliases(repeat_times="times")
     def sample_level_repeat(self, times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
         """Row i `times[i]` times (0 drops it), in order."""
         return self._take(np.repeat(np.arange(len(self)), repeat_counts(times, len(self))))
@@ -356,7 +356,7 @@ class DataProto:
         lead = next((part for part in data if type(part) is not DataProto), data[0])
         return type(lead)._concat(data)
 
-    @also_spelled(padding_size="size", padding_candidate="candidate")
+    @keyword_aliases(padding_size="size", padding_candidate="candidate")
     def padding(self, size: int, candidate: str = "") -> DataProto:
         """Append `size` copies of the last row ("first": of the first) in place; returns self."""
         if candidate not in ("", "first", "last"):
@@ -387,14 +387,14 @@ class DataProto:
 
     # ---------------------------------------------------------------- disk and wire
 
-    @also_spelled(filepath="path")
+    @keyword_aliases(filepath="path")
     def save_to_disk(self, path: str | os.PathLike) -> None:
         """Write to one file (atomically). Objects must be plain data: what could execute on load is refused."""
         self.check_consistency()
         wire.save((self._td, dict(self.non_tensor_batch), self.meta_info), path)
 
     @staticmethod
-    @also_spelled(filepath="path")
+    @keyword_aliases(filepath="path")
     def load_from_disk(path: str | os.PathLike) -> DataProto:
         """Read a file written by `save_to_disk`; nothing in the file is executed."""
         return DataProto(*wire.load(path))

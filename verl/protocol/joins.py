@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.types.schema import COLUMNS, SEQUENCE
-from verl.utils.nested import describe_difference, same
+from verl.utils.nested import deep_equal, describe_difference
 from verl.utils.py_functional import append_to_dict
 
 _NUMBERS = set("biufc")  # numpy kinds that promote to each other without changing what they mean
@@ -35,7 +35,7 @@ def _add_columns(merged: Any, other: Any) -> Any:
     for key, column in other.items():
         if key not in merged.keys():
             merged[key] = column
-        elif not same(merged[key], column):
+        elif not deep_equal(merged[key], column):
             raise ValueError(f"union: {key!r} differs in the two: {describe_difference(merged[key], column)}.")
     return merged
 
@@ -73,7 +73,7 @@ def _left_padded(*columns: torch.Tensor) -> list[torch.Tensor]:
 def union_meta(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A new dict of both dicts' metadata; a key in both must hold equal values."""
     for key, value in other.items():
-        if key in mine and not same(mine[key], value):
+        if key in mine and not deep_equal(mine[key], value):
             raise ValueError(
                 f"DataProto: meta_info[{key!r}] is in both with different values: {mine[key]!r} and {value!r}."
                 " Pop it from one of them first."

@@ -9,8 +9,8 @@ import numpy as np
 from tensordict import TensorDict
 
 from verl.protocol.columns import TensorColumns
+from verl.utils.nested import tensor_from_wire, tensor_to_wire
 from verl.utils.plain_store import load_plain, save_plain
-from verl.utils.tensor_wire import tensor_from_wire, tensor_to_wire
 
 Parts = tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]
 _FILE_FORMAT = "verl.DataProto/1"

@@ -26,7 +26,7 @@ from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import Limits as HttpLimits
 from verl.utils.http_server.server import add_server_options, bind_socket, create_server, positive, warn_if_public
 from verl.utils.logging_setup import setup_logging
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 from verl.utils.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
 from verl.utils.sandbox_fusion.wire import PING, PONG, RUN, result_to_json
 

@@ -14,7 +14,7 @@ import httpx
 from verl.search.breaker import CircuitBreaker
 from verl.search.corpus import Document
 from verl.search.retriever import Hit
-from verl.utils.patient_requests import api_headers
+from verl.utils.network import api_headers
 
 __all__ = ["RetrieverClient", "RetrieverError"]
 

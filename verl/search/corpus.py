@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl.utils.atomic_file import replacing
+from verl.utils.disk import atomic_write
 from verl.utils.fs import expand_path
 
 __all__ = ["Corpus", "Document", "title_and_text"]
@@ -92,7 +92,7 @@ def _scan(path: Path, target: Path) -> None:
             portions.append(inside[held[inside] != ord("\n")] + position)
             begins, position = bool(portion.endswith(b"\n")), position + len(portion)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as out:
+    with atomic_write(target) as out:
         np.savez(out, starts=np.concatenate(portions).astype(np.int64), digest=np.str_(digest.hexdigest()))
 
 

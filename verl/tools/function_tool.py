@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.signature import function_schema, parameters, value_of
-from verl.utils.calling import invoke
+from verl.utils.concurrency import call_user_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__verl_function_tool__"
@@ -56,7 +56,7 @@ class FunctionTool(BaseTool):
         values = {name: value_of(self.hints.get(name, Any), value) for name, value in parameters.items()}
         # Only by name: a function that takes any keyword means those of the model.
         given = {name: kwargs[name] for name in inspect.signature(self.function).parameters if name in kwargs}
-        return await invoke(self.function, **{**values, **given})
+        return await call_user_function(self.function, **{**values, **given})
 
 
 def marked_functions(module: ModuleType) -> list[FunctionTool]:

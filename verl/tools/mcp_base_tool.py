@@ -8,7 +8,7 @@ from typing import Any
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.mcp_servers import McpServer
 from verl.tools.schemas import ToolResponse
-from verl.utils.calling import within
+from verl.utils.concurrency import wait_with_timeout
 
 
 class MCPBaseTool(BaseTool):
@@ -29,7 +29,9 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         calling = self._connected().call(self.name, parameters)
-        answer = await (within(float(self.config["timeout"]), calling) if "timeout" in self.config else calling)
+        answer = await (
+            wait_with_timeout(float(self.config["timeout"]), calling) if "timeout" in self.config else calling
+        )
         text = self.text_of(answer)
         if answer.get("isError"):
             raise ToolError(text)

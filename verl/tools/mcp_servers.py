@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from verl.tools.base_tool import ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.utils.calling import within
+from verl.utils.concurrency import wait_with_timeout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class McpServer:
 
     async def _drop_if_dead(self, connection: _Connection) -> None:
         try:
-            await within(_PING_SECONDS, connection.session.send_ping())
+            await wait_with_timeout(_PING_SECONDS, connection.session.send_ping())
         except Exception as error:  # noqa: BLE001 (a new connection follows)
             if self._connection is connection:
                 self._connection = None
@@ -200,7 +200,7 @@ class _Connection:
     async def open(cls, spec: Mapping[str, Any]) -> _Connection:
         connection = cls(spec)
         try:
-            connection.session = await within(_CONNECT_SECONDS, connection._ready)
+            connection.session = await wait_with_timeout(_CONNECT_SECONDS, connection._ready)
         except BaseException:
             connection._task.cancel()
             raise

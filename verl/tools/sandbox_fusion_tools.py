@@ -9,8 +9,8 @@ from typing import Any
 
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.calling import invoke
 from verl.utils.code_runner import CodeSettings, configured
+from verl.utils.concurrency import call_user_function
 from verl.utils.sandbox import Limits, Result
 
 _DEFAULTS = {
@@ -56,7 +56,7 @@ class SandboxFusionTool(BaseTool):
     ) -> tuple[ToolResponse, None, None]:
         code, timeout = plain_code(parameters), self.limits.wall_s
         language = str(parameters.get("language") or self.config["default_language"])
-        text = await invoke(self.execute_code, instance_id, code, timeout, language)
+        text = await call_user_function(self.execute_code, instance_id, code, timeout, language)
         return ToolResponse(text=str(text)), None, None
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from verl.utils.atomic_file import replacing
+from verl.utils.disk import atomic_write
 
 __all__ = ["RESPONSES", "AnswerStore"]
 
@@ -95,7 +95,7 @@ class AnswerStore:
         if file.exists():
             self._refuse_others(self.folder, json.loads(file.read_text()))
         else:
-            with replacing(file) as stream:
+            with atomic_write(file) as stream:
                 stream.write(json.dumps(self._settings, indent=1).encode())
 
     def _refuse_others(self, there: Path, settings: Any) -> None:
@@ -116,5 +116,5 @@ class AnswerStore:
 def _write(table: pa.Table, file: Path) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
-    with replacing(file) as stream:
+    with atomic_write(file) as stream:
         stream.write(sink.getvalue())

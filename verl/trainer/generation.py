@@ -28,7 +28,7 @@ from verl.utils.dataset.problems import DataError, chat_rule, find_problems
 from verl.utils.dataset.prompt_tokens import PromptTokens, encode_prompts
 from verl.utils.dataset.rows import ArrowPart, Part, Rows
 from verl.utils.dataset.tokens import truncated
-from verl.utils.field_errors import keys_under
+from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
 from verl.utils.tokenizer import hf_tokenizer
@@ -76,7 +76,7 @@ def generate_answers(config: GenerationConfig) -> Path:
             kept = prompts.batches - len(missing)
             if kept:
                 logger.info("%d of %d batches are kept from an earlier run", kept, prompts.batches)
-            with keys_under("rollout", RolloutConfig):
+            with fields_as_keys("rollout", RolloutConfig):
                 _answer(config, prompts, store, missing)
         store.finish(prompts.table)
     logger.info("%s: %d rows with %d answers each", output, prompts.count, config.data.n_samples)

@@ -30,11 +30,11 @@ from verl.trainer.common.signals import FINISHES, RUN_ENDED, Asked, before_first
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
-from verl.utils.collector import settle
-from verl.utils.exceptions import note
+from verl.utils.exceptions import annotate_error
 from verl.utils.logging_setup import shown_messages
 from verl.utils.lost_terminal import outlive_terminal
-from verl.utils.process_tree import family
+from verl.utils.process_tree import with_descendants
+from verl.utils.resources import freeze_gc
 from verl.utils.stacks import answer_stack_requests
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
         except Exception as error:
             now = poll.standing
             if now is not None and now.phase:  # what an error knows itself stays
-                note(error, phase=now.phase, step=now.step + 1)
+                annotate_error(error, phase=now.phase, step=now.step + 1)
             raise
     if is_program:
         exit_on_signals(RUN_ENDED)
@@ -135,7 +135,7 @@ def _start_runner(config: PPOConfig, runner_class: Any, head: Any) -> tuple[OwnR
             pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
             nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
             wait_for_nodes(config.trainer, pools, again, nodes)
-    own = own or OwnRay(() if head is None else family(head.pid), ray.get_runtime_context().gcs_address)
+    own = own or OwnRay(() if head is None else with_descendants(head.pid), ray.get_runtime_context().gcs_address)
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
         # it has room: others may go and come.
@@ -246,7 +246,7 @@ class TaskRunner:
             return None
         try:
             self._trainer.init_workers()
-            settle()
+            freeze_gc()
             self._trainer.fit()
             return self._trainer.given_up
         finally:

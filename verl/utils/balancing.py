@@ -1,4 +1,4 @@
-"""Split sequence lengths over ranks so that every rank has about the same number of tokens.
+"""The compute cost of sequences, and their partition over ranks so that every rank has about the same amount.
 
 `karmarkar_karp` is the k-way largest differencing method (Karmarkar & Karp 1982), and with `equal_size` its balanced
 form (Michiels, Korst, Aarts, van Leeuwen 2003): a heap of partial solutions, each k sums; the two with the largest
@@ -14,10 +14,17 @@ minus lightest at most the longest length, and without `equal_size` heaviest at 
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+_SHAPE_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 # The sums of one partial solution, ascending: (sum of a set, first item of that set).
 _Sums = list[tuple[float, int]]
@@ -55,19 +62,19 @@ def get_seqlen_balanced_partitions(
     partitions = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     lengths = _as_list(seqlen_list)
     if equal_size:
-        found = (partitions, _longest_first(lengths, k_partitions))
-        partitions = min(found, key=lambda sets: max(sum(lengths[index] for index in one) for one in sets))
+        candidates = (partitions, _longest_first(lengths, k_partitions))
+        partitions = min(candidates, key=lambda sets: max(sum(lengths[index] for index in part) for part in sets))
     return sorted(_lower_heaviest_by_swaps(lengths, partitions))
 
 
 def log_seqlen_unbalance(
     seqlen_list: Sequence[float], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Metrics: tokens per rank as the rows came (contiguous chunks) against the balanced `partitions`."""
+    """Metrics: tokens per rank in the original order (contiguous chunks) and in the balanced `partitions`."""
     lengths = _as_list(seqlen_list)
     n, k = len(lengths), len(partitions)
     if k == 0:
-        raise ValueError("partitions: there is none. Pass the lists that get_seqlen_balanced_partitions returned.")
+        raise ValueError("partitions: the list is empty. Pass the lists that get_seqlen_balanced_partitions returned.")
     before = [sum(lengths[n * i // k : n * (i + 1) // k]) for i in range(k)]
     after = [sum(lengths[index] for index in partition) for partition in partitions]
     return {
@@ -102,6 +109,54 @@ def ceildiv(a: int, b: int) -> int:
 def roundup_divisible(a: int, b: int) -> int:
     """The smallest multiple of `b` that is at least `a`."""
     return ceildiv(a, b) * b
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Floating-point operations of a forward pass: linear in tokens plus quadratic in attention.
+
+    A backward pass takes twice as many, so ratios between sequences stay the same.
+    """
+
+    token: float
+    """Of the layers, per token."""
+    head: float
+    """Of the output layer, per token with a log-prob."""
+    pair: float
+    """Of attention, per pair of tokens; half of the pairs are masked in a causal model."""
+
+    @classmethod
+    def from_config(cls, fields: Mapping[str, Any]) -> SequenceCost:
+        """From a Hugging Face `config.json`; `COST_PER_TOKEN` if the shape is not under the usual names."""
+        shape = fields.get("text_config") or fields
+        if any(not isinstance(shape.get(name), int) for name in _SHAPE_FIELDS):
+            return COST_PER_TOKEN
+        hidden, layers, heads, inner, vocab = (shape[name] for name in _SHAPE_FIELDS)
+        head_dim = shape.get("head_dim") or hidden // heads
+        kv_heads = shape.get("num_key_value_heads") or heads
+        experts = shape.get("num_experts_per_tok") or 0
+        if experts:
+            inner = experts * (shape.get("moe_intermediate_size") or inner)
+        weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+        return cls(token=2.0 * layers * weights, head=2.0 * hidden * vocab, pair=2.0 * layers * heads * head_dim)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, overrides: Mapping[str, Any] | None = None) -> SequenceCost:
+        """Of the model in a local folder, with `overrides` of its configuration; `COST_PER_TOKEN` for other paths."""
+        file = Path(folder) / "config.json"
+        if not file.is_file():
+            return COST_PER_TOKEN
+        return cls.from_config({**json.loads(file.read_text()), **(overrides or {})})
+
+    def __call__(self, tokens: Any, response_tokens: Any = 0) -> np.ndarray:
+        """Return float64 [n] for sequences of `tokens` [n], of which `response_tokens` [n] have a log-prob."""
+        tokens = np.asarray(tokens, dtype=np.float64)
+        responses = np.asarray(response_tokens, dtype=np.float64)
+        return tokens * self.token + responses * self.head + tokens**2 * self.pair
+
+
+# For models whose shape is not known: every token costs the same.
+COST_PER_TOKEN = SequenceCost(token=1.0, head=0.0, pair=0.0)
 
 
 class _LinkedSets:

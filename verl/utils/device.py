@@ -1,7 +1,9 @@
-"""Which accelerator this process computes on, asked of torch only when first needed."""
+"""The accelerator of this process: its name, copies to it and the memory in use. Imports torch only when called."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -10,35 +12,96 @@ if TYPE_CHECKING:
 
     is_cuda_available: bool
 
-__all__ = ["get_device_id", "get_device_name", "get_torch_device", "is_cuda_available", "resolve_dtype"]
+__all__ = [
+    "copy_to_device",
+    "get_device_id",
+    "get_device_name",
+    "get_torch_device",
+    "is_cuda_available",
+    "memory_in_use",
+    "record_mapped_bytes",
+    "resolve_dtype",
+]
+
+_lock = threading.Lock()
+# Bytes mapped outside torch's allocator, now and at most, by device index.
+_mapped: dict[int, int] = {}
+_mapped_peak: dict[int, int] = {}
 
 
 def get_device_name() -> str:
-    """`"cuda"` where torch sees a GPU, else `"cpu"`."""
+    """Return `"cuda"` if torch sees a GPU, otherwise `"cpu"`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_torch_device() -> ModuleType:
-    """torch's module for that device (`torch.cuda` or `torch.cpu`): `synchronize`, `current_device`, `Stream`, …"""
+    """Return `torch.cuda` or `torch.cpu`, with `synchronize`, `current_device`, `Stream`, …"""
     import torch
 
     return getattr(torch, get_device_name())
 
 
 def get_device_id() -> int | str:
-    """What `tensor.to(...)` takes for this process's device: the current GPU's index, or `"cpu"`."""
+    """Return the argument of `tensor.to(...)` for the device of this process: the GPU's index, or `"cpu"`."""
     return get_torch_device().current_device()
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """A `dtype` key as torch's type; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the torch dtype of a `dtype` key; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     import torch
 
     if name == "auto":
         return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return getattr(torch, name)
+
+
+def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy many small host tensors to `device`.
+
+    On a GPU they are concatenated by dtype in pinned memory: one asynchronous copy per dtype.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    copies: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype: None for tensor in tensors}:
+        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        sizes = [tensors[i].numel() for i in chosen]
+        pinned = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+        torch.cat([tensors[i].reshape(-1) for i in chosen], out=pinned)
+        parts = pinned.to(device, non_blocking=True).split(sizes)
+        copies.update({i: part.view(tensors[i].shape) for i, part in zip(chosen, parts, strict=True)})
+    return [copies[i] for i in range(len(tensors))]
+
+
+def record_mapped_bytes(index: int, size: int) -> None:
+    """Record that `size` bytes (negative: unmapped) are mapped on the device `index` outside torch's allocator."""
+    with _lock:
+        _mapped[index] = _mapped.get(index, 0) + size
+        _mapped_peak[index] = max(_mapped_peak.get(index, 0), _mapped[index])
+
+
+def memory_in_use(device: torch.device, reset: bool = False) -> tuple[int, int]:
+    """Return (peak bytes since the last reset, current bytes) of this process on a GPU; (0, 0) on a CPU.
+
+    Both are sums of torch's allocator and of recorded mappings. Their peaks may be at different times: the sum is then
+    slightly above the real peak.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return 0, 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _lock:
+        peak = torch.cuda.max_memory_allocated(index) + _mapped_peak.get(index, 0)
+        now = torch.cuda.memory_allocated(index) + _mapped.get(index, 0)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(index)
+            _mapped_peak[index] = _mapped.get(index, 0)
+    return peak, now
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,22 @@
-"""Exceptions that go from process to process: rebuilt as they stood, whatever their constructors take."""
+"""Exceptions: pickling across processes, context, causes, and configuration keys in place of field names."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
+# A field in a message: a word with an underscore, with a value, or at the beginning. Quoted words are data.
+_FIELD = re.compile(r"(?<![\w.'-])(?:[a-z]+(?:_[a-z]+)+(?!\w)|[a-z]+(?==)|(?:^[a-z_]+)(?=[.:]))")
 
-class Travels(Exception):
-    """For an exception with a constructor of its own. Pickle would call that with the message alone."""
+
+class PicklableError(Exception):
+    """Base of exceptions whose constructor takes other arguments than the message.
+
+    By default, pickle would call the constructor with the message alone.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_constructor, (type(self), self.args), self.__dict__
@@ -18,25 +27,45 @@ def _without_constructor(kind: type[Exception], args: tuple[Any, ...]) -> Except
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as text; the cause of the exception that came from there."""
+    """The traceback of another process as text, used as the cause of an exception received from it."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def note(error: BaseException, **facts: Any) -> None:
-    """Write what is known where an error passes by onto it as attributes; what was written nearer its source stays."""
-    for name, value in facts.items():
+def annotate_error(error: BaseException, **context: Any) -> None:
+    """Set attributes on an error that passes by; attributes that are already set stay."""
+    for name, value in context.items():
         if getattr(error, name, None) is None:
-            with suppress(AttributeError):  # a class with slots has no room
+            with suppress(AttributeError):  # a class with __slots__
                 setattr(error, name, value)
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, the first cause last."""
-    found: list[BaseException] = []
+def cause_chain(error: BaseException) -> list[BaseException]:
+    """Return the error followed by the errors it was raised from, the root cause last."""
+    chain: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and all(current is not known for known in found):
-        found.append(current)
+    while current is not None and all(current is not known for known in chain):
+        chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return found
+    return chain
+
+
+def rename_fields(message: str, names: Collection[str], rename: Callable[[str], str]) -> str:
+    """Replace the field names of `names` in an error message by `rename(name)`."""
+    return _FIELD.sub(lambda match: rename(match[0]) if match[0] in names else match[0], message)
+
+
+@contextmanager
+def fields_as_keys(prefix: str, config: Any) -> Iterator[None]:
+    """Replace fields of `config` (a dataclass) by their full keys in the messages of errors raised inside.
+
+    Code below the roles names the field (`max_model_len`), not the key (`actor_rollout_ref.rollout.max_model_len`).
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        names = {field.name for field in fields(config)}
+        if error.args and isinstance(error.args[0], str):
+            error.args = (rename_fields(error.args[0], names, f"{prefix}.".__add__), *error.args[1:])
+        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from verl.utils.process_tree import standstill
+from verl.utils.process_tree import why_not_running
 
 __all__ = ["Standing", "add_helper", "add_peer", "remove_helper", "remove_peer", "silent_peer", "standing_helper"]
 
@@ -28,7 +28,7 @@ def remove_helper(pid: int) -> None:
 def standing_helper() -> Standing | None:
     """One that this process waits for, and that is stopped."""
     for pid, awaited in _helpers.copy().items():  # in one step: other threads add theirs
-        if awaited() and (why := standstill(pid)) in ("stopped", "traced"):
+        if awaited() and (why := why_not_running(pid)) in ("stopped", "traced"):
             return pid, why
     return None
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.atomic_file import replacing
+from verl.utils.disk import atomic_write
 from verl.utils.torch_archive import load_archive
 
 _FORMAT = "verl.plain/1"
@@ -58,7 +58,7 @@ def load_plain(path: str | os.PathLike) -> Any:
 
 def _write(content: Any, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as stream:
+    with atomic_write(target) as stream:
         torch.save(content, stream)
 
 

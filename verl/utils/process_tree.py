@@ -1,4 +1,4 @@
-"""Processes and all they started: found, watched and ended together. On other systems than Linux less is known."""
+"""Processes and their descendants: list, watch and kill them. On systems other than Linux less is known."""
 
 from __future__ import annotations
 
@@ -15,53 +15,40 @@ from pathlib import Path
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
 
 
-def available_cores() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cores_of_ranks(ranks: int) -> str:
-    """Those processors shared out, as engines of other make spell it: "0,1|2,3"."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // ranks)
-    parts = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
-    return "|".join(",".join(map(str, part)) for part in parts)
-
-
 def children(pid: int) -> list[int]:
-    """The processes that `pid` started or adopted; empty where the system does not say."""
-    found: list[int] = []
+    """Return the processes that `pid` started or adopted; empty if not known."""
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
-    return found
+                pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+    return pids
 
 
-def family(pid: int) -> list[int]:
-    """`pid` and all that descends from it."""
-    found = [pid]
-    for member in found:
-        found += children(member)
-    return found
+def with_descendants(pid: int) -> list[int]:
+    """Return `pid` and all its descendants."""
+    pids = [pid]
+    for member in pids:
+        pids += children(member)
+    return pids
 
 
-def states(pid: int) -> list[str]:
-    """A letter for each thread of `pid`, its first one first, and of all that descends from it; empty: not known.
+def thread_states(pid: int) -> list[str]:
+    """Return the state letter of every thread of `pid` (its main thread first) and of its descendants.
 
-    R runs or could, S and D wait, Z has ended, T is stopped.
+    R: running or runnable, S and D: waiting, Z: ended, T: stopped. Empty if not known.
     """
-    found = []
-    for member in family(pid):
+    states = []
+    for member in with_descendants(pid):
         with contextlib.suppress(OSError):
             threads = sorted(os.listdir(f"/proc/{member}/task"), key=lambda thread: thread != str(member))
             for thread in threads:
-                found += (_stat(f"{member}/task/{thread}") or [])[:1]
-    return found
+                states += (_stat(f"{member}/task/{thread}") or [])[:1]
+    return states
 
 
-def standstill(pid: int) -> str | None:
-    """Why a process itself cannot run: gone, ended, stopped, traced; None: it can, or nothing is known of it."""
+def why_not_running(pid: int) -> str | None:
+    """Return why a process cannot run: gone, ended, stopped or traced. None: it can, or it is not known."""
     if not os.path.isdir("/proc/self"):
         return None
     state = _stat(str(pid))
@@ -69,32 +56,32 @@ def standstill(pid: int) -> str | None:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time of `pid`, of all that descends from it, and of what it waited for; None: not known."""
+    """Return the CPU time of `pid`, its descendants and the children it has waited for; None if not known."""
     if _stat(str(pid)) is None:
         return None
-    ticks = sum(int(tick) for member in family(pid) for tick in (_stat(str(member)) or [])[11:15])
+    ticks = sum(int(tick) for member in with_descendants(pid) for tick in (_stat(str(member)) or [])[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def starved_seconds(pid: int) -> float | None:
-    """How long the first thread of `pid` could have run but had to wait for a processor; None: not known."""
+def cpu_wait_seconds(pid: int) -> float | None:
+    """Return how long the main thread of `pid` was runnable but waited for a core; None if not known."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
 
 
-def command_of(pid: int) -> bytes:
-    """Its command line, or what it calls itself; empty where the system does not say."""
+def command_line(pid: int) -> bytes:
+    """Return the command line of a process, or the title it set; empty if not known."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def kill_family(pid: int) -> None:
-    """SIGKILL to `pid`, its process group if it leads one, and all that descends from it."""
-    members = family(pid)
+def kill_tree(pid: int) -> None:
+    """Send SIGKILL to `pid`, to its process group if it leads one, and to all descendants."""
+    members = with_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for member in members:
@@ -102,16 +89,18 @@ def kill_family(pid: int) -> None:
             os.kill(member, signal.SIGKILL)
 
 
-def end_family(pid: int) -> None:
-    """As `kill_family`, for programs of ours: Python's trackers of resources are left. When all others have ended they
-    remove what those have left in shared memory, and end."""
-    members = {*family(pid), *_group(pid)}
+def kill_tree_but_trackers(pid: int) -> None:
+    """Send SIGKILL to `pid`, its group and its descendants, except Python's resource trackers.
+
+    When all others have ended, the trackers remove their shared memory and end.
+    """
+    members = {*with_descendants(pid), *_group_members(pid)}
     _kill_but_trackers([*members - {pid}, pid])  # itself last: it may be the caller
 
 
-def end_group(pid: int, within: float = 2.0) -> None:
-    """SIGKILL to the process group that `pid` leads or led; its trackers of resources have `within` seconds to end."""
-    _kill_but_trackers(_group(pid))
+def kill_group(pid: int, within: float = 2.0) -> None:
+    """Send SIGKILL to the process group that `pid` leads or led; resource trackers get `within` seconds to end."""
+    _kill_but_trackers(_group_members(pid))
     deadline = time.monotonic() + within
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
@@ -120,29 +109,31 @@ def end_group(pid: int, within: float = 2.0) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _group(pid: int) -> list[int]:
-    found = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ())
-    return [int(name) for name in found if (_stat(name) or [])[2:3] == [str(pid)]]
+def _group_members(pid: int) -> list[int]:
+    pids = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ())
+    return [int(name) for name in pids if (_stat(name) or [])[2:3] == [str(pid)]]
 
 
 def _kill_but_trackers(pids: Iterable[int]) -> None:
     for pid in pids:
-        if b"resource_tracker" not in command_of(pid):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+        if b"resource_tracker" not in command_line(pid):
+            with contextlib.suppress(OSError):  # already ended
                 os.kill(pid, signal.SIGKILL)
 
 
-def ended_how(code: int | None) -> str:
-    """What an exit code says, as a sentence goes on after the process's name."""
+def describe_exit(code: int | None) -> str:
+    """Return the meaning of an exit code as the predicate of a sentence: "ended with exit code 1"."""
     if code is None or code >= 0:
         return "has ended" if code is None else f"ended with exit code {code}"
     hint = " (the machine ran out of memory?)" if code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-def watch_workers(on_end: Callable[[str], None]) -> None:
-    """Of the processes that this one has started by `multiprocessing` so far, `on_end` is told of the first that ends,
-    and how, in a thread of its own. Whoever has started them waits for them as before."""
+def watch_child_processes(on_end: Callable[[str], None]) -> None:
+    """Call `on_end(description)` when the first of the current `multiprocessing` children ends.
+
+    Runs in its own thread. The code that started the children can still wait for them.
+    """
     import multiprocessing.connection  # here: its exit function would slow down every program of the sandbox
 
     workers = multiprocessing.active_children()
@@ -153,40 +144,40 @@ def watch_workers(on_end: Callable[[str], None]) -> None:
         for _ in range(20):
             if worker.exitcode is not None:
                 break
-            time.sleep(0.05)  # whoever else waits for it was first, and is about to write it down
-        on_end(f"process {worker.pid} ({worker.name}) {ended_how(worker.exitcode)}")
+            time.sleep(0.05)  # another thread has waited for it and is about to store the exit code
+        on_end(f"process {worker.pid} ({worker.name}) {describe_exit(worker.exitcode)}")
 
     if workers:
         threading.Thread(target=run, name="watch-workers", daemon=True).start()
 
 
 def adopt_orphans() -> None:
-    """From here on, descendants whose parent ended become children of this process instead of the system's first."""
+    """Become the parent of descendants whose own parent ends (child subreaper), instead of process 1."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have this process killed when the thread that forked it ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def wake_with_parent() -> None:
-    """Have this process go on, should it be stopped, when the thread that forked it ends."""
+def continue_with_parent_death() -> None:
+    """Have this process continue, if it is stopped, when the thread that forked it ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
 def data_bytes() -> int | None:
-    """What this process counts against RLIMIT_DATA now: its private writable memory, touched or not."""
+    """Return the bytes of this process that count against RLIMIT_DATA: private writable memory, touched or not."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
 
 
-def _stat(place: str) -> list[str] | None:
-    """The fields of a stat file in /proc from the state on; the name before it may hold anything."""
+def _stat(entry: str) -> list[str] | None:
+    """The fields of /proc/<entry>/stat from the state on; the name before them may contain anything."""
     try:
-        return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 

@@ -1,7 +1,8 @@
-"""Progress: how far a call has come. Loops count as they go, and the caller reads from any thread.
+"""Progress of a call: loops count units of work, and other threads read the counts.
 
-`counted_by(progress)` is put around the call; the loops in it say `expect(rows)` and `tick(rows)` without being handed
-anything. Outside of a counted call both do nothing.
+The caller wraps the call into `record_progress(progress)`; loops inside call `expect(rows)` and `tick(rows)` without
+any parameter passing. Outside of a recorded call both do nothing. Work without units (a file being written) calls
+`pulse()`, which shows hang detection that the process makes progress.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ _pulses = 0
 
 
 def pulse() -> None:
-    """Something moves in this process that is counted nowhere: a portion of a file was written or read."""
+    """Record progress that is not counted in units, such as a written portion of a file."""
     global _pulses
     _pulses += 1
 
 
-def pulses() -> int:
-    """How often, so far: as long as this changes, the process does not hang."""
+def pulse_count() -> int:
+    """Return the number of pulses of this process: as long as it changes, the process does not hang."""
     return _pulses
 
 
 @contextmanager
-def moving(seconds: float) -> Iterator[None]:
-    """What is done inside moves, for so long at most: it waits for others, of whom nothing is counted here."""
+def pulsing(seconds: float) -> Iterator[None]:
+    """Pulse every second while the block runs, for at most `seconds`: for waits on other processes."""
     over, deadline = threading.Event(), time.monotonic() + seconds
 
     def run() -> None:
         while not over.wait(_PULSE_S) and time.monotonic() < deadline:
             pulse()
 
-    threading.Thread(target=run, name="moving", daemon=True).start()
+    threading.Thread(target=run, name="pulsing", daemon=True).start()
     try:
         yield
     finally:
@@ -48,10 +49,10 @@ def moving(seconds: float) -> Iterator[None]:
 
 
 class Progress:
-    """Units of work (samples) done, and to do as far as is known.
+    """Finished and expected units of work (samples) of one rank.
 
-    `share` is the part of them that the whole group counts: less than 1 where rows only fill up a rank, 0 on a rank
-    that does the same rows as another.
+    `share` is the part of its units that the whole group counts: below 1 if some rows only fill up the rank, 0 on a
+    rank that processes the same rows as another one.
     """
 
     def __init__(self, share: float = 1.0) -> None:
@@ -60,22 +61,22 @@ class Progress:
         self._lock = threading.Lock()
 
     def expect(self, units: int) -> None:
-        """So many more are to do."""
+        """Add units to the total."""
         with self._lock:
             self._total += units
 
     def tick(self, units: int = 1) -> None:
-        """So many more are done."""
+        """Add finished units."""
         with self._lock:
             self._done += units
 
     @property
     def done(self) -> int:
-        """Units done here, counted by the group or not."""
+        """Units finished on this rank, whatever its share."""
         return self._done
 
     def read(self) -> tuple[int, int]:
-        """(done, total)"""
+        """Return (done, total) as the group counts them."""
         return round(self._done * self._share), round(self._total * self._share)
 
 
@@ -83,8 +84,8 @@ _current: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("verl
 
 
 @contextmanager
-def counted_by(progress: Progress) -> Iterator[None]:
-    """What this thread does inside is counted there."""
+def record_progress(progress: Progress) -> Iterator[None]:
+    """Count the work of this thread inside the block in `progress`."""
     token = _current.set(progress)
     try:
         yield
@@ -93,27 +94,27 @@ def counted_by(progress: Progress) -> Iterator[None]:
 
 
 def expect(units: int) -> None:
-    """The call that runs has so many more units to do."""
+    """Add units to the total of the current call."""
     progress = _current.get()
     if progress is not None:
         progress.expect(units)
 
 
 def tick(units: int = 1) -> None:
-    """The call that runs has done so many more."""
+    """Add finished units to the current call."""
     progress = _current.get()
     if progress is not None:
         progress.tick(units)
 
 
-def counted(futures: Iterable[Future[T]], total: int) -> list[Future[T]]:
-    """The futures of `total` units, each of which is done when its future is, in whichever thread that happens."""
+def count_futures(futures: Iterable[Future[T]], total: int) -> list[Future[T]]:
+    """Return the futures of `total` units; each unit is counted when its future is done, in any thread."""
     progress = _current.get()
     if progress is None:
         return list(futures)
     progress.expect(total)
-    taken = []
+    counted = []
     for future in futures:
         future.add_done_callback(lambda _: progress.tick())
-        taken.append(future)
-    return taken
+        counted.append(future)
+    return counted

@@ -1,4 +1,4 @@
-"""Small helpers on plain Python: containers, environment variables, calls that must end."""
+"""Small helpers on plain Python: containers, environment variables, keyword aliases, time limits of calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
-    """Collect `new_data` into the lists of `data`, in place: a list extends, anything else is appended."""
+    """Add `new_data` to the lists in `data`, in place: a list extends, any other value is appended."""
     for key, value in new_data.items():
         collected = data.setdefault(key, [])
         if isinstance(value, list):
@@ -25,18 +26,18 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
 
 
 def union_two_dict(dict1: Mapping[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """A new dict of both; a key in both must hold equal values (tensors and arrays too)."""
-    from verl.utils.nested import same
+    """Return a new dict of both; a key in both must have equal values (also tensors and arrays)."""
+    from verl.utils.nested import deep_equal
 
     for key in dict1.keys() & dict2.keys():
-        if not same(dict1[key], dict2[key]):
+        if not deep_equal(dict1[key], dict2[key]):
             raise ValueError(f"union_two_dict: {key!r} is in both with different values: {dict1[key]}, {dict2[key]}.")
     return {**dict1, **dict2}
 
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """The environment variable `key` is `value` inside; after it what it was, or unset."""
+    """Set an environment variable inside the block and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -48,15 +49,31 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
             os.environ[key] = before
 
 
+def keyword_aliases(**aliases: str) -> Callable[[F], F]:
+    """Decorator: accept other names of keyword arguments: `keyword_aliases(filepath="path")`."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for alias, name in aliases.items():
+                if alias in kwargs and name not in kwargs:  # with both, the function itself rejects the alias
+                    kwargs[name] = kwargs.pop(alias)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator: `TimeoutError` when a call takes longer than `seconds`.
 
-    With signals (main thread only) the call is interrupted. Without, its thread cannot be ended and runs on: code that
-    may never end belongs into a process, as reward functions do.
+    With signals (main thread only) the call is interrupted. Without, its thread cannot be stopped and continues: run
+    code that may never end in another process, as is done for reward functions.
     """
     if seconds <= 0:
         raise ValueError(f"timeout_limit: seconds is {seconds}; it must be above 0.")
-    run = _interrupted if use_signals else _left_behind
+    run = _run_with_alarm if use_signals else _run_in_thread
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -68,9 +85,9 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callab
     return decorate
 
 
-def _interrupted(call: Callable[[], T], seconds: float, name: str) -> T:
+def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
     def stop(number: int, frame: Any) -> None:
-        raise _too_long(name, seconds)
+        raise _timeout_error(name, seconds)
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -81,7 +98,7 @@ def _interrupted(call: Callable[[], T], seconds: float, name: str) -> T:
         signal.signal(signal.SIGALRM, before)
 
 
-def _left_behind(call: Callable[[], T], seconds: float, name: str) -> T:
+def _run_in_thread(call: Callable[[], T], seconds: float, name: str) -> T:
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -96,9 +113,9 @@ def _left_behind(call: Callable[[], T], seconds: float, name: str) -> T:
     if "error" in outcome:
         raise outcome["error"]
     if "value" not in outcome:
-        raise _too_long(name, seconds)
+        raise _timeout_error(name, seconds)
     return outcome["value"]
 
 
-def _too_long(name: str, seconds: float) -> TimeoutError:
+def _timeout_error(name: str, seconds: float) -> TimeoutError:
     return TimeoutError(f"{name} took longer than {seconds} s.")

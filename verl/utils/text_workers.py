@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from verl.utils.exceptions import Travels
+from verl.utils.exceptions import PicklableError
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -34,11 +34,11 @@ _MAX_WAITING = 64
 _tokenizer: Any = None
 
 
-class TextWorkLimit(Travels, ValueError):
+class TextWorkLimit(PicklableError, ValueError):
     """The work was stopped at its time or memory limit. The message names the limit."""
 
 
-class TextWorkersBusy(Travels):
+class TextWorkersBusy(PicklableError):
     """Too many expensive tasks wait already. The caller may try again later."""
 
 

@@ -1,54 +1,105 @@
-"""A fingerprint of a tensor: the sum over its elements of bit pattern × a mix of the element's index, mod 2^64.
+"""Fingerprint of a tensor: the sum over its elements of bit pattern × weight of the element's index, mod 2^64.
 
-Exact and cheap. Parts of a tensor, each taken at its place in the whole, add up to the fingerprint of the whole; a
-changed bit, a transposed, permuted or shifted tensor has another one (but for a chance of about 2^-32 or less).
+Exact and cheap. The fingerprints of parts, each computed at its place in the full tensor, add up to that of the full
+tensor. A changed bit, a transposition, permutation or shift changes it (except with a probability of about 2^-32).
+
+Index i has the weight high[i // BLOCK] × low[i % BLOCK] mod 2^64. Both tables are SplitMix64 (the finaliser of Steele
+et al., "Fast splittable pseudorandom number generators", 2014) of their index, made odd: two short tables serve tensors
+of any size, and a sum over a block uses one of the factors only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TypeVar
 
+import numpy as np
 import torch
 
-from verl.utils.index_mix import BLOCK, Place, high_weights, low_weights
+from verl.utils.counter_noise import GOLDEN_64, mix_64
 
-__all__ = ["Place", "fingerprints", "tensor_fingerprint"]
+__all__ = ["BLOCK", "Placement", "fingerprints", "high_weights", "low_weights", "tensor_fingerprint"]
 
+BLOCK = 4096
 _SHIFT = BLOCK.bit_length() - 1
+_LOW, _HIGH = 0, -(1 << 63)  # first index of each table in the sequence of the hash
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements at a time: as int64 they are 256 MB of a device; on a CPU they stay in its cache.
+# Elements per operation: 256 MB as int64 on a device; on a CPU they stay in its cache.
 _CHUNK = {"cpu": 32 * BLOCK}
 _LARGE_CHUNK = 8192 * BLOCK
-
+# Blocks of indices per program of the CUDA kernel.
+_BLOCKS_PER_PROGRAM = 8
 
 _Key = TypeVar("_Key", bound=Hashable)
+_high_tables: dict[torch.device, torch.Tensor] = {}
 
-WHOLE = Place()
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Indices of a part in the full tensor: runs of `run` consecutive elements (None: a single run), the first one at
+    index `start`, each `stride` after the previous one."""
+
+    start: int = 0
+    run: int | None = None
+    stride: int = 0
+
+    @classmethod
+    def of_shard(cls, shape: Sequence[int], dim: int, start: int, full: int) -> Placement:
+        """Of a shard of this shape: entries from `start` on of the `full` entries in dimension `dim`."""
+        inner = math.prod(shape[dim + 1 :])
+        if math.prod(shape[:dim]) == 1:
+            return cls(start * inner)
+        return cls(start * inner, shape[dim] * inner, full * inner)
 
 
-def tensor_fingerprint(tensor: torch.Tensor, dtype: torch.dtype | None = None, place: Place = WHOLE) -> torch.Tensor:
-    """int64 scalar on the tensor's device; of the tensor cast to `dtype` where both are floating point."""
+FULL = Placement()
+
+
+def tensor_fingerprint(
+    tensor: torch.Tensor, dtype: torch.dtype | None = None, placement: Placement = FULL
+) -> torch.Tensor:
+    """Return an int64 scalar on the tensor's device; floating-point tensors are cast to `dtype` first."""
     flat = _cast(tensor, dtype).detach().reshape(-1)
     bits = flat.view(_BITS[flat.element_size()])
-    return _sum_of_run(bits, place.start) if place.run is None else _sum_of_runs(bits, place)
+    return _sum_of_run(bits, placement.start) if placement.run is None else _sum_of_runs(bits, placement)
 
 
 def fingerprints(
     tensors: Mapping[_Key, torch.Tensor],
     dtype: torch.dtype | None = None,
-    places: Mapping[_Key, Place] | None = None,
+    placements: Mapping[_Key, Placement] | None = None,
 ) -> dict[_Key, int]:
-    """Key → fingerprint, with one transfer from the device for all of them. `places`: of those that are parts."""
+    """Return key → fingerprint with a single transfer from the device. `placements`: of tensors that are parts."""
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device
-    where = [(places or {}).get(name, WHOLE) for name in tensors]
+    where = [(placements or {}).get(name, FULL) for name in tensors]
     if device.type == "cuda" and find_spec("triton") is not None and all(t.device == device for t in tensors.values()):
         return dict(zip(tensors, _sums_on_cuda([_cast(t, dtype) for t in tensors.values()], where), strict=True))
     sums = [tensor_fingerprint(tensor, dtype, place) for tensor, place in zip(tensors.values(), where, strict=True)]
     return dict(zip(tensors, torch.stack([total.to(device) for total in sums]).tolist(), strict=True))
+
+
+@functools.cache
+def low_weights(device: torch.device) -> torch.Tensor:
+    """int64 [BLOCK]."""
+    return _table(_LOW, BLOCK).to(device)
+
+
+def high_weights(blocks: int, device: torch.device) -> torch.Tensor:
+    """int64 [at least `blocks`]; kept on the device."""
+    table = _high_tables.get(device)
+    if table is None or len(table) < blocks:
+        table = _high_tables[device] = _table(_HIGH, max(1024, 2 * blocks)).to(device)
+    return table
+
+
+def _table(first: int, size: int) -> torch.Tensor:
+    return mix_64((torch.arange(1, size + 1) + first) * GOLDEN_64) | 1
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -56,10 +107,10 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _sum_of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Of consecutive elements, the first at index `start`: whole blocks at once, what is left at both ends apart."""
+    """Of consecutive elements, the first at index `start`: whole blocks at once, the remainders at both ends apart."""
     head = min(len(bits), -start % BLOCK)
     body = (len(bits) - head) // BLOCK * BLOCK
-    total = _sum_at(bits[:head], start) + _sum_at(bits[head + body :], start + head + body)
+    total = _sum_in_block(bits[:head], start) + _sum_in_block(bits[head + body :], start + head + body)
     low, high = low_weights(bits.device), high_weights((start + len(bits)) // BLOCK + 1, bits.device)
     chunk = _CHUNK.get(bits.device.type, _LARGE_CHUNK)
     for first in range(head, head + body, chunk):
@@ -69,38 +120,69 @@ def _sum_of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
     return total
 
 
-def _sum_at(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Of less than a block of consecutive elements, which lie in one block."""
+def _sum_in_block(bits: torch.Tensor, start: int) -> torch.Tensor:
+    """Of consecutive elements that lie in one block."""
     low, high = low_weights(bits.device), high_weights(start // BLOCK + 1, bits.device)
     first = start % BLOCK
     return (bits * low[first : first + len(bits)]).sum() * high[start // BLOCK]
 
 
-def _sum_of_runs(bits: torch.Tensor, place: Place) -> torch.Tensor:
-    assert place.run is not None
+def _sum_of_runs(bits: torch.Tensor, placement: Placement) -> torch.Tensor:
+    assert placement.run is not None
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    if not place.run or not len(bits):
+    if not placement.run or not len(bits):
         return total
-    rows = bits.view(-1, place.run)
-    end = place.start + (len(rows) - 1) * place.stride + place.run
+    rows = bits.view(-1, placement.run)
+    end = placement.start + (len(rows) - 1) * placement.stride + placement.run
     low, high = low_weights(bits.device), high_weights(end // BLOCK + 1, bits.device)
-    columns = torch.arange(place.run, device=bits.device)
-    step = max(1, _CHUNK.get(bits.device.type, _LARGE_CHUNK) // place.run)
+    columns = torch.arange(placement.run, device=bits.device)
+    step = max(1, _CHUNK.get(bits.device.type, _LARGE_CHUNK) // placement.run)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
-        starts = place.start + place.stride * torch.arange(first, first + len(part), device=bits.device)
+        starts = placement.start + placement.stride * torch.arange(first, first + len(part), device=bits.device)
         index = starts.unsqueeze(1) + columns
         total += (part * (low[index & (BLOCK - 1)] * high[index >> _SHIFT])).sum()
     return total
 
 
-def _sums_on_cuda(tensors: list[torch.Tensor], places: list[Place]) -> list[int]:
-    """Their fingerprints, by one launch for each width of an element that occurs."""
-    from verl.utils.bit_sums import bit_sums
+def _sums_on_cuda(tensors: list[torch.Tensor], placements: list[Placement]) -> list[int]:
+    """Fingerprints by one kernel launch per element size, at the speed of reading the tensors once."""
+    from verl.utils.weight_fingerprint_kernel import sum_pieces
 
-    sums = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    device = tensors[0].device
+    sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
     widths = [tensor.element_size() for tensor in tensors]
     for width in set(widths):
-        index = [i for i, found in enumerate(widths) if found == width]
-        sums[index] = bit_sums([tensors[i].contiguous() for i in index], [places[i] for i in index])
+        index = [i for i, other in enumerate(widths) if other == width]
+        chosen = [tensors[i].contiguous() for i in index]  # kept alive until the kernel is launched
+        pieces, blocks = _pieces(chosen, [placements[i] for i in index])
+        weights = high_weights(blocks, device), low_weights(device)
+        sums[index] = sum_pieces(pieces, len(index), *weights, width, BLOCK, _BLOCKS_PER_PROGRAM)
     return sums.tolist()
+
+
+def _pieces(tensors: Sequence[torch.Tensor], placements: Sequence[Placement]) -> tuple[np.ndarray, int]:
+    """Divide contiguous tensors into pieces, one per program of the kernel.
+
+    Returns int64 [5, pieces]: address of a run of consecutive elements, its first and last index (exclusive), the
+    number of its tensor, the first block of the piece; and the number of blocks of the longest tensor, including those
+    that its last piece may reach.
+    """
+    parts = zip(tensors, placements, strict=True)
+    runs = [_runs(number, tensor, placement) for number, (tensor, placement) in enumerate(parts)]
+    addresses, starts, ends, owners = np.concatenate(runs, axis=1)
+    first = starts // BLOCK
+    counts = -(-((ends - 1) // BLOCK + 1 - first) // _BLOCKS_PER_PROGRAM) * (ends > starts)
+    run = np.repeat(np.arange(len(first)), counts)
+    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces = np.stack([addresses[run], starts[run], ends[run], owners[run], first[run] + _BLOCKS_PER_PROGRAM * within])
+    return pieces, int(ends.max(initial=0)) // BLOCK + 1 + _BLOCKS_PER_PROGRAM
+
+
+def _runs(owner: int, tensor: torch.Tensor, placement: Placement) -> np.ndarray:
+    """int64 [4, runs]: address, first and last index (exclusive) of each run, number of the tensor."""
+    size = placement.run or tensor.numel()
+    number = np.arange(tensor.numel() // size if size else 0, dtype=np.int64)
+    starts = placement.start + placement.stride * number
+    addresses = tensor.data_ptr() + size * tensor.element_size() * number
+    return np.stack([addresses, starts, starts + size, np.full_like(number, owner)])

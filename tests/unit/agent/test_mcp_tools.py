@@ -24,7 +24,7 @@ from verl.agent.tool_files import read_tool_files
 from verl.agent.toolbox import Toolbox
 from verl.config.problems import ConfigError
 from verl.tools.mcp_servers import McpServer
-from verl.utils.network import answers
+from verl.utils.network import accepts_connections
 
 pytestmark = pytest.mark.processes
 SERVER = str(Path(__file__).parents[2] / "support" / "mcp_server.py")
@@ -66,7 +66,7 @@ class HttpServer:
     def start(self) -> None:
         command = [sys.executable, SERVER, str(self.port)]
         self.process = subprocess.Popen(command, env={**os.environ, "NOTES": str(self.notes)})
-        while not answers("127.0.0.1", self.port):
+        while not accepts_connections("127.0.0.1", self.port):
             assert self.process.poll() is None, "the MCP server ended"
             time.sleep(0.05)
 

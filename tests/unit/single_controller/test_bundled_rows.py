@@ -22,7 +22,7 @@ from verl.single_controller.ray.stored import (
     take_rows,
     with_bundle,
 )
-from verl.utils.nested import same
+from verl.utils.nested import deep_equal
 
 
 def batch_of(seeds: list[int]) -> DataProto:
@@ -46,7 +46,7 @@ def assert_rows(values: dict, seeds: list[int]) -> None:
     responses = expected["response_mask"].bool()
     for name in ("responses", "rollout_log_probs", "rollout_versions"):
         assert torch.equal(values[name][values["response_mask"].bool()], expected[name][responses]), name
-    assert same(values["score"], expected["score"])
+    assert deep_equal(values["score"], expected["score"])
 
 
 def test_all_tensor_columns_of_a_batch_are_one_object():

@@ -17,7 +17,7 @@ from verl.tools.code_session_tool import CodeSessionTool
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
 from verl.utils import code_runner
 from verl.utils.code_runner import CodeSettings
-from verl.utils.process_tree import family
+from verl.utils.process_tree import with_descendants
 from verl.utils.sandbox import REQUIRE, Isolation, available
 from verl.utils.tool_calls import ToolCall
 
@@ -115,7 +115,7 @@ async def test_a_session_that_died_is_replaced_and_the_model_told():
 def asleep():
     """Descendants of this process that sleep for the number of seconds that only the test below knows."""
     found = []
-    for pid in family(os.getpid()):
+    for pid in with_descendants(os.getpid()):
         with contextlib.suppress(OSError):
             found += [pid] if b"1234.5" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
 
 
 def equal_runs(rows: int, minis: int) -> list[np.ndarray]:

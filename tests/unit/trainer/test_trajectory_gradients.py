@@ -20,7 +20,7 @@ from verl.config import ActorConfig, CriticConfig, as_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.advantage import compute_advantage
 from verl.trainer.ppo.arrange import arrange, mini_batches_by_prompt, row_costs
-from verl.utils.flops import TOKENS
+from verl.utils.balancing import COST_PER_TOKEN
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import local_counts, micro_batches
 from verl.workers.roles.critic import ValueLoss
@@ -111,7 +111,7 @@ def gradients(estimator: str, loss: Any, output: str, numbers: torch.Tensor, ran
         counts = Counts(sum(each.tokens for each in own), sum(each.sequences for each in own))
         table = numbers.clone().requires_grad_()
         for part in parts:
-            for micro, _ in micro_batches(part, MicroBatching(size=2), TOKENS, lambda count: count):
+            for micro, _ in micro_batches(part, MicroBatching(size=2), COST_PER_TOKEN, lambda count: count):
                 loss({output: table[micro.batch["token"]]}, micro, counts)[0].backward()
         found.append(table.grad)
     return torch.stack(found)

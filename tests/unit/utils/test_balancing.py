@@ -1,7 +1,10 @@
 """Length balancing: exact partitions, proven bounds, laws, and the optimum on cases small enough to try everything."""
 
+from __future__ import annotations
+
 import heapq
 import itertools
+import json
 import math
 import random
 
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 
 from verl.utils import seqlen_balancing
 from verl.utils.balancing import (
+    COST_PER_TOKEN,
+    SequenceCost,
     ceildiv,
     get_reverse_idx,
     get_seqlen_balanced_partitions,
@@ -221,7 +226,7 @@ def test_unbalance_metrics_compare_chunks_as_they_came_with_the_partition():
         "global_seqlen/balanced_max": 11,
         "global_seqlen/mean": 11,
     }
-    with pytest.raises(ValueError, match="partitions: there is none"):
+    with pytest.raises(ValueError, match="partitions"):
         log_seqlen_unbalance([1], [], prefix="x")
 
 
@@ -249,3 +254,41 @@ def test_ceildiv_and_roundup_are_exact(a, b):
 def test_the_public_module_offers_the_same_functions():
     assert seqlen_balancing.karmarkar_karp is karmarkar_karp
     assert seqlen_balancing.get_seqlen_balanced_partitions is get_seqlen_balanced_partitions
+
+
+SHAPE = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 100,
+}
+
+
+def test_the_cost_of_a_small_shape_by_hand():
+    """Per layer q and o 8×8 each, k and v 8×4 each, three MLP matrices 8×16: 576 weights, 2 operations each."""
+    cost = SequenceCost.from_config(SHAPE)
+    assert cost.token == 2 * 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert cost.head == 2 * 8 * 100
+    assert cost.pair == 2 * 2 * 8, "scores and values: 2 × 2 operations per pair and channel, of half the pairs"
+    assert cost([10], [4]).tolist() == [10 * cost.token + 4 * cost.head + 100 * cost.pair]
+
+
+def test_a_mixture_counts_the_experts_that_a_token_visits():
+    dense, mixed = SequenceCost.from_config(SHAPE), {**SHAPE, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    assert SequenceCost.from_config(mixed).token == dense.token
+    assert SequenceCost.from_config({"text_config": SHAPE, "vocab_size": 1}) == dense
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "vocab_size"])
+def test_a_shape_under_other_names_counts_tokens(missing):
+    assert SequenceCost.from_config({name: value for name, value in SHAPE.items() if name != missing}) is COST_PER_TOKEN
+    assert COST_PER_TOKEN([3, 4], [1, 1]).tolist() == [3, 4]
+
+
+def test_a_folder_is_read_and_anything_else_counts_tokens(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    assert SequenceCost.from_folder(tmp_path) == SequenceCost.from_config(SHAPE)
+    assert SequenceCost.from_folder(tmp_path, {"num_hidden_layers": 4}).pair == 2 * SequenceCost.from_config(SHAPE).pair
+    assert SequenceCost.from_folder("some/hub-name") is COST_PER_TOKEN

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from verl.utils.network import address_towards, answers, interface_of
+from verl.utils.network import accepts_connections, address_towards, interface_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces are the system's own")
@@ -21,5 +21,5 @@ def test_an_address_has_an_interface_or_none():
 def test_a_port_answers_while_somebody_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert answers("127.0.0.1", port)
-    assert not answers("127.0.0.1", port)
+        assert accepts_connections("127.0.0.1", port)
+    assert not accepts_connections("127.0.0.1", port)

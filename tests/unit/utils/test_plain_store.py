@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.nested import object_array, same
+from verl.utils.nested import deep_equal, object_array
 from verl.utils.plain_store import load_plain, save_plain, save_tensors
 
 scalars = st.one_of(
@@ -72,14 +72,14 @@ def round_trip(value, folder: Path):
 def equal(a, b) -> bool:
     """As `same`, but types must agree all the way down, so that 1, 1.0, True and np.int64(1) are four values."""
     if isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn:
-        return a.dtype == b.dtype and same(a.view(torch.uint8), b.view(torch.uint8))
+        return a.dtype == b.dtype and deep_equal(a.view(torch.uint8), b.view(torch.uint8))
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, dict):
         return type(b) is dict and equal(list(a), list(b)) and equal(list(a.values()), list(b.values()))
     if isinstance(a, np.ndarray) and a.dtype == object:
         return isinstance(b, np.ndarray) and a.shape == b.shape and equal(list(a.flat), list(b.flat))
-    return type(a) is type(b) and same(a, b)
+    return type(a) is type(b) and deep_equal(a, b)
 
 
 @settings(max_examples=150)
@@ -179,6 +179,6 @@ def test_saved_tensors_are_a_plain_dict_for_torch_load_without_what_lies_behind_
     loaded = torch.load(tmp_path / "step.pt", weights_only=True)
     assert type(loaded) is dict
     assert list(loaded) == list(given)
-    assert all(same(loaded[name], given[name]) for name in given)
+    assert all(deep_equal(loaded[name], given[name]) for name in given)
     assert (tmp_path / "step.pt").stat().st_size < 20_000
     assert [path.name for path in tmp_path.iterdir()] == ["step.pt"]

@@ -24,7 +24,7 @@ from verl.utils.process_pool import (
     TaskTimeout,
     gathered,
 )
-from verl.utils.progress import Progress, counted_by
+from verl.utils.progress import Progress, record_progress
 
 _loaded: list[str] = []
 
@@ -126,7 +126,7 @@ def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, u
     calls = [(None,), (None,), (str(file),), (None,)]
 
     def run():
-        with counted_by(progress):
+        with record_progress(progress):
             gathered(partial(pool.enqueue, wait_for, calls), len(calls), units)
 
     thread = threading.Thread(target=run)

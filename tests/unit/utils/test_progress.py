@@ -8,15 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import hypothesis.strategies as st
 from hypothesis import given
 
-from verl.utils.progress import Progress, counted, counted_by, expect, tick
+from verl.utils.progress import Progress, count_futures, expect, record_progress, tick
 
 
 def test_loops_are_counted_by_the_call_around_them_and_by_the_inner_one_first():
     outer, inner = Progress(), Progress()
-    with counted_by(outer):
+    with record_progress(outer):
         expect(5)
         tick(2)
-        with counted_by(inner):
+        with record_progress(inner):
             expect(3)
             expect(3)
             tick()
@@ -27,20 +27,20 @@ def test_loops_are_counted_by_the_call_around_them_and_by_the_inner_one_first():
 
 def test_outside_of_a_counted_call_nothing_is_counted_and_nothing_fails():
     progress = Progress()
-    with counted_by(progress):
+    with record_progress(progress):
         thread = threading.Thread(target=lambda: (expect(4), tick(4)))  # a thread of its own is another call
         thread.start()
         thread.join()
     expect(1)
     tick()
-    assert counted(iter([]), 0) == []
+    assert count_futures(iter([]), 0) == []
     assert progress.read() == (0, 0)
 
 
 def test_a_future_counts_where_it_was_submitted_whoever_finishes_it():
     progress, futures = Progress(), [Future() for _ in range(64)]
-    with counted_by(progress):
-        assert counted(iter(futures), 64) == futures
+    with record_progress(progress):
+        assert count_futures(iter(futures), 64) == futures
     assert progress.read() == (0, 64)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda future: future.set_result(None), futures[:40]))
@@ -59,8 +59,8 @@ def test_a_future_that_is_done_at_once_counts_before_the_next_is_made():
             future.set_result(None)
             yield future
 
-    with counted_by(progress):
-        counted(scored(), 3)
+    with record_progress(progress):
+        count_futures(scored(), 3)
     assert seen == [(0, 3), (1, 3), (2, 3)]
 
 

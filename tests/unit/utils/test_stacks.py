@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from verl.utils.process_tree import standstill
+from verl.utils.process_tree import why_not_running
 from verl.utils.stacks import origin_of, own_stacks, stacks_of, users_frame
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -92,15 +92,15 @@ def test_a_process_that_holds_the_gil_is_read_from_outside_and_a_stopped_one_is_
         assert [frame.function for frame in stack] == ["never_lets_go", "<module>"]
         assert users_frame(stack).file == str(script)
         assert stacks_of(process.pid), "again"
-        assert standstill(process.pid) is None
+        assert why_not_running(process.pid) is None
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert standstill(process.pid) == "stopped"
+        assert why_not_running(process.pid) == "stopped"
         assert stacks_of(process.pid, timeout=0.2) == {}
     finally:
         process.kill()
         process.wait()
-    assert standstill(process.pid) == "gone"
+    assert why_not_running(process.pid) == "gone"
 
 
 def test_a_process_that_never_offered_it_is_not_harmed():

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.utils.index_mix import BLOCK
-from verl.utils.weight_fingerprint import Place, fingerprints, tensor_fingerprint
+from verl.utils.weight_fingerprint import BLOCK, Placement, fingerprints, tensor_fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -48,7 +47,7 @@ def reference(bits: np.ndarray, indices) -> int:
 def test_it_is_the_sum_of_bits_times_the_mix_of_their_index(start, size):
     tensor = made((size,), dtype=torch.bfloat16)
     expected = reference(tensor.view(torch.int16).numpy(), range(start, start + size))
-    assert number(tensor, place=Place(start)) == expected
+    assert number(tensor, placement=Placement(start)) == expected
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 300), st.integers(1, 9), st.integers(0, 1), FLOATS)
@@ -56,8 +55,8 @@ def test_parts_by_rows_or_columns_add_up_to_the_whole(seed, rows, columns, count
     whole = made((rows, columns), seed, dtype)
     total, start = 0, 0
     for part in whole.chunk(count, dim):
-        place = Place.of_part(part.shape, dim, start, whole.shape[dim])
-        total += number(part, place=place)
+        place = Placement.of_shard(part.shape, dim, start, whole.shape[dim])
+        total += number(part, placement=place)
         start += part.shape[dim]
     assert wrapped(total) == number(whole)
 
@@ -66,15 +65,17 @@ def test_parts_by_rows_or_columns_add_up_to_the_whole(seed, rows, columns, count
 def test_flat_parts_of_any_size_add_up_to_the_whole(seed, size, cuts, dtype):
     whole = made((size,), seed, dtype)
     ends = [0, *sorted(min(cut, size) for cut in cuts), size]
-    parts = [number(whole[a:b], place=Place(a)) for a, b in itertools.pairwise(ends)]
+    parts = [number(whole[a:b], placement=Placement(a)) for a, b in itertools.pairwise(ends)]
     assert wrapped(sum(parts)) == number(whole)
 
 
 def test_a_part_of_the_middle_of_three_dimensions_is_counted_in_its_place():
     whole = made((3, 40, 50))
-    parts = [number(whole[:, a : a + 10], place=Place.of_part((3, 10, 50), 1, a, 40)) for a in range(0, 40, 10)]
+    parts = [
+        number(whole[:, a : a + 10], placement=Placement.of_shard((3, 10, 50), 1, a, 40)) for a in range(0, 40, 10)
+    ]
     assert wrapped(sum(parts)) == number(whole)
-    first = [number(whole[a : a + 1], place=Place.of_part((1, 40, 50), 0, a, 3)) for a in range(3)]
+    first = [number(whole[a : a + 1], placement=Placement.of_shard((1, 40, 50), 0, a, 3)) for a in range(3)]
     assert wrapped(sum(first)) == number(whole)
 
 
@@ -133,7 +134,9 @@ def test_fingerprints_are_taken_in_the_dtype_asked_for():
     assert fingerprints({"a": weights}, torch.bfloat16) != fingerprints({"a": weights})
     steps = torch.arange(5)
     assert fingerprints({"steps": steps}, torch.bfloat16) == {"steps": number(steps)}
-    assert fingerprints({"a": weights}, places={"a": Place(7)}) == {"a": number(weights, place=Place(7))}
+    assert fingerprints({"a": weights}, placements={"a": Placement(7)}) == {
+        "a": number(weights, placement=Placement(7))
+    }
     assert fingerprints({}) == {}
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from verl.utils.concurrency import SharedEventLoop
 from verl.utils.import_utils import ImportPath, load_user_object
-from verl.utils.shared_loop import SharedLoop
 
 __all__ = ["load_agent", "start_agent"]
 
 _PARAMETERS = ("base_url", "prompt", "request_kwargs", "metadata")
-_loop = SharedLoop("agents")
+_loop = SharedEventLoop("agents")
 
 
 def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.text_stream import TextStream
 from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
-from verl.utils.field_errors import respelled
+from verl.utils.exceptions import rename_fields
 
 __all__ = ["OpenAIServer", "api_errors", "in_options"]
 
@@ -200,7 +200,7 @@ async def _forward(
 
 def in_options(message: str) -> str:
     """An error of the engine in the words of this program: its fields are command-line options."""
-    return respelled(message, _OPTIONS, lambda name: f"--{name.replace('_', '-')}")
+    return rename_fields(message, _OPTIONS, lambda name: f"--{name.replace('_', '-')}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from verl.utils.activity import Activity, current_activity
 from verl.utils.background_work import current_work
 from verl.utils.helper_processes import Standing, silent_peer, standing_helper
-from verl.utils.progress import pulses
+from verl.utils.progress import pulse_count
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
 _COLLECTIVES = "all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter|reduce|send|recv"
@@ -83,11 +83,11 @@ class Heart:
         """From any thread. The stacks of all threads take milliseconds, that of the compute thread does not."""
         running = self._running or _background()
         if running is None:
-            return Beat(done=pulses(), helper=standing_helper())
+            return Beat(done=pulse_count(), helper=standing_helper())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
         shown, activity = telling_stacks(stacks, thread), current_activity()
-        units = done() + pulses()
+        units = done() + pulse_count()
         seconds = time.monotonic() - start
         return Beat(method, seconds, units, thread, shown, standing_helper(), silent_peer(), activity)
 

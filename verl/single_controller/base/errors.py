@@ -7,14 +7,14 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.exceptions import Travels
+from verl.utils.exceptions import PicklableError
 
 
 class CallCancelled(RuntimeError):
     """Raised inside a compute call by `Worker.check_cancelled()` after the group's `cancel()`."""
 
 
-class WorkerError(Travels, RuntimeError):
+class WorkerError(PicklableError, RuntimeError):
     """A call on a worker group failed. `summary` says what happened; `role`, `rank`, `host` and `method` say where."""
 
     phase: str | None = None

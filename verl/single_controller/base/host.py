@@ -17,7 +17,7 @@ from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure
 from verl.single_controller.base.worker import RankInfo, Worker, worker_rank
 from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
-from verl.utils.shared_loop import SharedLoop
+from verl.utils.concurrency import SharedEventLoop
 
 
 class RankHost:
@@ -27,7 +27,7 @@ class RankHost:
         self._workers: dict[str, Any] = {}
         self._specs: dict[str, dict[str, MethodSpec]] = {}
         self._info: RankInfo | None = None
-        self._loop = SharedLoop("verl-async-methods")  # of all roles, so that they can share locks
+        self._loop = SharedEventLoop("verl-async-methods")  # of all roles, so that they can share locks
         self._heart = Heart()
 
     def beat(self, every_thread: bool = False) -> Beat:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.dispatch import MeshPlace
 from verl.single_controller.base.errors import CallCancelled
-from verl.utils.device_memory import memory_in_use
-from verl.utils.progress import Progress, counted_by
+from verl.utils.device import memory_in_use
+from verl.utils.progress import Progress, record_progress
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Worker:
         # A counter per call: what an earlier one left running does not count here.
         self._progress = Progress(share)
         try:
-            with counted_by(self._progress):
+            with record_progress(self._progress):
                 yield
         finally:
             self._computing, self._progress = None, Progress()

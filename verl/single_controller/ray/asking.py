@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.config.devices import MemoryState, memory_state
 from verl.single_controller.base.beat import Beat, RankReport, telling_stacks
 from verl.single_controller.base.errors import Failure
-from verl.utils.process_tree import children, command_of, family, standstill
+from verl.utils.process_tree import children, command_line, why_not_running, with_descendants
 from verl.utils.stacks import Stack, stacks_of
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RankReports:
         Processes of this node are looked at even if they do not answer.
         """
         here, processes = ray.get_runtime_context().get_node_id(), group.processes  # which a restart replaces
-        states = [standstill(process.pid) if process.node == here else None for process in processes]
+        states = [why_not_running(process.pid) if process.node == here else None for process in processes]
         beats = group.beats(every_thread, within)
         reports = [RankReport(group.role, rank, each.host, each.pid, "runs") for rank, each in enumerate(processes)]
         return [
@@ -137,7 +137,7 @@ Look = tuple[str | None, dict[int, Stack]]
 
 def look_at(pid: int) -> Look:
     """Why a process of this machine cannot run, if so, and its stacks."""
-    state = standstill(pid)
+    state = why_not_running(pid)
     return state, {} if state is not None else stacks_of(pid)
 
 
@@ -146,9 +146,9 @@ def standing_here() -> tuple[str, int, str] | None:
 
     They are the children of Ray's raylet, as an actor is, or descend from whoever has started Ray.
     """
-    for pid in sorted({*children(os.getppid()), *family(os.getpid())} - {os.getpid()}):
-        state = standstill(pid)
-        if state in ("stopped", "traced") and any(name in command_of(pid) for name in _RAY_WORKERS):
+    for pid in sorted({*children(os.getppid()), *with_descendants(os.getpid())} - {os.getpid()}):
+        state = why_not_running(pid)
+        if state in ("stopped", "traced") and any(name in command_line(pid) for name in _RAY_WORKERS):
             return socket.gethostname(), pid, state
     return None
 
@@ -162,7 +162,7 @@ class Nodes:
     def look(self, process: RankProcess, stacks_too: bool = False) -> Look | None:
         """None: the node does not answer. Stacks, which disturb a process, are taken on this node only if asked for."""
         if process.node == ray.get_runtime_context().get_node_id():
-            return look_at(process.pid) if stacks_too else (standstill(process.pid), {})
+            return look_at(process.pid) if stacks_too else (why_not_running(process.pid), {})
         return self._ask(process.node, "look", process.pid)
 
     def kill(self, process: RankProcess) -> None:

@@ -22,7 +22,7 @@ from verl.single_controller.ray import stored
 from verl.single_controller.ray.stored import StoredColumn, StoredRows, store_rows
 from verl.single_controller.ray.trimming import Lengths
 from verl.types.schema import OBJECT, stored_name
-from verl.utils.nested import same
+from verl.utils.nested import deep_equal
 
 __all__ = ["BatchRef"]
 
@@ -227,7 +227,7 @@ class BatchRef(DataProto):
         ahead = self._is_ahead(name) or other._is_ahead(name)
         if not ahead and self._columns[name].same_as(other._columns[name]):
             return True
-        return same(self._read([name]), other._read([name]))
+        return deep_equal(self._read([name]), other._read([name]))
 
     def _is_ahead(self, name: str) -> bool:
         """Whether the column's value is held here and is not, or no longer, what the store has."""

@@ -19,9 +19,9 @@ from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.stored import StoredRows, bundle_rows, store_rows, stored_by
-from verl.utils.collector import Settling
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
+from verl.utils.resources import WarmupGcFreeze
 from verl.utils.stacks import answer_stack_requests
 
 _INLINE_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ class RayRankHost(RankHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._settling = Settling()
+        self._gc_freeze = WarmupGcFreeze()
 
     def describe(self) -> Any:
         """The tuple of the base class, then Ray's node id and the node's `MemoryState`."""
@@ -115,7 +115,7 @@ class RayRankHost(RankHost):
             return super().call(role, method, args, kwargs, lane)
         finally:
             if lane == "compute":  # beside others the step is in the middle of its work
-                self._settling.called(f"{role}.{method}")
+                self._gc_freeze.after_call(f"{role}.{method}")
 
 
 def _with_bundle_apart(value: Any, rows: DataProto) -> tuple[Any, Any]:

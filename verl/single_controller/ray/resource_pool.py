@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.base.worker_group import ResourcePool
-from verl.utils.machine_load import load_factor
-from verl.utils.network import answers
+from verl.utils.network import accepts_connections
+from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def alive_nodes() -> list[Node]:
             free.get(node["NodeID"], {}).get("GPU", 0.0),
         )
         for node in ray.nodes()
-        if node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"])
+        if node["Alive"] and accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])
     ]
     return sorted(nodes, key=lambda node: (_address_key(node.address), node.node_id))
 

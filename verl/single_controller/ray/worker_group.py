@@ -34,7 +34,7 @@ from verl.single_controller.ray.rank_host import Put, RayRankHost, wrap
 from verl.single_controller.ray.resource_pool import Node, RayResourcePool, ResourceError, describe_cluster, lost_ranks
 from verl.single_controller.ray.stored import StoredRows, placed
 from verl.utils.import_utils import register_user_modules_by_value
-from verl.utils.machine_load import load_factor
+from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 

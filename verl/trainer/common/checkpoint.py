@@ -22,11 +22,11 @@ from verl.protocol import DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.common.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
-from verl.utils.checkpoint.disk import disk_full, is_full
 from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.remote import KEY as REMOTE
 from verl.utils.checkpoint.steps import bytes_of_newest
-from verl.utils.exceptions import note
+from verl.utils.disk import disk_full_error, is_disk_full
+from verl.utils.exceptions import annotate_error
 from verl.utils.plain_store import load_plain, save_plain
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Save:
     def result(self, verify: bool = False) -> dict[str, float]:
         """Its metrics, or what went wrong. `verify` reads every file back."""
         if self.error is not None:
-            note(self.error, phase="save_checkpoint", step=self.step)
+            annotate_error(self.error, phase="save_checkpoint", step=self.step)
             raise self.error
         problems = CheckpointManager.verify(self.path) if verify else []
         if problems:
@@ -215,7 +215,7 @@ class Saver:
             run_start = self._start()
             needed = max(run_start.step_bytes if run_start else 0, bytes_of_newest(self.root))
             self._manager.abandon()
-            return disk_full(self.root, step, needed) if is_full(error) else error
+            return disk_full_error(self.root, step, needed) if is_disk_full(error) else error
         except OSError as another:
             logger.warning("save of step %d: what was written could not be removed: %s", step, another)
             return error

@@ -17,7 +17,7 @@ from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.common.ray_startup import STALE, RayUnavailableError, start_patiently
 from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.utils.network import stranger_at
+from verl.utils.network import find_foreign_service
 
 __all__ = ["STALE", "RayUnavailableError", "Wait", "forget_cluster", "in_words", "start_ray", "wait_for_nodes"]
 
@@ -102,7 +102,7 @@ def _check_cluster_answers(address: str | None) -> None:
     if not port.isdigit():
         return
     try:
-        stranger = stranger_at(host, int(port))
+        stranger = find_foreign_service(host, int(port))
     except OSError as error:
         raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
     if stranger is not None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.supervision.report import tell
-from verl.utils.machine_load import load_factor
-from verl.utils.process_tree import kill_family, standstill
+from verl.utils.process_tree import kill_tree, why_not_running
+from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ControllerPoll:
         pid = getattr(self.standing, "pid", 0)
         here = pid and self.standing.host == socket.gethostname()
         why, limit = self._own.stopped(), self._timeout or _STOPPED_S
-        if why is None and here and (state := standstill(pid)) in _STANDS:
+        if why is None and here and (state := why_not_running(pid)) in _STANDS:
             why = f"the controller (TaskRunner, pid {pid}) is {_STANDS[state]}"
             limit = math.inf if state == "traced" else limit  # somebody looks at it
         if why is None:
@@ -135,7 +135,7 @@ class ControllerPoll:
 
             pid, host = getattr(self.standing, "pid", 0), getattr(self.standing, "host", "?")
             if pid and host == socket.gethostname():
-                kill_family(pid)
+                kill_tree(pid)
             self._own.kill()
             error = HangError(f"the run hangs for {seconds:.0f} s: {why}", _ROLE, 0, f"{host} pid {pid}", "run", detail)
             error.at_once = True

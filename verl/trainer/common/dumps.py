@@ -13,8 +13,8 @@ import numpy as np
 from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
 from verl.types.schema import selected_for
-from verl.utils.atomic_file import replacing
 from verl.utils.dataset.problems import ground_truth_of
+from verl.utils.disk import atomic_write
 from verl.utils.plain_store import save_tensors
 
 _OURS = ("step", "input", "output", "gts", "score", "rows", "turns", "status")
@@ -91,7 +91,7 @@ def _turns(batch: DataProto, tokenizer: Any, row: int) -> list[dict[str, Any]]:
 def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
     """One JSON object per line, null for what is not finite; the file is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         for row in rows:
             line = json.dumps(_finite(row), ensure_ascii=False, default=_plain).translate(_LINE_BREAKS)
             stream.write(f"{line}\n".encode())

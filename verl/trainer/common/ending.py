@@ -24,7 +24,7 @@ from verl.trainer.common.own_ray import RayLostError
 from verl.trainer.common.signals import StopSignal, stop_signals_raise
 from verl.trainer.supervision.causes import place_of, restartable
 from verl.trainer.supervision.report import earlier_attempts, is_supervised, tell
-from verl.utils.exceptions import RemoteTraceback, note
+from verl.utils.exceptions import RemoteTraceback, annotate_error
 from verl.utils.lost_terminal import keep_lost_output
 from verl.version import __version__
 
@@ -82,7 +82,7 @@ def tells_of_restart(trainer: Any) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        note(error, run_folder=folder, restart=what_the_same_command_does(trainer))
+        annotate_error(error, run_folder=folder, restart=what_the_same_command_does(trainer))
         place = place_of(error)
         first_sentence = _what(error)[0].partition(". ")[0].rstrip(".")
         cause = f"{first_sentence} ({place})" if place else first_sentence

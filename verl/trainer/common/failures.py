@@ -16,7 +16,7 @@ from verl.trainer.common.checkpoint import Saver
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.preemption import Preemption
-from verl.utils.exceptions import causes
+from verl.utils.exceptions import cause_chain
 from verl.workers.reward_manager.naive import RewardError
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def is_fatal(error: BaseException) -> bool:
     """Return whether the run cannot continue after this error or one of its causes."""
     return any(
         isinstance(cause, _FATAL) or (isinstance(cause, WorkerCallError) and cause.method not in _NON_FATAL_CALLS)
-        for cause in causes(error)
+        for cause in cause_chain(error)
     )
 
 

@@ -15,7 +15,7 @@ from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
 from verl.trainer.common.nonfinite_weights import explain_initial_weights
-from verl.utils.exceptions import causes
+from verl.utils.exceptions import cause_chain
 from verl.workers.roles.memory import host_advice
 from verl.workers.roles.training import LOST_AT
 
@@ -171,7 +171,7 @@ class WeightGuard:
         try:
             yield
         except Exception as error:
-            cause = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
+            cause = next((cause for cause in cause_chain(error) if isinstance(cause, FloatingPointError)), None)
             if cause is None or isinstance(error, NonFiniteError):
                 raise
             step = getattr(error, "step", None) or step  # a background save may belong to an earlier step
@@ -197,7 +197,7 @@ def advises_on_memory(config: PPOConfig | SupervisedConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        died = next((cause for cause in causes(error) if isinstance(cause, WorkerDiedError)), None)
+        died = next((cause for cause in cause_chain(error) if isinstance(cause, WorkerDiedError)), None)
         if died is not None and died.advice and died.phase is not None:
             phase = _planned_phase(config, died.phase)
             if phase in PHASES:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 
 logger = logging.getLogger(__name__)
 

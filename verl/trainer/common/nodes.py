@@ -22,8 +22,8 @@ from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.ray_startup import allow_time, in_two_attempts, start_timeout
 from verl.trainer.common.ray_token import check_token, create_token, enable_token, has_token, missing_token
 from verl.trainer.common.signals import Asked, stop_on_signals
-from verl.utils.network import HELLO, address_towards, is_taken, own_address, stranger_at
-from verl.utils.process_tree import end_with_parent, family, kill_family
+from verl.utils.network import HTTP2_PREFACE, address_towards, find_foreign_service, own_address, port_in_use
+from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Head:
     def well(self) -> bool:
         """Whether it runs and answers."""
         try:
-            return self.process.poll() is None and stranger_at(self.host, self.port) is None
+            return self.process.poll() is None and find_foreign_service(self.host, self.port) is None
         except OSError:
             return False
 
@@ -177,7 +177,9 @@ class _Node:
         self._process = process = _start_ray(f"--address={address}", own_address, *_cpus(self._config))
         start, own = time.monotonic(), OwnRay()
         while (head := self._head(serving=True)) == "here" and process.poll() is None and own.lost() is None:
-            own = OwnRay(family(process.pid))  # the command itself does not notice a raylet that was asked to end
+            own = OwnRay(
+                with_descendants(process.pid)
+            )  # the command itself does not notice a raylet that was asked to end
             time.sleep(_LOOK_S)
         self.end()
         self._before = "is gone"
@@ -196,7 +198,7 @@ class _Node:
         While we serve, only a closed port says that it is gone: Ray judges of a slow network.
         """
         try:
-            stranger = stranger_at(self._host, self._port)
+            stranger = find_foreign_service(self._host, self._port)
         except OSError as error:
             return "here" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
         if stranger is not None and _OVER in stranger:
@@ -244,16 +246,16 @@ def _heard(client: socket.socket) -> bool:
         client.settimeout(_LOOK_S)
         client.sendall(f"{_OVER}\n".encode())
         client.shutdown(socket.SHUT_WR)
-        return client.recv(512) == HELLO
+        return client.recv(512) == HTTP2_PREFACE
     return False
 
 
 def _wait_until_free(host: str, port: int) -> None:
     """A head that dies with the process that started it may take a moment; anything else at the port is an error."""
     deadline = time.monotonic() + _FREED_S
-    while is_taken(port):
+    while port_in_use(port):
         try:
-            stranger = stranger_at(host, port)
+            stranger = find_foreign_service(host, port)
         except OSError:
             stranger = _ELSEWHERE
         if stranger not in (None, _ELSEWHERE) or time.monotonic() > deadline:
@@ -272,12 +274,12 @@ def _taken(host: str, port: int, stranger: str | None) -> tuple[str, str]:
 def _start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
     """A `ray start` that lives as long as its node, which signals to our group do not reach and which dies with us."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
-    return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=end_with_parent)
+    return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=die_with_parent)
 
 
 def _end(process: subprocess.Popen, address: str) -> None:
     """End a `ray start` with all it started, and the note by which other commands here would join its cluster."""
-    kill_family(process.pid)
+    kill_tree(process.pid)
     process.wait()
     forget_cluster(address)
 

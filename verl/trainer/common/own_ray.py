@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from verl.trainer.common.signals import Asked
 from verl.trainer.supervision.report import tell
 from verl.utils.exceptions import RemoteTraceback
-from verl.utils.process_tree import children, kill_family, standstill
+from verl.utils.process_tree import children, kill_tree, why_not_running
 
 # Without one of these there is no Ray.
 _ESSENTIAL = ("gcs_server", "raylet")
@@ -43,7 +43,7 @@ class OwnRay:
 
         `signalled`: we were asked to end, and any that ended since was too; the essential ones take longer to go.
         """
-        ended = [pid for pid in self._names if standstill(pid) in ("gone", "ended")]
+        ended = [pid for pid in self._names if why_not_running(pid) in ("gone", "ended")]
         fatal = [pid for pid in ended if self._names[pid] in _ESSENTIAL or (signalled and pid in self._seen)]
         if not signalled:
             self._seen.difference_update(ended)
@@ -66,13 +66,13 @@ class OwnRay:
 
     def stopped(self) -> str | None:
         """The process without which there is no Ray, if it is stopped."""
-        found = [pid for pid, name in self._names.items() if name in _ESSENTIAL and standstill(pid) == "stopped"]
+        found = [pid for pid, name in self._names.items() if name in _ESSENTIAL and why_not_running(pid) == "stopped"]
         return f"Ray's {self._names[found[0]]} (pid {found[0]}) is stopped (SIGSTOP)" if found else None
 
     def kill(self) -> None:
         """End all of it now, workers included."""
         for pid in self._names:
-            kill_family(pid)
+            kill_tree(pid)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.common.signals import StopSignal
-from verl.utils.exceptions import Travels
-from verl.utils.machine_load import describe_load, load_factor
-from verl.utils.process_tree import children, command_of
+from verl.utils.exceptions import PicklableError
+from verl.utils.process_tree import children, command_line
+from verl.utils.resources import describe_load, load_factor
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 _set_here: set[str] = set()
 
 
-class RayUnavailableError(Travels, RuntimeError):
+class RayUnavailableError(PicklableError, RuntimeError):
     """Ray could not be started or joined; the message says what to run."""
 
     def __init__(self, reason: str, remedy: str = STALE) -> None:
@@ -137,7 +137,7 @@ def _node_lookup(seconds: float) -> Iterator[None]:
 
 
 def _raylet_runs() -> bool:
-    return any(b"raylet" in command_of(pid) for pid in children(os.getpid()))
+    return any(b"raylet" in command_line(pid) for pid in children(os.getpid()))
 
 
 def _reason(error: Exception) -> str:

@@ -19,10 +19,10 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.problems import Problem, Report
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
-from verl.utils.checkpoint.disk import describe_disk, show_bytes
 from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.ownership import FolderTakenError, Ownership
 from verl.utils.checkpoint.steps import bytes_of_all, move_aside, newest_first, step_of
+from verl.utils.disk import describe_disk, format_bytes
 from verl.utils.fs import expand_path, resolve_model_path
 from verl.utils.tracking import tracking_folders, tracking_problems
 
@@ -246,8 +246,8 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
     one = sum(sizes.values())
     if needed > free:
         why = (
-            f"its disk {describe_disk(root)} has {show_bytes(free)} for checkpoints, which need {show_bytes(needed)}: "
-            f"a step is {show_bytes(one)}, and those kept and the one being written must fit"
+            f"its disk {describe_disk(root)} has {format_bytes(free)} for checkpoints that need {format_bytes(needed)}:"
+            f" a step is {format_bytes(one)}, and those kept and the one being written must fit"
         )
         fix = (
             "Free some or choose another; or keep fewer (trainer.max_actor_ckpt_to_keep, in SFT max_ckpt_to_keep) or "
@@ -255,7 +255,7 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
         )
         report.add(Problem("trainer.default_local_dir", config.default_local_dir, why, fix))
     elif one:
-        logger.info("A step is about %s; %s has room for %d.", show_bytes(one), describe_disk(root), free // one)
+        logger.info("A step is about %s; %s has room for %d.", format_bytes(one), describe_disk(root), free // one)
 
 
 def check_writable(config: Any, folders: Mapping[str, str | None], report: Report) -> None:

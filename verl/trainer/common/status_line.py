@@ -17,8 +17,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from verl.utils.exceptions import note
-from verl.utils.progress import Progress, counted_by
+from verl.utils.exceptions import annotate_error
+from verl.utils.progress import Progress, record_progress
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +98,12 @@ class StatusLine:
         """
         outer, self.now = self.now, Phase(name, groups)
         try:
-            with counted_by(self.now.progress):
+            with record_progress(self.now.progress):
                 yield
             self.on_phase_end(name, time.monotonic() - self.now.start)
         except Exception as error:
             # It tells of them in whatever process it ends.
-            note(error, phase=name, step=self.step + 1)
+            annotate_error(error, phase=name, step=self.step + 1)
             raise
         finally:
             self.now = outer

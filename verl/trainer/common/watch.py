@@ -23,8 +23,8 @@ from verl.single_controller.base.open_calls import OpenCall, calls_so_far, open_
 from verl.trainer.common.hang_limits import HangLimits, SlowRanks
 from verl.trainer.common.hang_verdict import Verdict, behind, judge, judge_controller, judge_start, name_of, table
 from verl.trainer.common.status_line import Phase, StatusLine
-from verl.utils.machine_load import load_factor
-from verl.utils.progress import pulses
+from verl.utils.progress import pulse_count
+from verl.utils.resources import load_factor
 from verl.utils.stacks import answer_stack_requests, own_stacks, show
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class HangWatch:
         reports = self._ask(calls)
         self._next_look = time.monotonic() + _LOOK_S + _PER_RANK_S * len(reports)
         units = [(report.rank, report.beat.method, report.beat.done) for report in reports]
-        units.append((-1, None, phase.progress.done + pulses()))  # the controller's own
+        units.append((-1, None, phase.progress.done + pulse_count()))  # the controller's own
         if units != self._units:
             self._units, self._still_since = units, now
             if self._standstill_since is None:

@@ -12,8 +12,7 @@ from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import BatchRef
 from verl.types.schema import COLUMNS
-from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
-from verl.utils.flops import TOKENS, SequenceCost
+from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, ceildiv, get_seqlen_balanced_partitions
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Arrangement:
         return np.split(self.order.reshape(ranks, -1), np.cumsum(self.sizes)[:-1], axis=1)
 
 
-def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> np.ndarray:
+def row_costs(batch: DataProto, cost: SequenceCost = COST_PER_TOKEN) -> np.ndarray:
     """What every row costs a model of this shape, attention included: float64 [rows]."""
     if isinstance(batch, BatchRef) and batch.lengths is not None:
         return cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response)

@@ -27,7 +27,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
 from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import Call, columns_read_by, selected_for
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
 from verl.workers.rollout.replica_states import ReplicaEvent, Replicas
@@ -93,7 +93,7 @@ class WorkerGroups:
         """
         agents_wanted = self._prepared_agents()
         model = self._config.actor_rollout_ref.model
-        self._cost = SequenceCost.of_folder(resolve_model_path(model.path), model.override_config)
+        self._cost = SequenceCost.from_folder(resolve_model_path(model.path), model.override_config)
         self._pools.create_resource_pool()
         # All pools first: more than the cluster has is one error, before anything is loaded.
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.patient_requests import replied
+from verl.utils.network import request_json
 
 __all__ = ["TeacherServer"]
 
@@ -118,4 +118,4 @@ class TeacherServer:
     async def _replied(self, http: Any, url: str, path: str, asked: dict[str, Any] | None) -> Any:
         """A server that cannot be reached, or has too much to do, is asked again a few times."""
         remedy = ". Start it (python -m verl.inference.server --model …, or vllm serve), or correct the address."
-        return await replied(http, self._key, url + path, asked, remedy)
+        return await request_json(http, self._key, url + path, asked, remedy)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.groups import WorkerGroups
-from verl.utils.exceptions import causes
+from verl.utils.exceptions import cause_chain
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.replica_states import ReplicaEvent
 from verl.workers.sharding_manager import TransferLostError
@@ -103,9 +103,9 @@ class WeightSync:
 
 def engine_died(error: BaseException) -> bool:
     """Return whether a worker lost the separate process of its engine."""
-    return any(isinstance(cause, EngineDiedError) for cause in causes(error))
+    return any(isinstance(cause, EngineDiedError) for cause in cause_chain(error))
 
 
 def is_lost_transfer(error: BaseException) -> bool:
     """Return whether a weight sync failed because the connection between trainer and receivers was lost."""
-    return any(isinstance(cause, TransferLostError) for cause in causes(error))
+    return any(isinstance(cause, TransferLostError) for cause in cause_chain(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from verl.utils.exceptions import causes
+from verl.utils.exceptions import cause_chain
 
 # By name, for their modules import torch or Ray, which may not even be loaded.
 _ACCIDENTS = frozenset(
@@ -44,7 +44,7 @@ _LOST = re.compile(
 
 def restartable(error: BaseException, again: bool = False) -> bool:
     """Whether another attempt may end otherwise. `again`: this is not the first attempt."""
-    return any(_is_accident(cause, again) for cause in causes(error))
+    return any(_is_accident(cause, again) for cause in cause_chain(error))
 
 
 def place_of(error: BaseException) -> str | None:

@@ -14,7 +14,7 @@ from verl.trainer.supervision.forward import Forwarded
 from verl.trainer.supervision.policy import Ending
 from verl.trainer.supervision.report import Reports
 from verl.trainer.supervision.terminal import JOB_CONTROL, go_on, take_back
-from verl.utils.process_tree import family, standstill, wake_with_parent
+from verl.utils.process_tree import continue_with_parent_death, why_not_running, with_descendants
 
 _LOOK_S = 0.2
 # Whoever stopped it may let it go on; after this it is taken for dead.
@@ -52,7 +52,7 @@ class Run:
             forwarded.__exit__(None, None, None)
             reports.hand_over(earlier)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            wake_with_parent()
+            continue_with_parent_death()
             threading.Thread(target=_end_with, args=(parent,), name="end with the supervisor", daemon=True).start()
             return None
         with suppress(OSError):  # the child was faster
@@ -139,7 +139,7 @@ class Run:
             )
         elif self._stopped is None and self._beat is not None:
             limit = _ENDING_S if "leaving" in self._reports.latest else math.inf if self.has_spoken else _SILENT_S
-            if now - self._beat > limit and standstill(self.pid) != "traced":
+            if now - self._beat > limit and why_not_running(self.pid) != "traced":
                 self.cause = f"the driver (pid {self.pid}) gave no sign of life for {limit:.0f} s"
         return self.cause is not None
 
@@ -152,6 +152,6 @@ def _end_with(parent: int) -> None:
     """When the supervisor is killed, nobody else ends what this process started: agents of Ray outlive all others."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
-    for pid in reversed(family(os.getpid())):
+    for pid in reversed(with_descendants(os.getpid())):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

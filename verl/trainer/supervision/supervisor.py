@@ -21,7 +21,7 @@ from verl.trainer.supervision.forward import Forwarded
 from verl.trainer.supervision.policy import GiveUp, Record, decide
 from verl.trainer.supervision.run import Run
 from verl.trainer.supervision.saved_steps import SavedSteps
-from verl.utils.process_tree import adopt_orphans, children, family
+from verl.utils.process_tree import adopt_orphans, children, with_descendants
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def supervise(
     All attempts share an id, by which trackers know that they are one run (`VERL_RUN`).
     `keep_head` gives a head that runs, from the one so far, which may have died; `stop_head` ends it.
     """
-    supervisor, strangers = Supervisor(config), family(os.getpid())[1:]
+    supervisor, strangers = Supervisor(config), with_descendants(os.getpid())[1:]
     adopt_orphans()
     os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]
     forwarded = Forwarded()
@@ -130,7 +130,7 @@ def end_descendants(spared: Collection[int] = ()) -> None:
     """Kill what this process started or adopted, and all below it, until nothing is left but the spared children."""
     deadline = time.monotonic() + _GONE_S
     while time.monotonic() < deadline:
-        left = [pid for child in children(os.getpid()) if child not in spared for pid in family(child)]
+        left = [pid for child in children(os.getpid()) if child not in spared for pid in with_descendants(child)]
         if not left:
             return
         for pid in left:

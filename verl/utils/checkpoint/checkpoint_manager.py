@@ -25,8 +25,6 @@ from verl.utils.checkpoint.manifest import (
     expect_records,
     expects_records,
     find_problems,
-    sync_folder,
-    write_atomically,
     write_manifest,
 )
 from verl.utils.checkpoint.retention import WHOLE, retire
@@ -41,6 +39,7 @@ from verl.utils.checkpoint.steps import (
     step_of,
     tidy,
 )
+from verl.utils.disk import sync_folder, write_durably
 from verl.utils.fs import copy_to_local, expand_path, filesystem_of
 
 __all__ = ["CheckpointManager", "ChecksumRecorder", "find_latest_ckpt_path", "reading", "resolve_resume"]
@@ -147,8 +146,8 @@ class CheckpointManager:
             os.rename(target, replaced)
         os.rename(folder, target)
         sync_folder(self.root)
-        write_atomically(self.root / copies.ITERATION, str(step).encode())
-        write_atomically(self.root / LATEST, target.name.encode())
+        write_durably(self.root / copies.ITERATION, str(step).encode())
+        write_durably(self.root / LATEST, target.name.encode())
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._open, self._newest = None, target

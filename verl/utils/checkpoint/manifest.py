@@ -19,8 +19,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
-from verl.utils.atomic_file import replacing
-from verl.utils.checkpoint.steady_file import SteadyFile
+from verl.utils.disk import UncachedFile, atomic_write
 from verl.utils.progress import pulse
 
 MANIFEST = "manifest.json"
@@ -182,7 +181,7 @@ def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> li
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a small file, and bring that to disk."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
     sync_folder(path.parent)
 
@@ -200,7 +199,7 @@ class _ChecksumStream(io.BufferedWriter):
     """A file being written whose checksum grows with it."""
 
     def __init__(self, path: Path, taken: dict[Path, dict[str, int]], failed: Callable[[OSError], None]) -> None:
-        super().__init__(SteadyFile(path))
+        super().__init__(UncachedFile(path))
         self._failed = failed
         self._path, self._taken = path, taken
         self._crc, self._size, self._in_order = 0, 0, True

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.utils.exceptions import Travels
+from verl.utils.exceptions import PicklableError
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ Messages = list[dict[str, Any]]
 ChatTemplate = Callable[[Messages], "str | list[int]"]
 
 
-class PromptRefused(Travels, ValueError):
+class PromptRefused(PicklableError, ValueError):
     """A chat template cannot write a prompt; `number` is its place among those given."""
 
     def __init__(self, number: int, messages: Messages, cause: Exception) -> None:

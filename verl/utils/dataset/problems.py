@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from verl.config import DataConfig, names
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
-from verl.utils.exceptions import Travels
+from verl.utils.exceptions import PicklableError
 from verl.utils.reward_score.registry import matching, unknown_source
 
 GROUND_TRUTH = "ground_truth"
@@ -26,7 +26,7 @@ Check = Callable[[dict[str, Any], Sequence[str]], str | None]
 _BATCH = 4096
 
 
-class DataError(Travels, ValueError):
+class DataError(PicklableError, ValueError):
     """The data cannot be used; `problems` holds every reason, `str()` is the numbered list."""
 
     def __init__(self, problems: Sequence[str]) -> None:

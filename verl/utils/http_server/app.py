@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verl.utils.exceptions import Travels
-from verl.utils.heap import trim_heap
+from verl.utils.exceptions import PicklableError
+from verl.utils.resources import trim_heap
 
 __all__ = [
     "ClientDisconnected",
@@ -48,7 +48,7 @@ class ClientDisconnected(Exception):
     """The client closed the connection before its response was complete."""
 
 
-class HttpError(Travels):
+class HttpError(PicklableError):
     """A request that is rejected: `status`, and for some dialects the parameter at fault and a code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from verl.utils.heap import trim_heap
 from verl.utils.http_server.app import HttpError
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.resources import trim_heap
 
 __all__ = ["BodyParser", "RequestModel", "parse_json", "parse_model", "validate_model", "validation_message"]
 

@@ -95,7 +95,7 @@ class _Server:
             self._workers.remove(number)
             code = _ending(number) if order == ENDED else None
             if code is None:
-                process_tree.kill_family(number)
+                process_tree.kill_tree(number)
                 self._dying.add(number)
             else:  # its group outlives it where it started others; those that left the group are orphans
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -123,12 +123,12 @@ class _Server:
         """Reap the killed; kill what they left behind, which this process adopted whatever session it is in."""
         self._dying = {pid for pid in self._dying if not os.waitpid(pid, os.WNOHANG)[0]}
         for orphan in set(process_tree.children(os.getpid())) - self._own - self._workers - self._dying:
-            process_tree.kill_family(orphan)
+            process_tree.kill_tree(orphan)
             self._dying.add(orphan)
 
     def _end_all(self) -> None:
         for pid in self._workers:
-            process_tree.kill_family(pid)
+            process_tree.kill_tree(pid)
         self._dying |= self._workers
         self._workers = set()
         give_up = time.monotonic() + _ENDING_SECONDS
@@ -146,7 +146,7 @@ class _Server:
         status = 1
         try:
             self._control.close()
-            process_tree.end_with_parent()
+            process_tree.die_with_parent()
             process_tree.adopt_orphans()
             os.setpgid(0, 0)  # killed together with whatever it starts
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -206,7 +206,7 @@ class ProcessPool:
         while self._waiting:
             at_work = [worker for worker in self._workers.values() if not worker.blocked]
             worker = next((worker for worker in at_work if not worker.tasks), None)
-            if worker is not None and process_tree.standstill(worker.pid) == "stopped":
+            if worker is not None and process_tree.why_not_running(worker.pid) == "stopped":
                 self._kill(worker)
                 continue
             if worker is None:

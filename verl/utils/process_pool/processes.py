@@ -119,11 +119,11 @@ class Worker:
     def begin(self) -> None:
         """The time of the first of its tasks starts now."""
         self.since = self.looked_at = self._began = time.monotonic()
-        self.blocked, self._cpu, self._starved = False, None, process_tree.starved_seconds(self.pid)
+        self.blocked, self._cpu, self._starved = False, None, process_tree.cpu_wait_seconds(self.pid)
 
     def look(self, now: float) -> None:
         """See whether it, and all it started, wait for something else than the processor, or were stopped."""
-        states, cpu = process_tree.states(self.pid), process_tree.cpu_seconds(self.pid)
+        states, cpu = process_tree.thread_states(self.pid), process_tree.cpu_seconds(self.pid)
         self.stopped = "T" in states
         # One that computes on a busy machine gets little of the processor, but could run at any time.
         self.blocked = bool(states) and "R" not in states
@@ -133,7 +133,7 @@ class Worker:
 
     def excused(self, now: float, timeout: float) -> bool:
         """Time in which others had the processor is not the task's, within reason; whether there was much of it."""
-        before, self._starved = self._starved, process_tree.starved_seconds(self.pid)
+        before, self._starved = self._starved, process_tree.cpu_wait_seconds(self.pid)
         lost = 0.0 if before is None or self._starved is None else self._starved - before
         if lost < _MUCH_STARVING * timeout or now - self._began > _MOST_STARVING * timeout:
             return False
@@ -199,13 +199,13 @@ class ForkServer:
         """End it, its workers, and what they started."""
         self.control.close()  # the sign for it
         try:
-            self._process.wait(timeout=0 if process_tree.standstill(self._process.pid) == "stopped" else 10)
+            self._process.wait(timeout=0 if process_tree.why_not_running(self._process.pid) == "stopped" else 10)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._process.returncode:  # not in order, so its workers may still be there
             for pid in self._pids:
-                process_tree.kill_family(pid)
+                process_tree.kill_tree(pid)
 
     def _initialize(self, payload: bytes) -> str | None:
         with Connection(os.dup(self.control.fileno())) as pipe:
@@ -243,7 +243,7 @@ class ForkServer:
         return CONTROL.unpack(received)[1]
 
     def _check_not_stopped(self) -> None:
-        if process_tree.standstill(self._process.pid) == "stopped":
+        if process_tree.why_not_running(self._process.pid) == "stopped":
             os.killpg(self._process.pid, signal.SIGKILL)
             raise EOFError("its process was stopped")
 

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl.utils.concurrency import SharedEventLoop
 from verl.utils.reward_score import registry
-from verl.utils.shared_loop import SharedLoop
 
 # What can go wrong; counted as reward/errors/<kind>.
 RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 _TRACE_LINES = 6
 _loaded: Callable[[Any], Any]
-_loop = SharedLoop("rewards")
+_loop = SharedEventLoop("rewards")
 
 
 def load(score: Callable[[Any], Any], users_own: dict[str, registry.ScoreFunction]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from typing import Any
 
-from verl.utils.patient_requests import replied
+from verl.utils.network import request_json
 
 # An event loop has connections of its own.
 _clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ async def post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
     $VERL_API_KEY is sent where it is set. ConnectionError: it stays silent. ValueError: it refuses.
     """
-    return await replied(_client(), "reward_model.url", f"{base_url(address)}{path}", body)
+    return await request_json(_client(), "reward_model.url", f"{base_url(address)}{path}", body)
 
 
 def base_url(address: str) -> str:

@@ -183,6 +183,6 @@ def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict
 def _wait_for_rest(zygote: int, expected: int = _AT_REST) -> int:
     """How many processes there are when no more than `expected` are left, or after a while."""
     give_up = time.monotonic() + _SETTLE_SECONDS
-    while (count := len(process_tree.family(zygote))) != expected and time.monotonic() < give_up:
+    while (count := len(process_tree.with_descendants(zygote))) != expected and time.monotonic() < give_up:
         time.sleep(0.02)
     return count

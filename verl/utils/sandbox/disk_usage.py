@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Set
 
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 from verl.utils.sandbox.room import MOST_FILES
 
 _BYTES_PER_CORE_SECOND = 2 << 30

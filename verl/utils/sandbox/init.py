@@ -92,7 +92,7 @@ def kill_descendants() -> None:
                 os.kill(-1, signal.SIGKILL)
         else:
             for child in process_tree.children(os.getpid()):
-                process_tree.kill_family(child)
+                process_tree.kill_tree(child)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

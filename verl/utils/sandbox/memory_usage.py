@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 from verl.utils.sandbox.family import Family
 from verl.utils.sandbox.seccomp import SHARED_MAPPING_BYTES
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from verl.utils.process_tree import available_cores
+from verl.utils.resources import available_cores
 from verl.utils.sandbox import languages, wire
 from verl.utils.sandbox.outcome import Isolation, Limits, Result
 from verl.utils.sandbox.paths import check_paths

@@ -318,17 +318,17 @@ class _Zygote:
         if self._cgroups is not None:
             self._old_cgroups = {name for name in self._old_cgroups if not self._cgroups.remove(name)}
         for orphan in set(process_tree.children(os.getpid())) - set(self._keepers):
-            process_tree.kill_family(orphan)
+            process_tree.kill_tree(orphan)
 
     def _end_stopped(self) -> None:
         """A program that may signal its keeper could stop it, and so its clock."""
         for pid in self._keepers:
-            if process_tree.standstill(pid) == "stopped":
-                process_tree.kill_family(pid)
+            if process_tree.why_not_running(pid) == "stopped":
+                process_tree.kill_tree(pid)
 
     def _end_all(self) -> None:
         for pid in self._keepers:
-            process_tree.kill_family(pid)
+            process_tree.kill_tree(pid)
         give_up = time.monotonic() + _ENDING_SECONDS
         while process_tree.children(os.getpid()) and time.monotonic() < give_up:
             self._reap()

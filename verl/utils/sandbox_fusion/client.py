@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from verl.utils.patient_requests import api_headers
+from verl.utils.network import api_headers
 from verl.utils.sandbox import Limits, Result
 from verl.utils.sandbox_fusion.wire import DEFAULT_SECONDS, PING, RUN, ServerFailed, result_from_json, run_request
 

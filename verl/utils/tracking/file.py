@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.utils.atomic_file import replacing
+from verl.utils.disk import atomic_write
 from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 
@@ -95,7 +95,7 @@ class _JsonLines:
         return True
 
     def _rewrite(self, lines: Sequence[bytes]) -> None:
-        with replacing(self._path) as stream:
+        with atomic_write(self._path) as stream:
             stream.writelines(lines)
 
     def _end_torn_line(self) -> None:

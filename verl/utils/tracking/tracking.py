@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config.names import LOGGERS
 from verl.config.wording import closest
-from verl.utils.progress import moving
+from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
 from verl.utils.tracking.console import Console
 from verl.utils.tracking.tracker import Generation, Run, Tracker
@@ -82,7 +82,7 @@ class Tracking:
         while self._backends:
             name, backend = self._backends.popitem()
             try:
-                with moving(_CLOSING_S):  # what is left is sent now
+                with pulsing(_CLOSING_S):  # what is left is sent now
                     backend.close()
             except Exception as error:  # noqa: BLE001 - said; a tracker must not end a training run
                 logger.warning("tracking: %s did not close: %r", name, error)

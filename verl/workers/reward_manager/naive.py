@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.process_tree import available_cores
-from verl.utils.progress import counted
+from verl.utils.progress import count_futures
+from verl.utils.resources import available_cores
 from verl.utils.reward_score import default_compute_score, score_function
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
@@ -213,7 +213,7 @@ class NaiveRewardManager:
             return samples, self.score(samples)
         rows = data.non_tensor_batch[ROW]
         known = [ahead.take(int(row), tokens) for row, tokens in zip(rows, _answer_tokens(data), strict=True)]
-        early = counted([found[1] for found in known if found is not None], len(known) - known.count(None))
+        early = count_futures([found[1] for found in known if found is not None], len(known) - known.count(None))
         late = [row for row, found in enumerate(known) if found is None]
         late_samples = self.samples(data.select_idxs(late)) if late else []
         rest = iter(zip(late_samples, self.score(late_samples), strict=True))

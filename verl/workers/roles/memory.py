@@ -12,7 +12,7 @@ import torch
 from verl.config.devices import host_memory_available
 from verl.planning.remedies import UNKNOWN, helpful, is_read, remedies, value_of
 from verl.single_controller.base import Worker
-from verl.utils.device_memory import memory_in_use
+from verl.utils.device import memory_in_use
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -19,7 +19,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.single_controller.base.dispatch import MeshPlace
 from verl.types.schema import COLUMNS
 from verl.utils.device import resolve_dtype
-from verl.utils.field_errors import keys_under
+from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.memory import phase_memory
@@ -178,7 +178,7 @@ class ActorRolloutRefWorker(SavingWorker):
         self._make_room()
         self.rollout.resume()
         try:
-            with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+            with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
                 generated = self.rollout.generate_sequences(prompts, **sampling)
             self.check_cancelled()
             return _with_objects(generated, prompts)
@@ -384,7 +384,7 @@ class ActorRolloutRefWorker(SavingWorker):
 
     def _init_rollout(self) -> None:
         self._make_room()
-        with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+        with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
             self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:
             self._transfer = InProcessTransfer(self.engine, self.rollout, self._bucket_bytes)

@@ -12,7 +12,7 @@ from verl.config.engine import CheckpointConfig
 from verl.config.supervised import SupervisedConfig
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.field_errors import keys_under
+from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
@@ -124,7 +124,7 @@ class SFTWorker(SupervisedWorker):
             settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
             settings |= {"free_cache_engine": True, "free_weights": True}
             model = as_config(ModelConfig, {name: config.model[name] for name in _MODEL}, at="actor_rollout_ref.model")
-            with keys_under("rollout", RolloutConfig):
+            with fields_as_keys("rollout", RolloutConfig):
                 path = resolve_model_path(config.model.path)
                 self._rollout = open_rollout(path, model, as_config(RolloutConfig, settings), self.device)
             self._transfer = InProcessTransfer(self.engine, self._rollout)

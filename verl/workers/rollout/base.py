@@ -15,8 +15,8 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
-from verl.utils.calling import also_spelled
-from verl.utils.process_tree import watch_workers
+from verl.utils.process_tree import watch_child_processes
+from verl.utils.py_functional import keyword_aliases
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineBrokenError, EngineDiedError
@@ -151,7 +151,7 @@ class BaseRollout(ABC):
     def fail_update(self, error: Exception) -> None:
         """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
-    @also_spelled(iterator="weights")
+    @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """Update all weights from (HF name, tensor) pairs. `version` defaults to the current one plus 1."""
         self.begin_update(self.version + 1 if version is None else version, None)
@@ -178,7 +178,7 @@ class BaseRollout(ABC):
 
     def watch_processes(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end` in a background thread when the first of the engine's processes ends."""
-        watch_workers(on_end)
+        watch_child_processes(on_end)
 
     def restart_if_dead(self) -> bool:
         """After an EngineDiedError, restart the engine. Return False if it is alive; an engine in this process always

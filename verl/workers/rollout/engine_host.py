@@ -17,9 +17,9 @@ import numpy as np
 from verl.config import RolloutConfig
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
-from verl.utils.field_errors import keys_under
+from verl.utils.exceptions import fields_as_keys
 from verl.utils.helper_processes import Standing, standing_helper
-from verl.utils.progress import pulses
+from verl.utils.progress import pulse_count
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
@@ -131,7 +131,9 @@ class EngineHost(LoopHost):
         partials = self._partials_of_client(client) if with_partials else {}
         with self._changed:
             outputs = self._outputs.pop(client, [])
-            return CollectedOutputs(outputs, len(self._futures), pulses(), self._closed, standing_helper(), partials)
+            return CollectedOutputs(
+                outputs, len(self._futures), pulse_count(), self._closed, standing_helper(), partials
+            )
 
     def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:
         """Return the outputs so far of those of these requests that have tokens. Generation continues."""
@@ -345,7 +347,7 @@ def _agent_metrics(output: Output, seconds: float) -> dict[str, Any]:
 def _with_keys(error: ValueError) -> str:
     """The error message, with configuration keys in place of the engine's field names."""
     try:
-        with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+        with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
             raise error
     except ValueError as error_with_keys:
         return str(error_with_keys)

@@ -25,7 +25,7 @@ from verl.types.request import Output
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Trajectory
 from verl.utils.background_work import Work, add_work, remove_work
-from verl.utils.progress import expect, pulses, tick
+from verl.utils.progress import expect, pulse_count, tick
 from verl.workers.rollout.errors import EngineLostError
 from verl.workers.rollout.prompts import sampling_params
 from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
@@ -133,7 +133,7 @@ class LoopHost(ABC):
             partials = {name: self._new_partials(running) for name, running in list(self._jobs.items())}
             self._next_partials = time.monotonic() + _PARTIALS_S
         reply = HostReply(
-            partials=partials, failure=self._failure, lost_replica=lost, closed=self._closed, pulses=pulses()
+            partials=partials, failure=self._failure, lost_replica=lost, closed=self._closed, pulses=pulse_count()
         )
         if job is None or not finished:
             return reply, None

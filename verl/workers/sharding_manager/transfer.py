@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferLostError
-from verl.utils.weight_fingerprint import Place, fingerprints
+from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
 
@@ -237,8 +237,8 @@ class SentWeights:
     def add(self, bucket: Bucket) -> None:
         """One more bucket."""
         slices = {key: tensor for key, tensor in bucket.items() if isinstance(key, TensorSlice)}
-        places: dict[str | TensorSlice, Place]
-        places = {key: Place.of_part(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
+        places: dict[str | TensorSlice, Placement]
+        places = {key: Placement.of_shard(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
         for key, found in fingerprints(bucket, self.dtype, places).items():
             name = key.name if isinstance(key, TensorSlice) else key
             total = self.fingerprint.get(name, 0) + found

@@ -17,9 +17,9 @@ from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import started
-from verl.utils.checkpoint import disk
+from verl.utils import disk
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
-from verl.utils.checkpoint.steady_file import SteadyFile
+from verl.utils.disk import UncachedFile
 
 MB = 1_000_000
 
@@ -41,7 +41,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-def refuse(file: SteadyFile, data: Any) -> int:
+def refuse(file: UncachedFile, data: Any) -> int:
     """As a file on a disk without a free block."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -125,7 +125,7 @@ def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(tas
 
 def test_where_nothing_can_be_mounted_a_full_disk_is_one_that_refuses_to_write(task, tmp_path, monkeypatch):
     """The same at the boundary where files are written, on every machine."""
-    monkeypatch.setattr(SteadyFile, "write", refuse)
+    monkeypatch.setattr(UncachedFile, "write", refuse)
     with pytest.raises(
         UnsavedRunError, match=r"no space left on .* for step 1 .* needs 1\.\d+ MB or more, .* are free"
     ):
@@ -135,14 +135,14 @@ def test_where_nothing_can_be_mounted_a_full_disk_is_one_that_refuses_to_write(t
 
 def test_a_full_disk_is_recognised_by_number_by_cause_and_by_words():
     direct = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    assert disk.is_full(direct)
+    assert disk.is_disk_full(direct)
     told = RuntimeError("rank 3: [Errno 28] No space left on device: '/x/extra.pt'")
-    assert disk.is_full(told)
+    assert disk.is_disk_full(told)
     outer = ValueError("outer")
     outer.__cause__ = direct
-    assert disk.is_full(outer)
-    assert not disk.is_full(OSError(errno.EACCES, os.strerror(errno.EACCES)))
-    assert (disk.show_bytes(999), disk.show_bytes(1_500_000)) == ("999 B", "1.5 MB")
+    assert disk.is_disk_full(outer)
+    assert not disk.is_disk_full(OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    assert (disk.format_bytes(999), disk.format_bytes(1_500_000)) == ("999 B", "1.5 MB")
 
 
 def test_a_full_disk_costs_dumps_and_answers_not_the_run(task, small_disk, tmp_path, caplog):

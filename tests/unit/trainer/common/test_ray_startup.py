@@ -18,8 +18,8 @@ from verl.trainer.common.cluster import RayUnavailableError, start_ray
 from verl.trainer.common.hang_limits import HangLimits
 from verl.trainer.common.ray_startup import allow_time, start_patiently, start_timeout
 from verl.trainer.common.signals import StopSignal
-from verl.utils import machine_load
-from verl.utils.process_tree import standstill
+from verl.utils import resources
+from verl.utils.process_tree import why_not_running
 
 TIMED_OUT = "The current node timed out during startup. This could happen because\nmore"
 
@@ -31,7 +31,7 @@ def set_load(monkeypatch) -> Callable[[float], None]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(ray_startup, "_set_here", set())
-    monkeypatch.setattr(machine_load, "usable_cores", lambda: 2.0)
+    monkeypatch.setattr(resources, "usable_cores", lambda: 2.0)
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -79,9 +79,9 @@ def test_the_limit_for_starting_ranks_follows_the_load_too():
 def ends_soon(pid: int) -> bool:
     """It was killed: the kernel may still be busy with it."""
     deadline = time.monotonic() + 60
-    while standstill(pid) not in ("ended", "gone") and time.monotonic() < deadline:
+    while why_not_running(pid) not in ("ended", "gone") and time.monotonic() < deadline:
         time.sleep(0.01)
-    return standstill(pid) in ("ended", "gone")
+    return why_not_running(pid) in ("ended", "gone")
 
 
 def failing(times: int, started: list[int]) -> Callable[[], str]:

@@ -15,7 +15,7 @@ from verl.trainer.common import watch as watching
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch, raises_here
 from verl.utils import progress
-from verl.utils.progress import moving, pulse, tick
+from verl.utils.progress import pulse, pulsing, tick
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="needs a signal of its own")
 
@@ -59,9 +59,9 @@ def test_who_waits_for_a_service_moves_for_so_long(monkeypatch):
     monkeypatch.setattr(progress, "_PULSE_S", 0.1)
     status = StatusLine(10)
     with HangWatch(status, 1.0, stuck=raises_here()), status.phase("step"):
-        with moving(60.0):
+        with pulsing(60.0):
             time.sleep(2.0)
-        with pytest.raises(HangError), moving(0.5):
+        with pytest.raises(HangError), pulsing(0.5):
             time.sleep(20.0)
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from verl.utils.code_runner import CodeSettings
-from verl.utils.process_tree import family
+from verl.utils.process_tree import with_descendants
 from verl.utils.reward_score import code, default_compute_score
 from verl.utils.reward_score.code import compute_score, extract_code
 from verl.utils.reward_score.code_tests import read_tests, same_output, same_value
@@ -211,7 +211,7 @@ def test_other_languages_run_where_their_tools_are():
 def family_at_rest() -> set[int]:
     """Earlier tests' sandbox may still be making a process ready for its next program."""
     found: set[int] = set()
-    while found != (now := set(family(os.getpid()))):
+    while found != (now := set(with_descendants(os.getpid()))):
         found = now
         time.sleep(0.5)
     return found
@@ -231,7 +231,7 @@ def test_scorers_run_the_sandbox_get_their_settings_and_take_it_with_them():
         set_arguments(code.compute_score)
     assert [score.value if score.error is None else None for score in scores] == list(programs.values())
     assert scores[1].kind == "timeout"
-    assert set(family(os.getpid())) <= before
+    assert set(with_descendants(os.getpid())) <= before
 
 
 # ---------------------------------------------------------------- reading answers and truths

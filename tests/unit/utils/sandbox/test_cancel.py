@@ -26,14 +26,14 @@ def sandbox() -> Iterator[Sandbox]:
 
 def test_a_cancelled_program_is_killed_and_its_slot_is_free(sandbox: Sandbox) -> None:
     future = sandbox.submit(ENDLESS)
-    wait_until(lambda: future.running() and len(process_tree.family(sandbox.pid)) >= IDLE + 4)
+    wait_until(lambda: future.running() and len(process_tree.with_descendants(sandbox.pid)) >= IDLE + 4)
     assert future.cancel()
     assert future.cancelled()
     with pytest.raises(CancelledError):
         future.result()
     # One slot: the next program starts when the cancelled one has ended.
     assert sandbox.submit("print(6 * 7)").result(timeout=30).stdout == "42\n"
-    wait_until(lambda: len(process_tree.family(sandbox.pid)) == IDLE)
+    wait_until(lambda: len(process_tree.with_descendants(sandbox.pid)) == IDLE)
 
 
 def test_a_queued_program_never_starts(sandbox: Sandbox) -> None:
@@ -58,7 +58,7 @@ def test_cancelling_an_asyncio_task_kills_the_program(sandbox: Sandbox) -> None:
         assert future.cancelled()
 
     asyncio.run(cancel_a_run())
-    wait_until(lambda: len(process_tree.family(sandbox.pid)) == IDLE)
+    wait_until(lambda: len(process_tree.with_descendants(sandbox.pid)) == IDLE)
 
 
 @pytest.mark.parametrize(

@@ -107,19 +107,19 @@ time.sleep(600)
         _wait_until(lambda: (tmp_path / "facts").exists())
         zygote, folder = (tmp_path / "facts").read_text().split()
         # The zygote, two spares, the session, and the program with its fork: a keeper, an init and a program each.
-        _wait_until(lambda: len(process_tree.family(int(zygote))) == 14)
-        family = process_tree.family(int(zygote))
+        _wait_until(lambda: len(process_tree.with_descendants(int(zygote))) == 14)
+        family = process_tree.with_descendants(int(zygote))
     finally:
         caller.send_signal(signal.SIGKILL)
         caller.wait()
-    _wait_until(lambda: not [pid for pid in family if process_tree.standstill(pid) is None])
+    _wait_until(lambda: not [pid for pid in family if process_tree.why_not_running(pid) is None])
     assert not os.path.exists(folder)
 
 
 def test_a_killed_zygote_is_started_again() -> None:
     with Sandbox(require="none") as sandbox:
         os.kill(sandbox.pid, signal.SIGKILL)
-        _wait_until(lambda: process_tree.standstill(sandbox.pid) is not None)
+        _wait_until(lambda: process_tree.why_not_running(sandbox.pid) is not None)
         assert sandbox.run("print(1)").stdout == "1\n"
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
 from tests.support.memory import peak_of_this_process
 from tests.support.tiny import tiny_config, tiny_model
-from verl.utils.checkpoint.disk import is_full
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.disk import is_disk_full
 from verl.workers.engine.common import offload, sharded_checkpoint
 from verl.workers.engine.common.hf_export import HFExport
 from verl.workers.engine.common.host_snapshot import HostSnapshot
@@ -194,14 +194,14 @@ def test_a_process_that_ends_while_something_is_written_ends_in_order():
     """A thread in the middle of torch's code would abort it: "terminate called without an active exception"."""
     code = """
 import time, torch
-from verl.utils.background import in_background
+from verl.utils.concurrency import run_in_thread
 
 def work():
     end = time.monotonic() + 1
     while time.monotonic() < end:
         torch.ones(400, 400) @ torch.ones(400, 400)
 
-in_background("writing", work)
+run_in_thread("writing", work)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -223,7 +223,7 @@ def test_a_full_disk_is_told_to_whoever_finishes_and_the_next_save_goes_on(file,
     engine.begin_save(tmp_path / "1", ALL)
     with pytest.raises(OSError, match="No space left") as caught:
         engine.finish_save()
-    assert is_full(caught.value)
+    assert is_disk_full(caught.value)
     engine.begin_save(tmp_path / "2", ALL)
     with pytest.raises(OSError, match="No space left"):  # of the one before, which nobody finished
         engine.begin_save(tmp_path / "3", ALL)

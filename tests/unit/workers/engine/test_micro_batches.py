@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.engine_cases import make_batch
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import (
     MetricSums,

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from verl.utils.progress import Progress, counted_by
+from verl.utils.progress import Progress, record_progress
 
 
 def lengths(data_sources, solution_strs, ground_truths, extra_infos):
@@ -28,7 +28,7 @@ def test_the_function_gets_lists_of_the_size_asked_for_and_scores_keep_their_ord
     manager, batch, processes, size, together
 ):
     score, progress = manager("batch", lengths, batch_size=size, num_processes=processes), Progress()
-    with counted_by(progress):
+    with record_progress(progress):
         result = score(batch(["a", "bb", "ccc", "d", ""]), return_dict=True)
     assert progress.read() == (5, 5), "answers, not calls"
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 2.0, 3.0, 1.0, 0.0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.import_utils import load_user_object
-from verl.utils.process_tree import states
+from verl.utils.process_tree import thread_states
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 FUNCTION = """
@@ -85,7 +85,7 @@ def test_a_killed_server_is_replaced_and_what_ran_is_scored_again(pool, tmp_path
     assert wait_for_lines(pids, 2)[1][1] != server
     go.touch()
     assert waiting.result().error is None
-    assert states(worker) in ([], ["Z"]), "gone with it"
+    assert thread_states(worker) in ([], ["Z"]), "gone with it"
 
 
 def test_a_stopped_server_is_replaced_when_it_is_needed(pool):
@@ -94,7 +94,7 @@ def test_a_stopped_server_is_replaced_when_it_is_needed(pool):
     ended = pool.submit(sample("exit")).result()  # only it knows how
     assert "exit code 3" in ended.error
     assert pool.submit(sample("fine")).result().extra["server"] != server
-    assert states(server) == []
+    assert thread_states(server) == []
 
 
 @pytest.mark.slow

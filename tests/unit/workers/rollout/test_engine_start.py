@@ -12,7 +12,7 @@ from verl.trainer.common.hang_verdict import judge
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
 from verl.utils.activity import Activity, activity, current_activity
-from verl.utils.progress import pulses
+from verl.utils.progress import pulse_count
 from verl.utils.stacks import Frame
 from verl.workers.rollout.engine_start import engine_start, step_of
 
@@ -72,8 +72,8 @@ def test_a_rank_whose_engine_starts_says_so_and_is_not_blamed_for_other_threads(
 def test_a_new_step_is_progress_and_the_last_known_one_stays():
     steps = iter(["loading weights", "loading weights", None, "warming up"])
     with activity("starting the vllm engine", lambda: next(steps)):
-        before = pulses()
-        seen = [(current_activity().step, pulses() - before) for _ in range(4)]
+        before = pulse_count()
+        seen = [(current_activity().step, pulse_count() - before) for _ in range(4)]
     assert seen == [("loading weights", 1), ("loading weights", 1), ("loading weights", 1), ("warming up", 2)]
 
 

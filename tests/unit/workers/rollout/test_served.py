@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
-from verl.utils.progress import pulses
+from verl.utils.progress import pulse_count
 from verl.workers.rollout.reported_tokens import accept_reported
 from verl.workers.rollout.served import Details, Piece, ServedStepEngine
 
@@ -204,9 +204,9 @@ def test_a_server_that_hangs_does_not_look_alive(served):
     served.server.hold_at = 0
     future = served.ask("hangs")
     wait_for(lambda: "hangs" in served.server.running)
-    before = pulses()
+    before = pulse_count()
     time.sleep(0.05)
-    assert pulses() == before
+    assert pulse_count() == before
     future.cancel()
     wait_for(lambda: not served.server.running)
 

@@ -18,8 +18,8 @@ from verl.config.engine import OptimConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
 from verl.models.loading import ModelKind, read_config, switch_dropout_off
 from verl.protocol import DataProto
-from verl.utils.device_copy import copied_together
-from verl.utils.flops import SequenceCost
+from verl.utils.balancing import SequenceCost
+from verl.utils.device import copy_to_device
 from verl.utils.progress import expect
 from verl.workers.engine.base import ALL_ROWS, TOP, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import groups
@@ -146,7 +146,7 @@ class TrainedEngine(StoredEngine):
             switch_dropout_off(self.hf_config)
         else:
             self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
-        self._cost = SequenceCost.of_shape(self.hf_config.to_dict())
+        self._cost = SequenceCost.from_config(self.hf_config.to_dict())
         self._loss_scale = LossScale(self.compute_dtype)
         self._tokens = 0.0  # of all ranks since the last optimizer step
         self._exports = {}
@@ -314,7 +314,7 @@ class TrainedEngine(StoredEngine):
     def _on_device(self, part: DataProto) -> DataProto:
         told = (ROUTED, ALTERNATIVES)  # what routers and heads have been told
         tensors = {name: value for name, value in part.batch.items() if name not in told}
-        moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
+        moved = zip(tensors, copy_to_device(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)
 
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.config.names import CHECKPOINT_CONTENTS
 from verl.models.loading import ModelKind, empty_model
 from verl.types.weights import Bucket, Manifest, Wanted
-from verl.utils.background import OneAfterTheOther
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.concurrency import BackgroundTask
 from verl.utils.torch_archive import load_archive
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.checkpoint_compatibility import ABOUT
@@ -138,7 +138,7 @@ class BackgroundSaves:
             mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
         self._mesh = mesh
         self._snapshot = HostSnapshot(device)
-        self._writing = OneAfterTheOther("checkpoint")
+        self._writing = BackgroundTask("checkpoint")
 
     def make_room(self, state: SavedState) -> None:
         """For what is expected, in the background, once."""
@@ -148,7 +148,7 @@ class BackgroundSaves:
 
     def settle(self) -> None:
         """Wait for the save before this one; raise what went wrong with it if nobody asked for that."""
-        self._writing.settle()
+        self._writing.wait_idle()
 
     def begin(
         self, state: SavedState, frozen: Frozen, memory: EngineMemory, folder: Path, export: HFExport | None
@@ -169,11 +169,11 @@ class BackgroundSaves:
                 self._snapshot.check()
             state.write(copy, folder, export, self._group)
 
-        self._writing.begin(write)
+        self._writing.start(write)
 
     def finish(self) -> None:
         """Wait until the save begun last is written, and raise what went wrong."""
-        self._writing.finish()
+        self._writing.result()
 
 
 class Weights(Protocol):

@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from verl.utils.background import in_background
+from verl.utils.concurrency import run_in_thread
 
 # Where a tensor begins in a snapshot: on a cache line.
 _ALIGNMENT = 64
@@ -55,7 +55,7 @@ class HostSnapshot:
         with suppress(OSError):  # there is no room: `take` says so, if it is ever called
             self._make_room(_starts(sizes)[-1])
         self._untouched = iter(range(0, self.size, _BUFFER))
-        self._touching = [in_background("snapshot memory", self._touch) for _ in range(_THREADS)]
+        self._touching = [run_in_thread("snapshot memory", self._touch) for _ in range(_THREADS)]
 
     def _touch(self) -> None:
         """Each piece of memory by one thread: its pages are made when they are first written to."""
@@ -92,7 +92,7 @@ class HostSnapshot:
         if there:
             self._stream = self._stream or torch.cuda.Stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._copy = in_background("snapshot", lambda: self._run(here, there))
+        self._copy = run_in_thread("snapshot", lambda: self._run(here, there))
         return found
 
     def wait(self) -> None:

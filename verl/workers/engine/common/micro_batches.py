@@ -12,8 +12,14 @@ from tensordict import TensorDict
 
 from verl.algos.aggregate import count_sequences
 from verl.protocol import DataProto
-from verl.utils.balancing import ceildiv, get_reverse_idx, get_seqlen_balanced_partitions, roundup_divisible
-from verl.utils.flops import TOKENS, SequenceCost
+from verl.utils.balancing import (
+    COST_PER_TOKEN,
+    SequenceCost,
+    ceildiv,
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+    roundup_divisible,
+)
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
 
 _Part = TypeVar("_Part")
@@ -56,7 +62,7 @@ def with_last(parts: Iterator[_Part]) -> Iterator[tuple[_Part, bool]]:
 def micro_batch_rows(
     lengths: Sequence[int],
     micro: MicroBatching,
-    cost: SequenceCost = TOKENS,
+    cost: SequenceCost = COST_PER_TOKEN,
     at_least: int = 1,
     together: Sequence[int] | None = None,
 ) -> list[list[int]]:
@@ -206,7 +212,7 @@ def rearrange_micro_batches(
             f"rearrange_micro_batches: {len(lengths)} rows cannot fill {wanted} micro-batches. Give every rank at least"
             " as many rows, or a larger max_token_len."
         )
-    parts = micro_batch_rows(lengths, micro, TOKENS, at_least=wanted)
+    parts = micro_batch_rows(lengths, micro, COST_PER_TOKEN, at_least=wanted)
     return [batch[rows] for rows in parts], parts
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.models.packing import kept_tokens
 from verl.models.routing import route_dtype, unrouted
 from verl.protocol import DataProto
-from verl.utils.device_copy import copied_together
+from verl.utils.device import copy_to_device
 
 COLUMN = "routed_experts"
 
@@ -118,7 +118,7 @@ class Routers:
         if self.replays and not filler and COLUMN in part.batch.keys():
             given = part.batch[COLUMN][kept]
             rest = given.new_full((tokens - len(given), *given.shape[1:]), unrouted(given.dtype))
-            (told,) = copied_together([torch.cat([given, rest])[own]], self._device)
+            (told,) = copy_to_device([torch.cat([given, rest])[own]], self._device)
         return Routes(kept, tokens, real, told, {} if notes else None)
 
     def noted(self, data: DataProto, passes: Iterable[tuple[list[int] | None, Routes]]) -> torch.Tensor:

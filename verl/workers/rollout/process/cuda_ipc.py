@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl.inference.memory import driver_call
-from verl.utils.device_memory import note_mapped
+from verl.utils.device import record_mapped_bytes
 
 __all__ = ["NO_IPC", "DeviceMemory"]
 
@@ -42,7 +42,7 @@ class DeviceMemory:
             if torch.cuda.mem_get_info(device)[0] < size:
                 torch.cuda.empty_cache()  # what torch keeps for later is not free to anyone else
             driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        note_mapped(_index(device), size)
+        record_mapped_bytes(_index(device), size)
         return cls(address.value, size, device, own=True)
 
     @classmethod
@@ -71,7 +71,7 @@ class DeviceMemory:
             torch.cuda.synchronize(self._device)
             if self._own:
                 driver_call("cuMemFree_v2", ctypes.c_uint64(self._address))
-                note_mapped(_index(self._device), -self._size)
+                record_mapped_bytes(_index(self._device), -self._size)
             else:
                 driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
 

@@ -27,7 +27,7 @@ from verl.types.request import Output, Request
 from verl.utils.activity import activity
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.helper_processes import add_helper, remove_helper
-from verl.utils.process_tree import end_family, end_group, ended_how
+from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process.channel import Channel
@@ -129,7 +129,7 @@ class EngineProcess:
     def _kill(self) -> None:
         """End it, and what it has started; returns when it has ended, or does not."""
         if not self._ended.is_set():
-            end_family(self.pid)
+            kill_tree_but_trackers(self.pid)
             if not self._ended.wait(_ENDING_S):
                 self._die(f"rollout: the engine's process {self.pid} was killed and does not end. A device that hangs?")
 
@@ -177,9 +177,9 @@ class EngineProcess:
             return
         self.pid = process.pid
         started.set_result(None)
-        how = ended_how(process.wait())
+        how = describe_exit(process.wait())
         told = f"rollout: the engine's process {process.pid} {how}. {_said(self.log)}"
-        end_group(process.pid)  # what it started, and left
+        kill_group(process.pid)  # what it started, and left
         if self._dismissed:  # else it was named to those who waited for an answer
             Path(self.log).unlink(missing_ok=True)
         self._die(told)

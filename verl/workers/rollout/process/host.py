@@ -23,10 +23,10 @@ import torch
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.utils.activity import current_activity
-from verl.utils.exceptions import causes
+from verl.utils.exceptions import cause_chain
 from verl.utils.logging_setup import setup_logging
-from verl.utils.process_tree import end_family, end_with_parent
-from verl.utils.progress import pulses
+from verl.utils.process_tree import die_with_parent, kill_tree_but_trackers
+from verl.utils.progress import pulse_count
 from verl.workers.rollout.base import BaseRollout, EngineBrokenError
 from verl.workers.rollout.engine_start import engine_start
 from verl.workers.rollout.process.channel import Channel
@@ -153,11 +153,11 @@ class Host:
             self._channel.send(Answers([(number, _outcome(future)) for number, future in finished]))
 
     def _keep_pulsing(self) -> None:
-        told = pulses()
+        told = pulse_count()
         while True:
             threading.Event().wait(_PULSE_S)
             starting = current_activity()  # reading it counts a new step as progress
-            if (now := pulses()) != told:
+            if (now := pulse_count()) != told:
                 told = now
                 self._channel.send(Moved(None if starting is None else starting.step))
 
@@ -167,7 +167,7 @@ def _keep(run: Callable[[], None]) -> None:
     try:
         run()
     except (EOFError, OSError):
-        end_family(os.getpid())  # nobody is there any more; what the engine started ends with it
+        kill_tree_but_trackers(os.getpid())  # nobody is there any more; what the engine started ends with it
     except Exception as error:  # noqa: BLE001 - it is told by the end
         _end("".join(traceback.format_exception(error)))
 
@@ -182,7 +182,7 @@ def _outcome(future: Future[Output]) -> Output | Failure:
 
 def _end_if_fatal(error: BaseException) -> None:
     """Who waits for an answer then hears of the end, for which an engine is started anew, with its last lines."""
-    if any(isinstance(cause, _FATAL) for cause in causes(error)):
+    if any(isinstance(cause, _FATAL) for cause in cause_chain(error)):
         _end("".join(traceback.format_exception(error)))
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     """Serve the process that started this one."""
     end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     end.set_inheritable(False)
-    end_with_parent()
+    die_with_parent()
     if os.getppid() != parent:
         return
     setup_logging()

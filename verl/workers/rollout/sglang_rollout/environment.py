@@ -7,7 +7,7 @@ import os
 import torch
 
 from verl.config import RolloutConfig
-from verl.utils.process_tree import cores_of_ranks
+from verl.utils.resources import split_cores
 
 __all__ = ["environment"]
 
@@ -21,5 +21,5 @@ def environment(config: RolloutConfig, device: torch.device | str) -> dict[str, 
     if torch.device(device).type == "cpu":
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"
         if config.tensor_model_parallel_size > 1:
-            wanted["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(config.tensor_model_parallel_size)
+            wanted["SGLANG_CPU_OMP_THREADS_BIND"] = split_cores(config.tensor_model_parallel_size)
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from verl.types.weights import Bucket, Manifest, Wanted
-from verl.utils.background import in_background
+from verl.utils.concurrency import run_in_thread
 from verl.utils.transfer_group import TransferLostError
 from verl.workers.rollout.checkpoint_names import checkpoint_tensors
 from verl.workers.rollout.received_weights import ReceivedWeights
@@ -88,8 +88,8 @@ def during(server: Server, ours: Callable[[], object], theirs: Callable[..., T],
     If it fails it is raised at once: our half then waits for nobody, and is left alone. Where we lose each other, what
     the server says tells more.
     """
-    asked = in_background("rollout-weights", lambda: theirs(*args, **keys))
-    done = in_background("rollout-weights", ours)
+    asked = run_in_thread("rollout-weights", lambda: theirs(*args, **keys))
+    done = run_in_thread("rollout-weights", ours)
     both: list[Future[Any]] = [asked, done]
     wait(both, return_when=FIRST_COMPLETED)
     if asked.done():

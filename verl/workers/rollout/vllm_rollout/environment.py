@@ -7,7 +7,7 @@ import os
 import torch
 
 from verl.config import RolloutConfig
-from verl.utils.process_tree import cores_of_ranks
+from verl.utils.resources import split_cores
 
 __all__ = ["environment"]
 
@@ -23,7 +23,7 @@ def environment(config: RolloutConfig, device: torch.device | str) -> dict[str, 
         ranks = config.tensor_model_parallel_size
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
         # Alone in its process or beside a trainer it shares the cores with others; ranks of one engine divide them.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if ranks == 1 else cores_of_ranks(ranks)
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if ranks == 1 else split_cores(ranks)
     else:
         # It samples with generators of its own; requests here have seeds.
         wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

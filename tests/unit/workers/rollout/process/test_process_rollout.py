@@ -21,8 +21,8 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
 from verl.utils.helper_processes import standing_helper
-from verl.utils.process_tree import children, standstill
-from verl.utils.progress import pulses
+from verl.utils.process_tree import children, why_not_running
+from verl.utils.progress import pulse_count
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.sharding_manager import InProcessTransfer
@@ -85,9 +85,9 @@ def test_what_was_paused_goes_on_with_the_new_weights(hosted, inside):
 
 def rollout_has_tokens(rollout: Any) -> bool:
     """Steps have been made: what is paused now is under way."""
-    before = pulses()
+    before = pulse_count()
     time.sleep(0.6)
-    return pulses() > before
+    return pulse_count() > before
 
 
 def test_errors_keep_their_type_and_the_engine_goes_on(hosted):
@@ -200,7 +200,7 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     hosted.close()
     assert "was killed by SIGKILL" in Path(log).read_text(), "what was named stays"
     os.unlink(log)
-    assert {standstill(pid) for pid in members} <= _OVER
+    assert {why_not_running(pid) for pid in members} <= _OVER
     assert not os.path.exists(f"/dev/shm/verl-{members[0]}")
 
 
@@ -214,7 +214,7 @@ def test_one_that_does_not_answer_is_killed_and_leaves_nothing(start_hosted, mon
     os.kill(pid, signal.SIGSTOP)
     rollout.close()
     deadline = time.monotonic() + 60  # a machine without a moment to spare takes as long to bury it
-    while not {standstill(pid), standstill(worker)} <= _OVER or list(tmp_path.glob("verl-engine-*.log")):
+    while not {why_not_running(pid), why_not_running(worker)} <= _OVER or list(tmp_path.glob("verl-engine-*.log")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not os.path.exists(f"/dev/shm/verl-{pid}")

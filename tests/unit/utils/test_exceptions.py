@@ -7,7 +7,7 @@ import re
 import pytest
 
 from verl.config import RolloutConfig
-from verl.utils.field_errors import keys_under
+from verl.utils.exceptions import fields_as_keys
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,6 @@ from verl.utils.field_errors import keys_under
     ],
 )
 def test_fields_are_spelled_as_keys_and_other_words_are_left(raised, told):
-    with pytest.raises(ValueError, match=re.escape(told)) as caught, keys_under("rollout", RolloutConfig):
+    with pytest.raises(ValueError, match=re.escape(told)) as caught, fields_as_keys("rollout", RolloutConfig):
         raise ValueError(raised)
     assert str(caught.value) == told

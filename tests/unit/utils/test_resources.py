@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from verl.single_controller.ray.rank_host import RayRankHost
-from verl.utils.collector import settle
+from verl.utils.resources import freeze_gc
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ class Node:
 
 
 def test_what_is_alive_is_left_out_and_what_comes_later_is_still_collected():
-    settle()
+    freeze_gc()
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 1_000
     gone = weakref.ref(Node())
@@ -35,13 +35,13 @@ def test_what_is_alive_is_left_out_and_what_comes_later_is_still_collected():
 
 def test_a_circle_that_was_garbage_before_is_gone():
     gone = weakref.ref(Node())
-    settle()
+    freeze_gc()
     assert gone() is None
 
 
 def test_what_was_left_out_is_freed_when_nobody_refers_to_it():
     node = Node()
-    settle()
+    freeze_gc()
     gone, node.itself = weakref.ref(node), None
     del node
     assert gone() is None

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from verl.planning.host import holds_files
-from verl.utils.checkpoint import steady_file
+from verl.utils import disk
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.utils.checkpoint.steady_file import SteadyFile
+from verl.utils.disk import UncachedFile
 
 BLOCK = 2**20
 
@@ -31,13 +31,13 @@ def cached_blocks(path):
 def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
     if holds_files(str(tmp_path)):
         pytest.skip("this file system is in memory")
-    monkeypatch.setattr(steady_file, "_PORTION", BLOCK)
-    monkeypatch.setattr(steady_file, "_WAITING", 4 * BLOCK)
+    monkeypatch.setattr(disk, "_PORTION", BLOCK)
+    monkeypatch.setattr(disk, "_MAX_PENDING", 4 * BLOCK)
     data = os.urandom(16 * BLOCK)
     (tmp_path / "plain").write_bytes(data)
     if cached_blocks(tmp_path / "plain") < 16:
         pytest.skip("this file system keeps nothing in memory")
-    with SteadyFile(tmp_path / "steady") as file:
+    with UncachedFile(tmp_path / "steady") as file:
         done = 0
         while done < len(data):
             done += file.write(memoryview(data)[done:])
@@ -46,7 +46,7 @@ def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
 
 
 def test_parts_of_any_size_arrive_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(steady_file, "_PORTION", 1000)
+    monkeypatch.setattr(disk, "_PORTION", 1000)
     parts = [os.urandom(size) for size in (3, 5000, 0, 999, 1000, 20_000, 1)]
     with ChecksumRecorder(tmp_path).open("file") as stream:
         for part in parts:
