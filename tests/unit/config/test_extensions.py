@@ -36,7 +36,9 @@ def module(tmp_path, monkeypatch):
 
 def test_traits_of_a_users_estimator_are_known_before_its_module_is_imported(module):
     name = module(ESTIMATOR.format(name="mine_with_groups"))
-    config = load_config({"external_libs": [name]}, ["algorithm.adv_estimator=mine_with_groups"], check_files=False)
+    config = load_config(
+        {"external_libs": [name]}, ["algorithm.adv_estimator=mine_with_groups", *REQUIRED], check_files=False
+    )
     assert config.actor_rollout_ref.rollout.n > 1
     assert config.critic.enable is False
     assert name not in sys.modules
