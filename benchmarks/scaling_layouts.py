@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from verl.config.megatron_models import split_evenly
+from verl.config.megatron import split_evenly
 from verl.planning.core_shapes import CoreShape, CoreSizes
 from verl.planning.costs import TrainedModel
 from verl.planning.megatron import CoreModel

@@ -15,9 +15,9 @@ from tests.support.commands import ROOT, composed, run_script
 from tests.support.tiny import tiny_tokenizer
 from verl.config import PPOConfig, RMConfig, SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
-from verl.config.idle import check_built
 from verl.config.problems import Report
 from verl.config.schema import alias_table
+from verl.config.unused_keys import check_supported
 from verl.trainer.main_ppo import create_rl_dataset
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object
@@ -158,7 +158,7 @@ def test_the_dapo_recipe_has_the_four_parts_of_the_paper(script, tmp_path):
     assert (config.reward_model.reward_manager, buffer.enable, buffer.penalty_factor) == ("dapo", True, 1.0)
     assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
     report = Report()
-    check_built(config, report)
+    check_supported(config, report)
     assert (report.problems, report.notices) == ([], [])
 
 

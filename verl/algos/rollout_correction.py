@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl.algos.kl import MAX_LOG_RATIO, kl_penalty
 from verl.algos.returns import keep
 from verl.config import RolloutCorrectionConfig, as_config
-from verl.config.rollout_correction import Rejection, bounds, rejections
+from verl.config.algorithm import Rejection, bounds, rejections
 from verl.utils.torch_functional import masked_mean
 
 CorrectionLike: TypeAlias = RolloutCorrectionConfig | DictConfig | Mapping[str, Any] | None

@@ -1,32 +1,43 @@
 """Typed configuration: one declaration per key, one strict load, all problems at once. Imports no torch and no ray."""
 
-from verl.config.actor import ActorConfig, PolicyLossConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
     GDPOConfig,
     KLControllerConfig,
+    RolloutCorrectionConfig,
     StateMaskingConfig,
 )
-from verl.config.critic import CriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SamplerConfig
-from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
+from verl.config.engine import (
+    CheckpointConfig,
+    CriticModelConfig,
+    FSDPConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardModelModelConfig,
+)
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.layout import Layout, active_roles, layout_of
 from verl.config.load import as_config, load_config
-from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.config.plan import BatchPlan, UpdatePlan, batch_plan
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.problems import ConfigError, Problem
-from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rm import RMConfig, RMDataConfig
+from verl.config.roles import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
-from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
-from verl.config.trainer import RayInitConfig, RetrieverConfig, RunConfig, TrainerConfig
+from verl.config.trainer import (
+    RayInitConfig,
+    RetrieverConfig,
+    RunConfig,
+    SandboxConfig,
+    SandboxFusionConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "ActorConfig",

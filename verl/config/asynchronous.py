@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.config import names
 from verl.config.layout import ROLLOUT, layout_of
@@ -65,50 +63,3 @@ def check_loop_capacity(config: PPOConfig, report: Report) -> None:
             f" workers run {conversations} conversations concurrently; the engines could decode {usable}. Set it to"
             " null (automatic), or raise it."
         )
-
-
-def old_spellings(values: dict[str, Any], report: Report) -> None:
-    """`async_training.*` and `rollout.total_rollout_steps`, whose numbers mean something else here, in `values`."""
-    old, rollout = dict(values.get("async_training") or {}), dict(values.get("rollout") or {})
-    threshold, steps = old.pop("staleness_threshold", None), rollout.pop("total_rollout_steps", None)
-    try:
-        per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
-        if threshold is not None:
-            _set(
-                values,
-                report,
-                "async_training.staleness_threshold",
-                "trainer",
-                max_staleness=math.ceil(float(threshold)),
-            )
-        if "async_training" in values and _number(values["data"].get("train_batch_size")) == 0:
-            mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
-            prompts = math.prod(each or 1 for each in (*per_update, mini))
-            _set(values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None)
-        if steps is not None:
-            batch = max(1, _number(values["data"].get("train_batch_size")))
-            total = _number(steps) // batch
-            if total < 1:
-                why = f"a step takes more prompts (data.train_batch_size = {batch})"
-                report.problem("rollout.total_rollout_steps", steps, why, f"Set it to {batch} or more")
-                total = 1
-            _set(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
-    except (TypeError, ValueError) as error:
-        report.problem("async_training", old, f"cannot be read ({error})", "Set trainer.mode and trainer.max_staleness")
-    for name, block in (("async_training", old), ("rollout", rollout)):
-        if name in values:
-            values[name] = block
-            if not block:
-                del values[name]
-
-
-def _number(value: Any) -> int:
-    return int(value) if value is not None else 0
-
-
-def _set(values: dict[str, Any], report: Report, spelled: str, block: str, **keys: Any) -> None:
-    known: Mapping[str, Any] = values.get(block) or {}
-    values[block] = {**known, **keys}
-    name, value = next(iter(keys.items()))
-    report.spelled(f"{block}.{name}", spelled)
-    report.notice(f"{spelled} is read as {block}.{name} = {value}.")

@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.generation import GenerationConfig
 from verl.config.layout import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.supervised import SupervisedConfig
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 # Scalings whose factor extends what the config names; llama3 and longrope name the extended length itself.
 _EXTENDING = ("linear", "dynamic", "yarn")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_new_tokens")
-_LONGER = "choose a model of longer context (or, if this one reads more, say so in its override_config)"
+LONGER_CONTEXT = "choose a model of longer context (or, if this one reads more, say so in its override_config)"
 
 
 def context_limit(config: Mapping[str, Any]) -> int | None:
@@ -73,40 +71,10 @@ def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] 
         )
 
 
-def generation_context_rules(config: GenerationConfig, report: Report, folder: str | None = None) -> None:
-    """The same of answers to the prompts of a file; `folder` is where the model is on this machine."""
-    path, rollout, prompt = config.model.path, config.rollout, config.data.max_prompt_length
-    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
-    if limit is None or rollout.max_model_len <= limit:
-        return
-    why = f"is more than the {limit} positions of model.path = {path}"
-    fix = f"Set it to {limit} or less, or {_LONGER}"
-    if rollout.max_model_len == prompt + rollout.max_new_tokens:
-        why += f" (data.max_prompt_length = {prompt} + rollout.max_new_tokens = {rollout.max_new_tokens})"
-        fix = f"Shorten one of the two, set it to {limit} or less, or {_LONGER}"
-    uses = ("data.max_prompt_length", "rollout.max_new_tokens", "model.path")
-    report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, uses)
-
-
-def supervised_context_rules(config: SupervisedConfig, report: Report, folder: str | None = None) -> None:
-    """The same of rows to learn, which may be as long as `data.max_length`."""
-    path = config.model.path
-    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
-    if limit is not None and config.data.max_length > limit:
-        why = f"is more than the {limit} positions of model.path = {path}"
-        fix = f"Set it to {limit} or less, or {_LONGER}"
-        report.problem("data.max_length", config.data.max_length, why, fix, ("model.path",))
-
-
-def refuse_long_sequences(config: PPOConfig | GenerationConfig | SupervisedConfig, folders: Mapping[str, str]) -> None:
+def check_context_length(config: PPOConfig, folders: Mapping[str, str]) -> None:
     """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
     report = Report()
-    if isinstance(config, PPOConfig):
-        context_rules(config, report, folders)
-    elif isinstance(config, SupervisedConfig):
-        supervised_context_rules(config, report, folders.get(config.model.path))
-    else:
-        generation_context_rules(config, report, folders.get(config.model.path))
+    context_rules(config, report, folders)
     report.raise_if_any()
 
 
@@ -121,12 +89,12 @@ def _policy(config: PPOConfig, limit: int, report: Report) -> None:
     model = f"the {limit} positions of actor_rollout_ref.model.path = {config.actor_rollout_ref.model.path}"
     if prompt >= limit:
         why = f"leaves no room for an answer in {model}"
-        fix = f"Set it below {limit}, or {_LONGER}"
+        fix = f"Set it below {limit}, or {LONGER_CONTEXT}"
         report.problem("data.max_prompt_length", prompt, why, fix, ("actor_rollout_ref.model.path",))
     elif needed > limit:
         key = _answer_key(config)
         why = f"with data.max_prompt_length = {prompt} a sequence has up to {needed} tokens, more than {model}"
-        fix = f"Set it to {limit - prompt} or less, shorten data.max_prompt_length, or {_LONGER}"
+        fix = f"Set it to {limit - prompt} or less, shorten data.max_prompt_length, or {LONGER_CONTEXT}"
         report.problem(key, needed - prompt, why, fix, (*_LENGTHS, "actor_rollout_ref.model.path"))
     elif rollout.max_model_len > limit:
         fix = f"Set it to {limit} or less, or leave it out"
@@ -137,7 +105,7 @@ def _whole(config: PPOConfig, limit: int | None, key: str, path: str | None, rep
     """Of a model that reads prompts and answers as the policy wrote them."""
     if limit is not None and limit < _longest(config):
         why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
-        fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
+        fix = f"Shorten data.max_prompt_length or data.max_response_length, or {LONGER_CONTEXT}"
         report.problem(key, path, why, fix, _LENGTHS)
 
 

@@ -9,10 +9,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from verl.config.obsolete import FIXED, why_obsolete
-from verl.config.problems import Report, show
+from verl.config.old_keys import FIXED, why_obsolete
+from verl.config.problems import Report, closest, show
 from verl.config.schema import Block, Entry, Key, alias_table, entries, join, walk
-from verl.config.wording import closest
 
 B = TypeVar("B", bound=Block)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from verl.config import names
-from verl.config.ref import RefConfig
+from verl.config.roles import RefConfig
 from verl.config.schema import Block, key
 
 

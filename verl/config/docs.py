@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
-from verl.config.obsolete import FIXED, OBSOLETE
-from verl.config.roots import EVAL, GENERATION, PPO, RM, SFT, Root
+from verl.config.load import EVAL, GENERATION, PPO, RM, SFT, Root
+from verl.config.old_keys import FIXED, OBSOLETE
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
 
 _INTRO = """# Configuration

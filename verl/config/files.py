@@ -11,8 +11,7 @@ from pathlib import Path
 from verl.config import names
 from verl.config.context_length import context_rules
 from verl.config.layout import BLOCK_OF_ROLE
-from verl.config.megatron_models import model_layout_rules
-from verl.config.megatron_rules import roles_on_megatron
+from verl.config.megatron import model_layout_rules, roles_on_megatron
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block, pick

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from verl.config import files
+from verl.config.block_rules import check_engine, engine_rules, values_present
+from verl.config.context_length import LONGER_CONTEXT, limit_of_folder
+from verl.config.devices import visible_gpus
+from verl.config.problems import Report
+from verl.config.resolve import empty_lists
 from verl.config.reward import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, WholeConfig, key
@@ -84,3 +91,94 @@ class EvalConfig(WholeConfig):
     data: EvalDataConfig = key("Answers.")
     reward_model: EvalRewardConfig = key("How they are scored.")
     custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own.")
+
+
+def resolve_generation(config: GenerationConfig, report: Report) -> None:
+    """Fill in every null that stands for something."""
+    empty_lists(config)
+    if config.trainer.device == "auto":
+        config.trainer.device = "cuda" if visible_gpus() else "cpu"
+    rollout = config.rollout
+    if rollout.dtype == "auto":
+        rollout.dtype = "bfloat16" if config.trainer.device == "cuda" else "float32"
+    if rollout.max_model_len is None:
+        rollout.max_model_len = config.data.max_prompt_length + rollout.max_new_tokens
+
+
+def validate_generation(config: GenerationConfig, report: Report) -> None:
+    """Report every rule that a resolved configuration breaks."""
+    values_present(config, "", report)
+    data, rollout = config.data, config.rollout
+    engine_rules("rollout", rollout, report)
+    size = rollout.tensor_model_parallel_size
+    if size > 1:
+        report.problem(
+            "rollout.tensor_model_parallel_size",
+            size,
+            "generation runs in one process",
+            "Set it to 1",
+            ("rollout.name",),
+        )
+    if rollout.max_model_len <= data.max_prompt_length:
+        why = f"leaves no room for an answer after a prompt of data.max_prompt_length = {data.max_prompt_length} tokens"
+        fix = f"Set it to {data.max_prompt_length + rollout.max_new_tokens}"
+        report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, ("data.max_prompt_length",))
+    elif rollout.max_model_len < data.max_prompt_length + rollout.max_new_tokens:
+        report.notice(
+            f"rollout.max_model_len = {rollout.max_model_len}: after a long prompt an answer ends before "
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} tokens."
+        )
+    if data.output_path and not data.output_path.endswith(".parquet"):
+        report.problem("data.output_path", data.output_path, "is not the name of a parquet file", "End it in .parquet")
+    if data.n_samples > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        report.notice(f"data.n_samples = {data.n_samples}: greedy answers to one prompt are all the same.")
+
+
+def check_generation(config: GenerationConfig, report: Report) -> None:
+    """Report every path that does not exist here, and sequences that the model cannot read."""
+    check_engine("rollout", config.rollout, report)
+    files.check_paths("data.path", config.data.path, report)
+    if config.model.path:
+        files.check_model("model.path", config.model.path, report)
+        context_rules(config, report)
+
+
+def resolve_eval(config: EvalConfig, report: Report) -> None:
+    """Nothing is left open."""
+    empty_lists(config)
+
+
+def validate_eval(config: EvalConfig, report: Report) -> None:
+    """Report keys without a value."""
+    values_present(config, "", report)
+
+
+def check_eval(config: EvalConfig, report: Report) -> None:
+    """Report every path that does not exist here."""
+    files.check_paths("data.path", config.data.path, report)
+    files.check_user_code("custom_reward_function.path", config.custom_reward_function.path, report)
+    output = config.data.output_path
+    if output and not Path(output).absolute().parent.is_dir():
+        report.problem("data.output_path", output, "its folder does not exist", "Make it, or correct the path")
+
+
+def context_rules(config: GenerationConfig, report: Report, folder: str | None = None) -> None:
+    """The same of answers to the prompts of a file; `folder` is where the model is on this machine."""
+    path, rollout, prompt = config.model.path, config.rollout, config.data.max_prompt_length
+    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
+    if limit is None or rollout.max_model_len <= limit:
+        return
+    why = f"is more than the {limit} positions of model.path = {path}"
+    fix = f"Set it to {limit} or less, or {LONGER_CONTEXT}"
+    if rollout.max_model_len == prompt + rollout.max_new_tokens:
+        why += f" (data.max_prompt_length = {prompt} + rollout.max_new_tokens = {rollout.max_new_tokens})"
+        fix = f"Shorten one of the two, set it to {limit} or less, or {LONGER_CONTEXT}"
+    uses = ("data.max_prompt_length", "rollout.max_new_tokens", "model.path")
+    report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, uses)
+
+
+def check_context_length(config: GenerationConfig, folder: str) -> None:
+    """Raise ConfigError if sequences may be longer than the model in the local `folder` supports."""
+    report = Report()
+    context_rules(config, report, folder)
+    report.raise_if_any()

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.config import names
+from verl.config.problems import count
 from verl.config.schema import pick
-from verl.config.wording import count
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+ROUTER_REPLAY = f"{ACTOR}.router_replay.mode"
 BLOCK_OF_ROLE = {
     "actor": ACTOR,
     "ref": "actor_rollout_ref.ref",

@@ -3,19 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config import files, generation, resolve, rm, sft, unused_keys, validate
+from verl.config.command_line import GROUPS_KEY, read_override
 from verl.config.compose import alternatives, default_tree, default_values, groups
 from verl.config.convert import Converter, leaves
 from verl.config.extensions import read_user_declarations
-from verl.config.overrides import read_override
+from verl.config.old_keys import convert_async_training, convert_dict_keys, convert_reward_workers
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.roots import Root, root_of
 from verl.config.schema import Block, alias_table, pick, walk
+
+# `(config, report)`: config is an instance of `Root.cls`; one type for rules of several config classes.
+Rule = Callable[[Any, Report], None]
+
+
+@dataclass(frozen=True)
+class Root:
+    """The configuration of one program: its class, the YAML file with the defaults, and its rules."""
+
+    cls: type[Block]
+    yaml: str  # file name in verl/trainer/config, without suffix
+    resolve: Rule  # replaces nulls by the values they stand for
+    validate: Rule  # checks rules between keys
+    check_environment: Rule  # checks files and packages of this machine
+    check_supported: Rule = lambda config, report: None  # reports unsupported values, before all other rules
+    convert_old_keys: Rule = lambda values, report: None  # converts old keys in the plain values
+
+
+def _convert_old_ppo_keys(values: dict[str, Any], report: Report) -> None:
+    convert_async_training(values, report)
+    convert_reward_workers(values, report)
+
+
+PPO = Root(
+    PPOConfig,
+    "ppo_trainer",
+    resolve.resolve,
+    validate.validate,
+    files.check_environment,
+    unused_keys.check_supported,
+    _convert_old_ppo_keys,
+)
+SFT = Root(
+    sft.SFTConfig,
+    "sft_trainer",
+    sft.resolve,
+    sft.validate,
+    sft.check_environment,
+    convert_old_keys=convert_dict_keys,
+)
+RM = Root(rm.RMConfig, "rm_trainer", rm.resolve, rm.validate, rm.check_environment)
+GENERATION = Root(
+    generation.GenerationConfig,
+    "generation",
+    generation.resolve_generation,
+    generation.validate_generation,
+    generation.check_generation,
+)
+EVAL = Root(
+    generation.EvalConfig, "evaluation", generation.resolve_eval, generation.validate_eval, generation.check_eval
+)
+ROOTS = (PPO, SFT, RM, GENERATION, EVAL)
+
+
+def root_of(cls: type[Block]) -> Root:
+    """The program whose whole configuration is a `cls`."""
+    for root in ROOTS:
+        if root.cls is cls:
+            return root
+    known = ", ".join(root.cls.__name__ for root in ROOTS)
+    raise ValueError(f"root: {cls.__name__} is a block, not a whole configuration. Use one of {known}.")
+
 
 B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
@@ -23,8 +87,6 @@ Given = Block | DictConfig | Mapping[str, Any] | None
 Preflight = Callable[[Any, Report], None]
 """Called with the resolved configuration (an instance of `root`) and the report to which it adds problems."""
 
-# Where the command line notes which options of our groups were chosen when Hydra cannot (verl.trainer.main_ppo).
-GROUPS_KEY = "_groups_"
 _ABSENT = object()
 
 
@@ -69,7 +131,7 @@ def load_config(
     values = _merged(_merged(default_tree(chosen, kind.yaml), user), changes)
     config = _build(kind, values, default_values(chosen, kind.yaml), report)
     if check_files:
-        kind.check_built(config, report)
+        kind.check_supported(config, report)
     kind.validate(config, report)
     if check_files:
         kind.check_environment(config, report)
@@ -109,7 +171,7 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
 
 def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
     """Plain merged values -> resolved blocks; problems go to the report."""
-    kind.old_spellings(values, report)
+    kind.convert_old_keys(values, report)
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
     read_user_declarations(values.get("external_libs") or ())

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.config.actor import ActorConfig
 from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -22,9 +21,9 @@ from verl.config.layout import (
     serves_reward_model,
 )
 from verl.config.names import loss_traits
-from verl.config.problems import Problem
+from verl.config.problems import Problem, count, divisors, near_values
+from verl.config.roles import ActorConfig
 from verl.config.schema import pick
-from verl.config.wording import count, divisors, near_values
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig

@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.actor import ActorConfig
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.model import ModelConfig
-from verl.config.ref import RefConfig
+from verl.config.engine import ModelConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl.config.roles import ActorConfig, CriticConfig, RefConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.schema import Block, WholeConfig, key
-from verl.config.trainer import RayInitConfig, RetrieverConfig, TrainerConfig
+from verl.config.trainer import RayInitConfig, RetrieverConfig, SandboxConfig, SandboxFusionConfig, TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)

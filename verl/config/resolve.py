@@ -6,15 +6,14 @@ import math
 from typing import Any
 
 from verl.config import names
-from verl.config.actor import ActorConfig
+from verl.config.algorithm_rules import resolve_correction
 from verl.config.asynchronous import check_loop_capacity, resolve_asynchronous, stands_still
 from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.rollout_correction_rules import resolve_correction
+from verl.config.roles import ActorConfig
 from verl.config.schema import Block, join, pick, put, walk
-from verl.config.search_rules import resolve_search
 from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
@@ -285,3 +284,31 @@ def _lengths(config: PPOConfig) -> None:
     if rollout.max_model_len is None:
         longest = max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
         rollout.max_model_len = config.data.max_prompt_length + longest
+
+
+def resolve_search(config: PPOConfig, report: Report) -> None:
+    """`do_search` needs answers that proceed on their own; a corpus of one's own needs no service."""
+    retriever, rollout = config.retriever, config.actor_rollout_ref.rollout
+    if retriever.corpus_path and "retriever.url" not in config.changed:
+        retriever.url = None
+    if not config.do_search:
+        return
+    if rollout.mode == "sync":
+        rollout.mode = "async"
+        report.notice(f"do_search = True: {ROLLOUT}.mode is async, so that every answer searches at its own pace.")
+    _lengths_of_turns(config, report)
+
+
+def _lengths_of_turns(config: PPOConfig, report: Report) -> None:
+    """Search-R1 writes the length of one turn and of the whole context; ours are the prompt's and all turns'."""
+    data = config.data
+    start, context, turn = data.max_start_length, data.max_prompt_length, data.max_response_length
+    if start is None or start >= context:
+        return
+    data.max_prompt_length, data.max_response_length = start, context - start + turn
+    if data.max_turn_length is None:
+        data.max_turn_length = turn
+    report.notice(
+        f"data.max_start_length = {start}: lengths are read as Search-R1 writes them: prompts up to {start} tokens, "
+        f"one turn {data.max_turn_length}, all turns with their information {data.max_response_length}."
+    )

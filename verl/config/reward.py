@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import names
-from verl.config.engine import FSDPConfig, MegatronConfig
-from verl.config.model import RewardModelModelConfig
-from verl.config.problems import Report
+from verl.config.engine import FSDPConfig, MegatronConfig, RewardModelModelConfig
 from verl.config.schema import Block, key
 
 
@@ -126,22 +124,6 @@ class RewardModelConfig(Block):
         "When a reward function raises, hangs, dies or returns no finite number: stop, score 0, or mask the sample.",
         choices=("fail", "zero", "mask"),
     )
-
-
-def old_spellings(values: dict[str, Any], report: Report) -> None:
-    """`reward.num_workers`, which is one of the manager's arguments here, in `values`."""
-    newer = dict(values.get("reward") or {})
-    workers = newer.pop("num_workers", None)
-    if workers is not None:
-        block = dict(values.get("reward_model") or {})
-        values["reward_model"] = {
-            **block,
-            "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
-        }
-        values["reward"] = newer
-        if not newer:  # an empty block would be an unknown key
-            del values["reward"]
-        report.notice(f"reward.num_workers is read as reward_model.reward_kwargs.num_processes = {workers}.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 from verl.config import names
-from verl.config.algorithm_rules import algorithm_rules
-from verl.config.data import CustomClassConfig, SamplerConfig
-from verl.config.distillation_rules import distillation_rules
-from verl.config.engine import OptimConfig
-from verl.config.idle import idle_keys
-from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, judge_shares_devices
-from verl.config.lora_rules import lora_rules
-from verl.config.megatron_rules import megatron_rules
+from verl.config.algorithm_rules import algorithm_rules, distillation_rules
+from verl.config.block_rules import (
+    engine_rules,
+    lora_rules,
+    optimizer_rules,
+    run_rules,
+    sequence_parallel_rules,
+    user_code_rules,
+    values_present,
+)
+from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, ROUTER_REPLAY, active_roles, judge_shares_devices
+from verl.config.megatron import megatron_rules
 from verl.config.plan import batch_plan
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report, show
-from verl.config.rollout_rules import engine_rules
-from verl.config.router_replay import router_replay_rules
-from verl.config.schema import Block, entries, join, pick
-from verl.config.search_rules import search_rules
-from verl.config.trainer import RunConfig
+from verl.config.problems import Report
+from verl.config.schema import pick
+from verl.config.unused_keys import idle_keys
 
 _TINY_DISCOUNT = 1e-3
 
@@ -54,20 +54,6 @@ def validate(config: PPOConfig, report: Report) -> None:
         rule(config, report)
     for problem in batch_plan(config).problems:
         report.add(problem)
-
-
-def values_present(block: Block, path: str, report: Report) -> None:
-    """After resolving, a key has a value unless its type says that it may be without one."""
-    for name, entry in entries(type(block)).items():
-        where, value = join(path, name), block[name]
-        if isinstance(value, Block):
-            if entry.key.follows is None:  # else what is missing is missing in the block it follows
-                values_present(value, where, report)
-        elif entry.key.required is not None:
-            if not value:
-                report.broken(where, value, "is required", f"Set it, e.g. {where}={entry.key.required}")
-        elif value is None and not entry.optional and entry.key.follows is None:
-            report.problem(where, value, "must have a value", "Set one, or leave the key out for its default")
 
 
 def _estimator(config: PPOConfig, report: Report) -> None:
@@ -158,12 +144,6 @@ def _optimizers(config: PPOConfig, report: Report) -> None:
         optimizer_rules("critic.optim", config.critic.optim, report)
 
 
-def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
-    """Report what the optimizer block at `path` contradicts itself in."""
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
-
-
 def _engines(config: PPOConfig, report: Report) -> None:
     """Sizes of an engine that is not chosen would be ignored silently: say so instead."""
     for role in active_roles(config):
@@ -186,14 +166,6 @@ def _sequence_parallel(config: PPOConfig, report: Report) -> None:
         if role in BLOCK_OF_ROLE and pick(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
             path, model = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size", models.get(role)
             sequence_parallel_rules(path, pick(config, path), model or "actor_rollout_ref.model", config, report)
-
-
-def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
-    """Report a size at `path` that the model block at `model` does not allow."""
-    if size > 1 and not pick(config, f"{model}.use_remove_padding"):
-        why = f"ranks share packed tokens, and {model}.use_remove_padding = False"
-        fix = f"Set {model}.use_remove_padding=True"
-        report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))
 
 
 def _adapters(config: PPOConfig, report: Report) -> None:
@@ -284,36 +256,53 @@ def _run(config: PPOConfig, report: Report) -> None:
         report.problem("trainer.master_addr", None, why, "Set it to the address of node 0")
 
 
-def run_rules(trainer: RunConfig, report: Report) -> None:
-    """Report names that lead out of the run's folder, and a mode that does not fit the folder to resume from."""
-    for name in ("project_name", "experiment_name"):
-        _name_stays_inside(f"trainer.{name}", trainer[name], report)
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
-        report.problem("trainer.resume_from_path", None, why, fix)
-    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
-        report.notice(
-            f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
-            f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
-        )
-
-
-def _name_stays_inside(key: str, name: str, report: Report) -> None:
-    """Report a name that is empty, absolute or begins with `..`: names are parts of checkpoint and tracker folders."""
-    parts = os.path.normpath(name).split(os.sep)
-    if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
-        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and leads out of it"
-        report.problem(key, name, why, "Set a plain name. For another folder set trainer.default_local_dir")
-
-
 def _user_code(config: PPOConfig, report: Report) -> None:
     user_code_rules("data.custom_cls", config.data.custom_cls, report)
     user_code_rules("data.sampler", config.data.sampler, report)
 
 
-def user_code_rules(key: str, block: CustomClassConfig | SamplerConfig, report: Report) -> None:
-    """Report a class of the user of which only the file or only the name is given."""
-    if (block.path is None) != (block.name is None):
-        missing, given = ("name", "path") if block.name is None else ("path", "name")
-        why = f"{key}.{given} = {block[given]} is set, and both are needed"
-        report.problem(f"{key}.{missing}", None, why, f"Set {key}.{missing}")
+# Rollout engines that say which experts a token went through.
+_RECORDS_EXPERTS = ("native", "vllm")
+
+
+def router_replay_rules(config: PPOConfig, report: Report) -> None:
+    """Report a replay of experts that nobody records."""
+    rollout, mode = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.router_replay.mode
+    engines = " or ".join(_RECORDS_EXPERTS)
+    if mode == "R3" and rollout.name not in _RECORDS_EXPERTS:
+        why = f"{ROLLOUT}.name = {rollout.name} does not say which experts a token went through"
+        report.problem(ROUTER_REPLAY, mode, why, f"Set it to R2, or {ROLLOUT}.name to {engines}", (f"{ROLLOUT}.name",))
+    elif mode == "R3" and rollout.server_urls:
+        why = f"the engines at {ROLLOUT}.server_urls do not say which experts a token went through"
+        fix = f"Set it to R2, or leave {ROLLOUT}.server_urls out"
+        report.problem(ROUTER_REPLAY, mode, why, fix, (f"{ROLLOUT}.server_urls",))
+    elif mode == "R3" and not rollout.return_routed_experts:
+        why = "they are replayed (router_replay.mode = R3)"
+        report.problem(f"{ROLLOUT}.return_routed_experts", False, why, "Leave it out")
+    elif mode == "R2" and rollout.return_routed_experts:
+        why = "those of the old log-probs are replayed (router_replay.mode = R2)"
+        report.problem(f"{ROLLOUT}.return_routed_experts", True, why, f"Leave it out, or set {ROUTER_REPLAY}=R3")
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        why = f"{bypass} = True leaves out the pass whose experts it replays"
+        report.problem(ROUTER_REPLAY, mode, why, f"Set it to R3, or {bypass}=False", (bypass,))
+
+
+def search_rules(config: PPOConfig, report: Report) -> None:
+    """Report what the search agent could not work with."""
+    retriever, data = config.retriever, config.data
+    if retriever.url and retriever.corpus_path:
+        why = f"retriever.url = {retriever.url} is set too"
+        report.problem("retriever.corpus_path", retriever.corpus_path, why, "Keep one of the two")
+    if config.do_search and not retriever.url and not retriever.corpus_path:
+        fix = "Set it to a service (http://127.0.0.1:8000/retrieve), or retriever.corpus_path to a file"
+        report.problem("retriever.url", retriever.url, "do_search = True needs something to search", fix)
+    if data.max_start_length is not None and data.max_start_length > data.max_prompt_length:
+        why = f"is more than data.max_prompt_length = {data.max_prompt_length}"
+        report.problem("data.max_start_length", data.max_start_length, why, "Lower it, or leave it out")
+    if config.do_search and data.max_obs_length >= data.max_response_length:
+        why = (
+            f"information of one turn alone fills data.max_response_length = {data.max_response_length}, which is for "
+            "all turns together"
+        )
+        report.problem("data.max_obs_length", data.max_obs_length, why, "Lower it, or raise data.max_response_length")

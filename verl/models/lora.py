@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.config.lora_rules import ALL_LINEAR, module_matcher
+from verl.config.block_rules import ALL_LINEAR, module_matcher
 from verl.models.loading import ModelKind
 
 ADAPTER_FOLDER = "lora_adapter"

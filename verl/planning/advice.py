@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl.config.load import root_of
 from verl.config.problems import ConfigError, Problem, Report
-from verl.config.roots import root_of
 from verl.config.schema import Block, pick, put
 from verl.planning.phases import GB, MemoryPlan
 from verl.planning.remedies import UNKNOWN, Remedy, helpful, value_of

@@ -12,7 +12,7 @@ from verl.config import PPOConfig, SupervisedConfig
 from verl.config.context_length import config_of_folder
 from verl.config.devices import gpu_memory, host_memory_available, host_memory_total
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
-from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
+from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.problems import Report
 from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
-from verl.config.context_length import refuse_long_sequences
+from verl.config.generation import check_context_length
 from verl.protocol import DataProto
 from verl.trainer.answer_store import RESPONSES, AnswerStore
 from verl.trainer.common.answer_ends import answer_ends
@@ -98,7 +98,7 @@ class _Prompts:
         self.batches = -(-self.count // data.batch_size)
         self.table = _table(rows, self.count)
         self.model_path = resolve_model_path(config.model.path)
-        refuse_long_sequences(config, {config.model.path: self.model_path})
+        check_context_length(config, self.model_path)
         self.tokenizer = hf_tokenizer(self.model_path, trust_remote_code=config.model.trust_remote_code)
         encoder = PromptEncoder(self.tokenizer, data.apply_chat_template_kwargs, None, data.system_prompt)
         self._tokens = encode_prompts(rows, self.count, data.prompt_key, encoder)

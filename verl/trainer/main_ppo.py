@@ -169,8 +169,8 @@ class TaskRunner:
 
         What was given up at the end, if the run was asked to stop and there was no time for it.
         """
-        from verl.config.context_length import refuse_long_sequences
-        from verl.config.megatron_models import refuse_model_layouts
+        from verl.config.context_length import check_context_length
+        from verl.config.megatron import refuse_model_layouts
         from verl.planning.check import check_memory
         from verl.search.searcher import check_retriever
         from verl.trainer.common.watch import HangWatch
@@ -198,7 +198,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
         local_path = folders[model.path]
-        refuse_long_sequences(config, folders)
+        check_context_length(config, folders)
         refuse_model_layouts(config, folders)
         check_memory(config, folders)
         if config.do_search:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from verl.utils.sandbox import IsolationMissing, Limits, Result, Sandbox, available
 
 if TYPE_CHECKING:  # heavy, for scorers of other tasks
-    from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
+    from verl.config.trainer import SandboxConfig, SandboxFusionConfig
     from verl.utils.sandbox_fusion import SandboxClient
 
 

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from verl.config.wording import closest
+from verl.config.problems import closest
 
 T = TypeVar("T", bound=Callable[..., Any])
 

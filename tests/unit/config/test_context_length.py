@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import ConfigError, GenerationConfig, SFTConfig, load_config
-from verl.config.context_length import context_limit, refuse_long_sequences
+from verl.config import ConfigError, GenerationConfig, SFTConfig, generation, load_config, supervised
+from verl.config.context_length import check_context_length, context_limit
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -142,11 +142,11 @@ def test_a_reward_model_in_the_policys_tokens_must_read_them_all_others_cut(mode
 def test_a_hub_name_is_checked_where_it_was_fetched_to(model):
     config, path = load("some/model", answer=601), model()
     with pytest.raises(ConfigError, match=r"data\.max_response_length = 601"):
-        refuse_long_sequences(config, {"some/model": path})
+        check_context_length(config, {"some/model": path})
     given = ("critic.model.path=some/critic", "reward_model.enable=True", "reward_model.path=some/judge")
     small = model("small", 800)
     with pytest.raises(ConfigError) as error:
-        refuse_long_sequences(load(path, *given), {"some/critic": small, "some/judge": small})
+        check_context_length(load(path, *given), {"some/critic": small, "some/judge": small})
     assert "critic.model.path = some/critic: has 800 positions" in str(error.value)
     assert "reward_model.path = some/judge: has 800 positions" in str(error.value)
 
@@ -161,27 +161,27 @@ def test_rows_to_learn_that_a_model_cannot_read_are_refused(model):
     with pytest.raises(ConfigError, match=r"data\.max_length = 1001: is more than the 1000 positions of model\.path"):
         sft(path, 1001)
     with pytest.raises(ConfigError, match=r"data\.max_length = 1001"):
-        refuse_long_sequences(sft("some/model", 1001), {"some/model": path})
+        supervised.check_context_length(sft("some/model", 1001), path)
 
 
 def test_what_is_told_of_a_machine_is_not_asked_without_its_files(model):
     load(model(), answer=601, check_files=False)
 
 
-def generation(path, **rollout):
+def generate_with(path, **rollout):
     data = {"path": "openai/gsm8k", "output_path": "/tmp/answers.parquet", "max_prompt_length": 400}
     return load_config({"data": data, "model": {"path": path}, "rollout": rollout}, root=GenerationConfig)
 
 
 def test_generation_refuses_the_same(model):
     path = model()
-    generation(path, max_new_tokens=600)
-    generation(path, max_new_tokens=900, max_model_len=1000)  # long answers to long prompts are cut, and said
+    generate_with(path, max_new_tokens=600)
+    generate_with(path, max_new_tokens=900, max_model_len=1000)  # long answers to long prompts are cut, and said
     with pytest.raises(ConfigError, match=r"rollout\.max_model_len = 1001: is more than the 1000 positions"):
-        generation(path, max_new_tokens=601)
-    config = generation("some/model", max_new_tokens=601)
+        generate_with(path, max_new_tokens=601)
+    config = generate_with("some/model", max_new_tokens=601)
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens = 601\)"):
-        refuse_long_sequences(config, {"some/model": path})
+        generation.check_context_length(config, path)
 
 
 def test_the_command_ends_with_2_before_anything_starts(model, tmp_path):

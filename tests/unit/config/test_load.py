@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.config import ActorConfig, ConfigError, OptimConfig, PPOConfig, as_config, load_config
-from verl.config.obsolete import OBSOLETE
+from verl.config.old_keys import OBSOLETE
 from verl.config.schema import pick
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from verl.config import ConfigError, load_config
+from verl.config.block_rules import module_matcher
 from verl.config.layout import active_roles, actor_is_reference, layout_of, needs_reference
-from verl.config.lora_rules import module_matcher
 
 BASE = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo"]
 GROUP = ["actor_rollout_ref.rollout.n=4", "trainer.device=cpu", "actor_rollout_ref.model.lora_rank=8"]
@@ -49,7 +49,7 @@ def test_what_cannot_be_matched_is_refused_with_its_key(override, why):
 
 def test_a_missing_peft_is_said_before_anything_starts(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr("verl.config.lora_rules.find_spec", lambda name: None if name == "peft" else real(name))
+    monkeypatch.setattr("verl.config.block_rules.find_spec", lambda name: None if name == "peft" else real(name))
     with pytest.raises(ConfigError, match=r"pip install -e \.\[lora\]"):
         config()
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from verl.config import ConfigError, load_config, megatron_rules, names
+from verl.config import ConfigError, load_config, megatron, names
 from verl.config.engine import MegatronConfig
-from verl.config.idle import check_built
-from verl.config.megatron_models import ModelNumbers, model_layout_rules, split_evenly
+from verl.config.megatron import ModelNumbers, model_layout_rules, split_evenly
 from verl.config.problems import Report
+from verl.config.unused_keys import check_supported
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron_config"
@@ -82,7 +82,7 @@ def test_every_key_of_the_convention_is_accepted_and_seed_is_told():
 
 @pytest.mark.parametrize(("there", "lines"), [(False, 1), (True, 0)])
 def test_one_line_says_that_a_bridge_is_not_installed(monkeypatch, there, lines):
-    monkeypatch.setattr(megatron_rules, "is_installed", lambda package: there or package != "megatron.bridge")
+    monkeypatch.setattr(megatron, "is_installed", lambda package: there or package != "megatron.bridge")
     critic = ["algorithm.adv_estimator=gae", "critic=megatron", "critic.model.path=org/model"]
     config = load(*critic, f"{MEGATRON}.use_mbridge=True", "critic.megatron_config.use_mbridge=True")
     assert len([notice for notice in config.notices if "use_mbridge" in notice]) == lines
@@ -172,7 +172,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
     row = names.TrainingEngine("some.engine:Engine", "megatron_config", "no_such.package", "make setup-megatron")
     monkeypatch.setitem(names.TRAINING_ENGINES, "megatron", row)
     report = Report()
-    check_built(load(f"{ACTOR}.use_kl_loss=True"), report)
+    check_supported(load(f"{ACTOR}.use_kl_loss=True"), report)
     (problem,) = report.problems  # the reference follows the actor: said once
     assert (problem.key, problem.why) == (f"{ACTOR}.strategy", "no_such.package is not installed here")
     assert problem.fix.startswith("Run make setup-megatron; or set")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.megatron_models import model_layout_rules
+from verl.config.megatron import model_layout_rules
 from verl.config.problems import Report
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -8,7 +8,7 @@ from verl.config.command_line import hydra_arguments
 from verl.config.compose import default_tree, groups
 from verl.config.docs import render
 from verl.config.schema import alias_table, pick, walk
-from verl.config.supervised_rules import describe
+from verl.config.supervised import describe
 
 GIVEN = ("data.train_files=openai/gsm8k", "model.path=a/b", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
 

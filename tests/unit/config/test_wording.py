@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config.names import ADV_ESTIMATORS
-from verl.config.wording import closest
+from verl.config.problems import closest
 
 
 @pytest.mark.parametrize(

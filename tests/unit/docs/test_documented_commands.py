@@ -23,8 +23,8 @@ import pytest
 
 from tests.support.commands import ROOT, composed, run_script
 from verl.config import ConfigError
-from verl.config.idle import check_built
 from verl.config.problems import Report
+from verl.config.unused_keys import check_supported
 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
@@ -253,7 +253,7 @@ def test_a_script_runs_after_what_is_said_to_be_needed(document, tmp_path):
     assert {script for script, _ in rows} == {path.name for path in folder.glob("*.sh")}
     for script, said in rows:
         report = Report()
-        check_built(composed(run_script(str((folder / script).relative_to(ROOT)), tmp_path)), report)
+        check_supported(composed(run_script(str((folder / script).relative_to(ROOT)), tmp_path)), report)
         needed = re.fullmatch(r"yes|after `(make setup-\w+)`", said)
         assert needed, (script, said)
         assert all(needed[1] and needed[1] in problem.fix for problem in report.problems), script

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from verl.config import ConfigError, RewardModelConfig, RMConfig, as_config, load_config
-from verl.config.supervised_rules import describe
+from verl.config.supervised import describe
 from verl.protocol import DataProto
 from verl.trainer.main_rm import run_rm
 from verl.trainer.rm.trainer import RMTrainer

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from verl.config import SupervisedConfig
-from verl.config.context_length import refuse_long_sequences
+from verl.config.supervised import check_context_length
 from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
@@ -57,7 +57,7 @@ class SupervisedTrainer(Generic[Config]):
         self.config = config = copy.deepcopy(config)
         trainer, model = config.trainer, config.model
         folder = resolve_model_path(model.path)
-        refuse_long_sequences(config, {model.path: folder})
+        check_context_length(config, folder)
         self.run_start = RunStart(trainer, run_parts(config))
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         learned = config.data.apply_chat_template_kwargs.get("chat_template")

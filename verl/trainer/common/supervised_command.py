@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config import SupervisedConfig, load_config
 from verl.config.load import Given
-from verl.config.supervised_rules import describe
+from verl.config.supervised import describe
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked
 from verl.trainer.common.completion import log_finished

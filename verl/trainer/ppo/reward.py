@@ -19,7 +19,7 @@ from verl.config.layout import runs_own_loop
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
-from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
+from verl.config.trainer import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.agents import FINISHED, given_scores, place_scores, said_by_agents, statuses
 from verl.utils.code_runner import CodeSettings

@@ -99,9 +99,7 @@ def score_function(data_source: str) -> ScoreFunction:
 
 def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
     """What to tell about a data source that has no reward function."""
-    from verl.config.wording import (
-        closest,
-    )  # imported here: scorer processes load this module and do not need verl.config
+    from verl.config.problems import closest
 
     names = sorted(known)
     near = closest(data_source, [name for name in names if "*" not in name])

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.config.names import LOGGERS
-from verl.config.wording import closest
+from verl.config.problems import closest
 from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
 from verl.utils.tracking.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verl.config.distillation import DistillationConfig
-from verl.config.model import ModelConfig
+from verl.config.engine import ModelConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

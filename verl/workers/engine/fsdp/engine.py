@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.config.engine import FSDPConfig, OptimConfig
-from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig, RewardModelModelConfig
 from verl.models.forward import ResponseModel, front_rows
 from verl.models.loading import ModelKind, empty_model, pretrained_model
 from verl.models.lora import Adapters

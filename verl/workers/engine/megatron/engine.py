@@ -14,8 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
 
-from verl.config.engine import MegatronConfig, OptimConfig
-from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.config.engine import CriticModelConfig, MegatronConfig, ModelConfig, OptimConfig, RewardModelModelConfig
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model
 from verl.models.packing import PackedRows, packed_rows, with_alternatives

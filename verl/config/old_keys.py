@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+
+from verl.config.problems import Report
 
 
 class Fixed(NamedTuple):
@@ -115,3 +119,80 @@ OBSOLETE = {
 def why_obsolete(path: str) -> str | None:
     """Why the key at `path` is not needed, or None when it is simply unknown."""
     return next((reason for pattern, reason in OBSOLETE.items() if fnmatchcase(path, pattern)), None)
+
+
+def convert_async_training(values: dict[str, Any], report: Report) -> None:
+    """`async_training.*` and `rollout.total_rollout_steps`, whose numbers mean something else here, in `values`."""
+    old, rollout = dict(values.get("async_training") or {}), dict(values.get("rollout") or {})
+    threshold, steps = old.pop("staleness_threshold", None), rollout.pop("total_rollout_steps", None)
+    try:
+        per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
+        if threshold is not None:
+            _set(
+                values,
+                report,
+                "async_training.staleness_threshold",
+                "trainer",
+                max_staleness=math.ceil(float(threshold)),
+            )
+        if "async_training" in values and _number(values["data"].get("train_batch_size")) == 0:
+            mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
+            prompts = math.prod(each or 1 for each in (*per_update, mini))
+            _set(values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None)
+        if steps is not None:
+            batch = max(1, _number(values["data"].get("train_batch_size")))
+            total = _number(steps) // batch
+            if total < 1:
+                why = f"a step takes more prompts (data.train_batch_size = {batch})"
+                report.problem("rollout.total_rollout_steps", steps, why, f"Set it to {batch} or more")
+                total = 1
+            _set(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
+    except (TypeError, ValueError) as error:
+        report.problem("async_training", old, f"cannot be read ({error})", "Set trainer.mode and trainer.max_staleness")
+    for name, block in (("async_training", old), ("rollout", rollout)):
+        if name in values:
+            values[name] = block
+            if not block:
+                del values[name]
+
+
+def _number(value: Any) -> int:
+    return int(value) if value is not None else 0
+
+
+def _set(values: dict[str, Any], report: Report, spelled: str, block: str, **keys: Any) -> None:
+    known: Mapping[str, Any] = values.get(block) or {}
+    values[block] = {**known, **keys}
+    name, value = next(iter(keys.items()))
+    report.spelled(f"{block}.{name}", spelled)
+    report.notice(f"{spelled} is read as {block}.{name} = {value}.")
+
+
+def convert_reward_workers(values: dict[str, Any], report: Report) -> None:
+    """`reward.num_workers`, which is one of the manager's arguments here, in `values`."""
+    newer = dict(values.get("reward") or {})
+    workers = newer.pop("num_workers", None)
+    if workers is not None:
+        block = dict(values.get("reward_model") or {})
+        values["reward_model"] = {
+            **block,
+            "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
+        }
+        values["reward"] = newer
+        if not newer:  # an empty block would be an unknown key
+            del values["reward"]
+        report.notice(f"reward.num_workers is read as reward_model.reward_kwargs.num_processes = {workers}.")
+
+
+def convert_dict_keys(values: dict[str, Any], report: Report) -> None:
+    """Of plain values: `data.prompt_dict_keys` and `response_dict_keys` name what is inside of a column."""
+    data = values.get("data")
+    if not isinstance(data, Mapping):
+        return
+    values["data"] = data = dict(data)
+    for name in ("prompt", "response"):
+        inside = data.pop(f"{name}_dict_keys", None)
+        if inside:
+            parts = [inside] if isinstance(inside, str) else inside
+            data[f"{name}_key"] = ".".join([str(data[f"{name}_key"]), *map(str, parts)])
+            report.notice(f"data.{name}_dict_keys is read as data.{name}_key={data[f'{name}_key']}.")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.config import names
 from verl.config.asynchronous import stands_still
+from verl.config.block_rules import check_engine, is_installed
 from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -20,7 +21,6 @@ from verl.config.layout import (
 )
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.rollout_rules import check_engine, is_installed
 from verl.config.schema import Block, join, pick, walk
 
 # So many keys are named in one notice; scripts set whole blocks.
@@ -73,7 +73,7 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
     _name_idle(config, why, report)
 
 
-def check_built(config: PPOConfig, report: Report) -> None:
+def check_supported(config: PPOConfig, report: Report) -> None:
     """Report every key that asks for something that is not built or not installed here."""
     rollout = config.actor_rollout_ref.rollout
     check_engine(ROLLOUT, rollout, report)

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 from verl.config import PPOConfig, load_config
-from verl.config.idle import RULES
 from verl.config.schema import walk
+from verl.config.unused_keys import RULES
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{block}" for block in ("actor", "rollout", "ref"))
 TEACHER = "distillation.teacher"

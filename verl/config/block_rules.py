@@ -1,0 +1,178 @@
+"""The rules of the rollout engine's own keys, in training and in generation: which engine has what, what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from verl.config import names
+from verl.config.data import CustomClassConfig, SamplerConfig
+from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
+from verl.config.problems import Report, show
+from verl.config.rollout import GeneratorConfig
+from verl.config.schema import Block, entries, join, pick
+from verl.config.trainer import RunConfig
+
+_FOREIGN = tuple(name for name, row in names.ROLLOUTS.items() if row.foreign)
+# Keys that not every engine has: their value where nothing is asked for, who has them, and what else serves.
+_OF_SOME = {
+    "expert_parallel_size": (1, ("vllm", "sglang"), "Leave it out: experts are cut as other layers are"),
+    "quantization": (None, ("vllm", "sglang"), "Leave it out, or set {path}.name=vllm"),
+}
+# Engines that never share a worker's process, and why.
+_ALONE = {"sglang": "SGLang ends every process that the one it runs in has started"}
+
+
+def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
+    """Report what the engine of the block at `path` cannot do, and name what it does not read."""
+    name, size = rollout.name, rollout.tensor_model_parallel_size
+    foreign = names.ROLLOUTS[name].foreign
+    by_name = (f"{path}.name",)
+    for key, (neutral, engines, fix) in _OF_SOME.items():
+        if rollout[key] != neutral and name not in engines:
+            why = f"{path}.name = {name} does not do it, {' and '.join(engines)} do"
+            report.problem(f"{path}.{key}", rollout[key], why, fix.format(path=path), by_name)
+    if foreign and rollout.expert_parallel_size not in (1, size):
+        why = f"experts are spread over the ranks of one copy, {path}.tensor_model_parallel_size = {size}"
+        fix = f"Set it to {' or '.join(dict.fromkeys(('1', str(size))))}"
+        report.problem(f"{path}.expert_parallel_size", rollout.expert_parallel_size, why, fix)
+    if rollout.server_urls:
+        _server_rules(path, rollout, report)
+    if foreign and rollout.in_process and (size > 1 or name in _ALONE):
+        why = f"one process has one device, and {path}.tensor_model_parallel_size = {size}"
+        why = _ALONE.get(name, why)
+        report.problem(f"{path}.in_process", True, why, "Leave it out: the engine then has processes of its own")
+
+
+def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
+    urls = rollout.server_urls
+    if not names.ROLLOUTS[rollout.name].foreign:
+        why = f"{path}.name = {rollout.name} is an engine of this process"
+        fix = f"Say what runs there: {path}.name={'|'.join(_FOREIGN)}"
+        report.problem(f"{path}.server_urls", urls, why, fix, (f"{path}.name",))
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            fix = f"Write it as http://{url.removeprefix('//')}"
+            report.problem(f"{path}.server_urls", url, "is no URL of a server", fix)
+    if rollout.in_process:
+        why = f"{path}.server_urls names engines that run elsewhere"
+        report.problem(f"{path}.in_process", True, why, "Leave one of the two out")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package (of ours, "") can be imported; a part of one too."""
+    names = package.split(".") if package else ()
+    return all(importlib.util.find_spec(".".join(names[: count + 1])) for count in range(len(names)))
+
+
+def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
+    """Report an engine whose package is not installed here; one that is reached by URL needs none."""
+    row = names.ROLLOUTS[rollout.name]
+    if not rollout.server_urls and not is_installed(row.package):
+        why, fix = f"{row.package} is not installed here", f"Run {row.install}; or set {path}.name=native"
+        report.broken(f"{path}.name", rollout.name, why, f"{fix}, which needs no install")
+
+
+ALL_LINEAR = "all-linear"
+
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+_LOW_RATE = 1e-5
+
+
+def module_matcher(names: Sequence[str] | None) -> list[str] | str | None:
+    """Names as peft takes them: a list of endings, or as a string ALL_LINEAR or one expression of the whole name."""
+    if not names:
+        return None
+    if len(names) == 1 and (names[0] == ALL_LINEAR or not _PLAIN_NAME.fullmatch(names[0])):
+        re.compile(names[0])
+        return names[0]
+    odd = [name for name in names if name == ALL_LINEAR or not _PLAIN_NAME.fullmatch(name)]
+    if odd:
+        raise ValueError(f"{odd[0]!r} stands among several entries, and these can only be names")
+    return list(names)
+
+
+def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, report: Report) -> None:
+    """Report what cannot work in the model block at `path`, which trains with `lr`."""
+    if model.lora_rank == 0:
+        return
+    rank = (f"{path}.lora_rank",)
+    if find_spec("peft") is None:
+        why = "needs the package peft, which is not installed"
+        report.problem(rank[0], model.lora_rank, why, "Run `pip install -e .[lora]`, or set it to 0")
+    if not model.target_modules:
+        why = f"is empty, and {path}.lora_rank = {model.lora_rank} adapts something"
+        report.problem(f"{path}.target_modules", [], why, f"Set [{ALL_LINEAR}], or lora_rank=0", rank)
+    for key in ("target_modules", "exclude_modules"):
+        names = getattr(model, key)
+        try:
+            module_matcher(names)
+        except (ValueError, re.error) as error:
+            fix = "Give ends of names only, or one regular expression of the whole name"
+            report.problem(f"{path}.{key}", names, f"cannot be read: {error}", fix, rank)
+    if lr < _LOW_RATE:
+        report.notice(
+            f"{path}.lora_rank = {model.lora_rank} with a learning rate of {lr:g}: adapters usually need ten times the "
+            "rate of full training, e.g. 1e-5 to 1e-4."
+        )
+
+
+def values_present(block: Block, path: str, report: Report) -> None:
+    """After resolving, a key has a value unless its type says that it may be without one."""
+    for name, entry in entries(type(block)).items():
+        where, value = join(path, name), block[name]
+        if isinstance(value, Block):
+            if entry.key.follows is None:  # else what is missing is missing in the block it follows
+                values_present(value, where, report)
+        elif entry.key.required is not None:
+            if not value:
+                report.broken(where, value, "is required", f"Set it, e.g. {where}={entry.key.required}")
+        elif value is None and not entry.optional and entry.key.follows is None:
+            report.problem(where, value, "must have a value", "Set one, or leave the key out for its default")
+
+
+def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
+    """Report what the optimizer block at `path` contradicts itself in."""
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
+
+
+def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
+    """Report a size at `path` that the model block at `model` does not allow."""
+    if size > 1 and not pick(config, f"{model}.use_remove_padding"):
+        why = f"ranks share packed tokens, and {model}.use_remove_padding = False"
+        fix = f"Set {model}.use_remove_padding=True"
+        report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))
+
+
+def run_rules(trainer: RunConfig, report: Report) -> None:
+    """Report names that lead out of the run's folder, and a mode that does not fit the folder to resume from."""
+    for name in ("project_name", "experiment_name"):
+        _name_stays_inside(f"trainer.{name}", trainer[name], report)
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
+        report.problem("trainer.resume_from_path", None, why, fix)
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        report.notice(
+            f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
+            f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
+        )
+
+
+def _name_stays_inside(key: str, name: str, report: Report) -> None:
+    """Report a name that is empty, absolute or begins with `..`: names are parts of checkpoint and tracker folders."""
+    parts = os.path.normpath(name).split(os.sep)
+    if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
+        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and leads out of it"
+        report.problem(key, name, why, "Set a plain name. For another folder set trainer.default_local_dir")
+
+
+def user_code_rules(key: str, block: CustomClassConfig | SamplerConfig, report: Report) -> None:
+    """Report a class of the user of which only the file or only the name is given."""
+    if (block.path is None) != (block.name is None):
+        missing, given = ("name", "path") if block.name is None else ("path", "name")
+        why = f"{key}.{given} = {block[given]} is set, and both are needed"
+        report.problem(f"{key}.{missing}", None, why, f"Set {key}.{missing}")
