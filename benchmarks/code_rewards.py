@@ -88,7 +88,10 @@ class _Worker:
 
 
 def _work(threads: int) -> None:
-    from verl.utils.code_runner import CodeSettings
+    try:
+        from verl.sandbox.code_runner import CodeSettings
+    except ImportError:  # an earlier commit
+        from verl.utils.code_runner import CodeSettings
     from verl.utils.reward_score.code import compute_score
 
     settings = CodeSettings(require="none", warm=threads)

@@ -20,7 +20,7 @@ from typing import Any
 
 from _report import report
 
-from verl.utils.sandbox import Sandbox
+from verl.sandbox import Sandbox
 
 CODE, OUTPUT = "print(6 * 7)", "42\n"
 _PAUSE_SECONDS = 0.03

@@ -9,9 +9,9 @@ import pytest
 from tests.support.code_rewards.exploits import Exploit, exploits
 from tests.support.code_rewards.forgeries import FORGERIES
 from tests.support.code_rewards.solutions import CASES, Case
-from verl.utils.code_runner import CodeSettings
+from verl.sandbox import REQUIRE, available
+from verl.sandbox.code_runner import CodeSettings
 from verl.utils.reward_score.code import compute_score
-from verl.utils.sandbox import REQUIRE, available
 
 SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=8, memory_mb=512)
 EXPLOIT_SETTINGS = replace(SETTINGS, wall_s=5)

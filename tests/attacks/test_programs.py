@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from verl.utils.sandbox import available
-from verl.utils.sandbox.measure import LIMITS
+from verl.sandbox import available
+from verl.sandbox.measure import LIMITS
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -35,8 +35,8 @@ HOSTS = [
 # In a process of its own: it enters a cgroup, a mount namespace, and a filter.
 MEASURE = """
 import json, os, random, sys
-from verl.utils.sandbox import linux, measure, seccomp
-from verl.utils.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
+from verl.sandbox import linux, measure, seccomp
+from verl.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
 user, without, seeds = json.loads(sys.argv[1])
 if os.geteuid() == 0: measure.prepare()
 if user is not None:

@@ -25,7 +25,7 @@ SERVERS = ("starlette", "uvicorn", "pydantic")
         ("verl.inference.async_engine", HEAVY),
         ("verl.model_merger.__main__", HEAVY),
         ("verl.trainer.ppo.ray_trainer, verl.planning.plan, verl.agent.worker", SERVERS),
-        ("verl.utils.sandbox_fusion", SERVERS),
+        ("verl.sandbox.client", SERVERS),
     ],
 )
 def test_module_imports_nothing_heavy(module, heavy):

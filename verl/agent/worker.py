@@ -16,10 +16,10 @@ from verl.agent.toolbox import Toolbox
 from verl.config import PPOConfig, as_config
 from verl.models.loading import read_config
 from verl.protocol import DataProto
+from verl.sandbox.code_runner import CodeSettings, configure
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.handle import RankHandle
-from verl.utils.code_runner import CodeSettings, configure
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
 from verl.utils.tokenizer import hf_processor, hf_tokenizer

@@ -206,7 +206,7 @@ TOOL_FORMATS = {
     "gemma": _tool_format("gemma", "GemmaParser"),
 }
 TOOL_FORMAT_SYNONYMS = {"qwen": "hermes", "gpt-oss": "openai", "harmony": "openai"}
-# Isolation of the local sandbox, weakest first (`verl.utils.sandbox.REQUIRE`).
+# Isolation of the local sandbox, weakest first (`verl.sandbox.REQUIRE`).
 SANDBOX_LEVELS = ("none", "files", "network", "full")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 

@@ -1,5 +1,38 @@
-"""The sandbox over HTTP: a server around `verl.utils.sandbox`, and the client for it and for any SandboxFusion."""
+"""Runs code that a model wrote, on this machine or on a SandboxFusion server, isolated from everything else.
 
-from verl.utils.sandbox_fusion import SandboxClient, SandboxUnavailable
+`Sandbox` runs programs, each in a process tree of its own that is used once; `Session` is a Python that keeps its
+variables from cell to cell. `SandboxClient` makes the same calls to a server; `python -m verl.sandbox.server` is one.
+`available()` returns what this host can isolate; `python -m verl.sandbox` prints it.
+"""
 
-__all__ = ["SandboxClient", "SandboxUnavailable"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.sandbox.client import SandboxClient, SandboxUnavailable
+    from verl.sandbox.outcome import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
+    from verl.sandbox.runner import Sandbox, Session, available
+
+__all__ = [
+    "REQUIRE",
+    "Isolation",
+    "IsolationMissing",
+    "Limits",
+    "Result",
+    "Sandbox",
+    "SandboxClient",
+    "SandboxUnavailable",
+    "Session",
+    "Status",
+    "available",
+]
+_RUNNER = ("Sandbox", "Session", "available")
+_CLIENT = ("SandboxClient", "SandboxUnavailable")
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the zygote imports this package, and every module it has imported slows its forks down."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "runner" if name in _RUNNER else "client" if name in _CLIENT else "outcome"
+    return getattr(import_module(f"verl.sandbox.{module}"), name)

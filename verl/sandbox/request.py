@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, field_validator
 
+from verl.sandbox.fusion_api import DEFAULT_SECONDS, MOST_FILES, decode_files
 from verl.utils.http_server.json_body import RequestModel
-from verl.utils.sandbox_fusion.wire import DEFAULT_SECONDS, MOST_FILES, decode_files
 
 __all__ = ["RunRequest"]
 

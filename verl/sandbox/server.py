@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
+from verl.sandbox.fusion_api import PING, PONG, RUN, result_to_json
 from verl.sandbox.request import RunRequest
 from verl.utils.http_server.app import HttpError, create_app, json_response
 from verl.utils.http_server.json_body import BodyParser
@@ -27,8 +29,6 @@ from verl.utils.http_server.server import Limits as HttpLimits
 from verl.utils.http_server.server import add_server_options, bind_socket, create_server, positive, warn_if_public
 from verl.utils.logging_setup import setup_logging
 from verl.utils.resources import available_cores
-from verl.utils.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
-from verl.utils.sandbox_fusion.wire import PING, PONG, RUN, result_to_json
 
 __all__ = ["SandboxServer", "main", "serve"]
 

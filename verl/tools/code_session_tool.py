@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from verl.sandbox import Session
+from verl.sandbox.code_runner import CodeSettings, configured
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool, code_schema, in_words
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.code_runner import CodeSettings, configured
-from verl.utils.sandbox import Session
 
 _LOST = "The interpreter was restarted: what it remembered is lost."
 

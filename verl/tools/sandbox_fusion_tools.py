@@ -7,11 +7,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from verl.sandbox import Limits, Result
+from verl.sandbox.code_runner import CodeSettings, configured
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.code_runner import CodeSettings, configured
 from verl.utils.concurrency import call_user_function
-from verl.utils.sandbox import Limits, Result
 
 _DEFAULTS = {
     "sandbox_fusion_url": None,

@@ -104,7 +104,7 @@ def _wait_for_address(server: RunningServer) -> str:
 
 def _command(name: str, folder: Path) -> list[str]:
     if name == "sandbox":
-        from verl.utils.sandbox import REQUIRE, available
+        from verl.sandbox import REQUIRE, available
 
         level = min(("files", available().level), key=REQUIRE.index)
         return ["verl.sandbox.server", f"--require={level}", "--max-seconds=60", "--max-memory-mb=1024"]

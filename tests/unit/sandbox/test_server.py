@@ -15,14 +15,13 @@ import time
 import httpx
 import pytest
 
-from verl.sandbox import SandboxClient, SandboxUnavailable
+from verl.sandbox import REQUIRE, Limits, Result, SandboxClient, SandboxUnavailable, available
+from verl.sandbox.code_runner import CodeSettings
+from verl.sandbox.fusion_api import ServerFailed, result_from_json, result_to_json, run_request
 from verl.sandbox.request import RunRequest
-from verl.utils.code_runner import CodeSettings
 from verl.utils.http_server.app import create_app
 from verl.utils.http_server.server import serve_in_thread
 from verl.utils.reward_score.code import compute_score
-from verl.utils.sandbox import REQUIRE, Limits, Result, available
-from verl.utils.sandbox_fusion.wire import ServerFailed, result_from_json, result_to_json, run_request
 
 pytestmark = pytest.mark.processes
 

@@ -13,12 +13,11 @@ import pytest
 from verl.agent.tool_session import CallLimits
 from verl.agent.toolbox import Toolbox
 from verl.config import ConfigError
+from verl.sandbox import REQUIRE, Isolation, available, code_runner
+from verl.sandbox.code_runner import CodeSettings
 from verl.tools.code_session_tool import CodeSessionTool
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
-from verl.utils import code_runner
-from verl.utils.code_runner import CodeSettings
 from verl.utils.process_tree import with_descendants
-from verl.utils.sandbox import REQUIRE, Isolation, available
 from verl.utils.tool_calls import ToolCall
 
 LIMITS = CallLimits(30.0, 2000, "middle")

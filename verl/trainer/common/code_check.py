@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import ConfigError, PPOConfig, Problem
 from verl.config.layout import scored_by_model
-from verl.utils.code_runner import CodeSettings
+from verl.sandbox.code_runner import CodeSettings
 from verl.utils.reward_score import code, score_function
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
 from verl.config.trainer import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
+from verl.sandbox.code_runner import CodeSettings
 from verl.trainer.ppo.agents import FINISHED, given_scores, place_scores, said_by_agents, statuses
-from verl.utils.code_runner import CodeSettings
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import code, default_compute_score, judge, known_data_sources, served

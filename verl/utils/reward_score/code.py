@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.utils.code_runner import CodeSettings
+from verl.sandbox import Limits, Result
+from verl.sandbox.code_runner import CodeSettings
 from verl.utils.reward_score import code_bundle
 from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
 from verl.utils.reward_score.registry import register_score
-from verl.utils.sandbox import Limits, Result
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")

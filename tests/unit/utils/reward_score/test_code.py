@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from verl.utils.code_runner import CodeSettings
+from verl.sandbox import REQUIRE, available
+from verl.sandbox.code_runner import CodeSettings
 from verl.utils.process_tree import with_descendants
 from verl.utils.reward_score import code, default_compute_score
 from verl.utils.reward_score.code import compute_score, extract_code
 from verl.utils.reward_score.code_tests import read_tests, same_output, same_value
 from verl.utils.reward_score.registry import set_arguments
-from verl.utils.sandbox import REQUIRE, available
 from verl.workers.reward_manager.scorer import Sample, ScorerPool
 
 SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=12)

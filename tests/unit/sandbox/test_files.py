@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.sandbox import Limits, Sandbox
+from verl.sandbox import Limits, Sandbox
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SEED = 32
 
 
@@ -112,7 +112,7 @@ def test_folders_of_programs_are_below_the_callers_tmpdir(tmp_path: Path, mode: 
     own.mkdir()
     own.chmod(mode)
     code = """
-from verl.utils.sandbox import Sandbox, seccomp
+from verl.sandbox import Sandbox, seccomp
 seccomp.pretend_missing(["namespaces"])
 with Sandbox(require="none", warm=0) as sandbox:
     print(sandbox.run("import os; print(os.getcwd())").stdout, sandbox.isolation.missing)

@@ -18,8 +18,8 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from verl.sandbox import landlock, linux, room, seccomp, wire
 from verl.utils import process_tree
-from verl.utils.sandbox import landlock, linux, room, seccomp, wire
 
 FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
 _SIGNALS = 4096  # that wait, and timers

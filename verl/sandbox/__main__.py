@@ -1,4 +1,4 @@
-"""`python -m verl.utils.sandbox`: what this host can isolate.
+"""`python -m verl.sandbox`: what this host can isolate.
 
 With `--attack`, the table of attacks as Markdown; with `--measure`, what programs reach against their limits.
 """
@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl.utils.sandbox.languages import LANGUAGES
-from verl.utils.sandbox.outcome import REQUIRE
-from verl.utils.sandbox.runner import available
+from verl.sandbox.languages import LANGUAGES
+from verl.sandbox.outcome import REQUIRE
+from verl.sandbox.runner import available
 
 # Column: what the host is made to refuse.
 LEVELS = {
@@ -40,7 +40,7 @@ MEASURED_LEVELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl.utils.sandbox", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m verl.sandbox", description=__doc__)
     parser.add_argument("--attack", action="store_true", help="run the attacks at every level of isolation")
     parser.add_argument("--measure", action="store_true", help="measure limits at every level of isolation")
     parser.add_argument("--rows", metavar="WITHOUT", help=argparse.SUPPRESS)  # one column, as JSON
@@ -118,10 +118,10 @@ def _machine(user: int | None) -> str:
 
 def _rows_of(without: str, user: int | None, *options: str) -> list[dict[str, Any]]:
     """The column of a level, from a process on a host that lacks `without`."""
-    command = [sys.executable, "-m", "verl.utils.sandbox", "--rows", without, *options]
+    command = [sys.executable, "-m", "verl.sandbox", "--rows", without, *options]
     if user is not None:
         command += ["--user", str(user)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"the attacks without {without or 'nothing'} ended with {done.returncode}: {done.stderr}")
@@ -130,7 +130,7 @@ def _rows_of(without: str, user: int | None, *options: str) -> list[dict[str, An
 
 
 def _print_rows(without: str, user: int | None, measured: bool) -> None:
-    from verl.utils.sandbox import attack_table, linux, measure, seccomp  # Linux only
+    from verl.sandbox import attack_table, linux, measure, seccomp  # Linux only
 
     missing = [feature for feature in without.split(",") if feature]
     if measured and os.geteuid() == 0:

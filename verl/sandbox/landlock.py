@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-from verl.utils.sandbox.linux import PR_SET_NO_NEW_PRIVS, check, prctl, syscall
+from verl.sandbox.linux import PR_SET_NO_NEW_PRIVS, check, prctl, syscall
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _ASK_VERSION = 1

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from verl.sandbox.fusion_api import DEFAULT_SECONDS, PING, RUN, ServerFailed, result_from_json, run_request
+from verl.sandbox.outcome import Limits, Result
 from verl.utils.network import api_headers
-from verl.utils.sandbox import Limits, Result
-from verl.utils.sandbox_fusion.wire import DEFAULT_SECONDS, PING, RUN, ServerFailed, result_from_json, run_request
 
 # Worth another attempt: the server is starting, restarting or busy.
 _BUSY = (429, 500, 502, 503, 504)

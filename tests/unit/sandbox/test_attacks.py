@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.sandbox import REQUIRE
-from verl.utils.sandbox.__main__ import LEVELS
+from verl.sandbox import REQUIRE
+from verl.sandbox.__main__ import LEVELS
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 NOBODY = 65534
 pytestmark = pytest.mark.processes
 # The level that is left when the host refuses the rest; a host that has less in the first place is skipped.
@@ -38,7 +38,7 @@ def python_for(user: int | None) -> str:
 
 
 def rows(column: str, user: int | None) -> list[dict[str, str]]:
-    command = [python_for(NOBODY if os.geteuid() == 0 else None), "-m", "verl.utils.sandbox", "--rows", LEVELS[column]]
+    command = [python_for(NOBODY if os.geteuid() == 0 else None), "-m", "verl.sandbox", "--rows", LEVELS[column]]
     if user is not None:
         command += ["--user", str(user)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl.utils.sandbox import IsolationMissing, Limits, Result, Sandbox, available
+from verl.sandbox import IsolationMissing, Limits, Result, Sandbox, available
 
 if TYPE_CHECKING:  # heavy, for scorers of other tasks
     from verl.config.trainer import SandboxConfig, SandboxFusionConfig
-    from verl.utils.sandbox_fusion import SandboxClient
+    from verl.sandbox.client import SandboxClient
 
 
 class Runner(Protocol):
@@ -77,7 +77,7 @@ class CodeSettings:
 
 @functools.lru_cache
 def _client(url: str, max_concurrent: int) -> SandboxClient:
-    from verl.utils.sandbox_fusion import SandboxClient
+    from verl.sandbox.client import SandboxClient
 
     return SandboxClient(url, max_concurrent=max_concurrent)
 

@@ -9,8 +9,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from verl.sandbox import Limits, Sandbox
 from verl.utils import process_tree
-from verl.utils.sandbox import Limits, Sandbox
 
 ENDLESS = "import os, time\nif os.fork() == 0: os.setsid()\nopen('started', 'w')\ntime.sleep(600)"
 # The zygote and one spare: keeper, init and program.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.sandbox import Limits, Sandbox, available
+from verl.sandbox import Limits, Sandbox, available
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 LIMITS = Limits(wall_s=30.0, memory_mb=192, file_mb=16, processes=32)
 
 
@@ -195,7 +195,7 @@ def test_cgroups_are_removed_also_those_of_a_killed_sandbox() -> None:
         pytest.skip("this process may not create a cgroup")
     code = """
 import os
-from verl.utils.sandbox import Sandbox
+from verl.sandbox import Sandbox
 sandbox = Sandbox(require="none", warm=1)
 print(sandbox.run("print(open('/proc/self/cgroup').read())").stdout, sandbox.pid, flush=True)
 os.kill(sandbox.pid, 9); os.kill(os.getpid(), 9)

@@ -7,8 +7,8 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Set
 
+from verl.sandbox.room import MOST_FILES
 from verl.utils.resources import available_cores
-from verl.utils.sandbox.room import MOST_FILES
 
 _BYTES_PER_CORE_SECOND = 2 << 30
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.002, 0.025

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.sandbox import Limits, Sandbox
+from verl.sandbox import Limits, Sandbox
 
 LIMITS = Limits(wall_s=20.0, memory_mb=256, processes=32)
 

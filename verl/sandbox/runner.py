@@ -18,19 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from verl.sandbox import languages, wire
+from verl.sandbox.outcome import Isolation, Limits, Result
+from verl.sandbox.paths import check_paths
+from verl.sandbox.run_future import RunFuture
 from verl.utils.resources import available_cores
-from verl.utils.sandbox import languages, wire
-from verl.utils.sandbox.outcome import Isolation, Limits, Result
-from verl.utils.sandbox.paths import check_paths
-from verl.utils.sandbox.run_future import RunFuture
 
 logger = logging.getLogger(__name__)
 
 _SERVE = (
-    "import sys; sys.path[0] = sys.argv[2]; from verl.utils.sandbox.zygote import main; del sys.path[0]; "
+    "import sys; sys.path[0] = sys.argv[2]; from verl.sandbox.zygote import main; del sys.path[0]; "
     "main(int(sys.argv[1]))"
 )
-_PACKAGES = str(Path(__file__).parents[3])
+_PACKAGES = str(Path(__file__).parents[2])
 _START_SECONDS = 60.0
 # The keeper keeps the time; this much later it is taken for dead.
 _GRACE_SECONDS = 15.0

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from verl.utils.sandbox import linux
-from verl.utils.sandbox.outcome import Limits
-from verl.utils.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
-from verl.utils.sandbox.runner import Sandbox
+from verl.sandbox import linux
+from verl.sandbox.outcome import Limits
+from verl.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
+from verl.sandbox.runner import Sandbox
 
 LIMITS = Limits(wall_s=6.0, memory_mb=256, file_mb=64, processes=64, output_bytes=1 << 16)
 _SAMPLE_SECONDS = 0.002

@@ -9,10 +9,10 @@ import socket
 import time
 from typing import Any
 
+from verl.sandbox import linux, room, wire
+from verl.sandbox.cgroup import RunCgroup
+from verl.sandbox.program import Confinement, prepare, wait_and_run
 from verl.utils import process_tree
-from verl.utils.sandbox import linux, room, wire
-from verl.utils.sandbox.cgroup import RunCgroup
-from verl.utils.sandbox.program import Confinement, prepare, wait_and_run
 
 __all__ = ["as_process", "be_init", "kill_descendants"]
 

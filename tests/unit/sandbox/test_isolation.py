@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from verl.sandbox import Isolation, IsolationMissing, Sandbox, available
+from verl.sandbox.linux import ARCH
+from verl.sandbox.seccomp import NUMBERS
 from verl.utils import process_tree
-from verl.utils.sandbox import Isolation, IsolationMissing, Sandbox, available
-from verl.utils.sandbox.linux import ARCH
-from verl.utils.sandbox.seccomp import NUMBERS
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def on_a_host_without(features: str, code: str) -> str:
     """stdout of a program whose kernel refuses `features`."""
-    start = f"from verl.utils.sandbox import seccomp; seccomp.pretend_missing({features.split(',')!r})\n"
+    start = f"from verl.sandbox import seccomp; seccomp.pretend_missing({features.split(',')!r})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", start + code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -46,7 +46,7 @@ def test_levels_in_words() -> None:
 
 def test_a_host_without_file_isolation_is_refused_by_default() -> None:
     code = """
-from verl.utils.sandbox import IsolationMissing, Sandbox, available
+from verl.sandbox import IsolationMissing, Sandbox, available
 print(available().level, available().missing)
 try: Sandbox()
 except IsolationMissing as error: print(error)
@@ -62,7 +62,7 @@ def test_landlock_alone_is_enough_for_files() -> None:
     if available().landlock == 0:
         pytest.skip("no Landlock here")
     code = f"""
-from verl.utils.sandbox import Sandbox
+from verl.sandbox import Sandbox
 with Sandbox() as sandbox:
     print(sandbox.isolation.level)
     print(sandbox.run("open({str(ROOT / "pyproject.toml")!r})").stderr.splitlines()[-1])
@@ -91,7 +91,7 @@ def test_numbers_of_system_calls_are_this_kernels() -> None:
 def test_nothing_stays_when_the_caller_is_killed(tmp_path: Path, features: list[str]) -> None:
     code = f"""
 import os, time
-from verl.utils.sandbox import Sandbox, seccomp
+from verl.sandbox import Sandbox, seccomp
 seccomp.pretend_missing({features})
 sandbox = Sandbox(require="none")
 sandbox.submit("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(600)")

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from verl.sandbox.family import Family
+from verl.sandbox.seccomp import SHARED_MAPPING_BYTES
 from verl.utils.resources import available_cores
-from verl.utils.sandbox.family import Family
-from verl.utils.sandbox.seccomp import SHARED_MAPPING_BYTES
 
 # A processor fills memory no faster than this, measured with page tables and with private memory in C.
 _KB_PER_CORE_SECOND = 4 << 20

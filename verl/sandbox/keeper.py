@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from verl.utils.sandbox import room, wire
-from verl.utils.sandbox.cgroup import RunCgroup
-from verl.utils.sandbox.disk_usage import DiskUsage
-from verl.utils.sandbox.family import Family
-from verl.utils.sandbox.init import as_process, be_init, kill_descendants
-from verl.utils.sandbox.memory_usage import MemoryUsage
-from verl.utils.sandbox.pipes import Output, Pipes
-from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement
+from verl.sandbox import room, wire
+from verl.sandbox.cgroup import RunCgroup
+from verl.sandbox.disk_usage import DiskUsage
+from verl.sandbox.family import Family
+from verl.sandbox.init import as_process, be_init, kill_descendants
+from verl.sandbox.memory_usage import MemoryUsage
+from verl.sandbox.pipes import Output, Pipes
+from verl.sandbox.program import FINISHED, MEMORY, Confinement
 
 _LOOK_SECONDS = 0.025
 _IDLE_LOOK_SECONDS = 0.2  # of a session between two cells

@@ -18,10 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from verl.sandbox.attacks import ATTACKS, TRIES
+from verl.sandbox.outcome import Limits, Result
+from verl.sandbox.runner import Sandbox
 from verl.utils import process_tree
-from verl.utils.sandbox.attacks import ATTACKS, TRIES
-from verl.utils.sandbox.outcome import Limits, Result
-from verl.utils.sandbox.runner import Sandbox
 
 LIMITS = Limits(wall_s=2.0, memory_mb=192, file_mb=16, processes=32, output_bytes=1 << 16)
 _SETTLE_SECONDS = 5.0

@@ -28,13 +28,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from verl.sandbox import landlock, linux, room, seccomp, wire
+from verl.sandbox.cgroup import CgroupParent
+from verl.sandbox.init import as_process
+from verl.sandbox.keeper import keep
+from verl.sandbox.memory_usage import socket_bytes
+from verl.sandbox.program import Confinement
 from verl.utils import process_tree
-from verl.utils.sandbox import landlock, linux, room, seccomp, wire
-from verl.utils.sandbox.cgroup import CgroupParent
-from verl.utils.sandbox.init import as_process
-from verl.utils.sandbox.keeper import keep
-from verl.utils.sandbox.memory_usage import socket_bytes
-from verl.utils.sandbox.program import Confinement
 
 _LOOK_FOR_PARENT_SECONDS = 2.0
 _ENDING_SECONDS = 2.0

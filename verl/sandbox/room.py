@@ -8,7 +8,7 @@ import site
 import sys
 from collections.abc import Iterable, Sequence
 
-from verl.utils.sandbox import linux
+from verl.sandbox import linux
 
 USER = 1000  # what a program's user is called inside
 WORK = "/tmp/work"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-from verl.utils.sandbox.outcome import Result
+from verl.sandbox.outcome import Result
 
 
 class RunFuture(Future[Result]):

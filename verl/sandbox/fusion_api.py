@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.utils.sandbox import Limits, Result
+from verl.sandbox.outcome import Limits, Result
 
 RUN, PING, PONG = "/run_code", "/v1/ping", "pong"
 MOST_FILES = 1024

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import pytest
 
-from verl.utils.sandbox.disk_usage import DiskUsage
-from verl.utils.sandbox.room import MOST_FILES
-from verl.utils.sandbox.zygote import _remove as remove
+from verl.sandbox.disk_usage import DiskUsage
+from verl.sandbox.room import MOST_FILES
+from verl.sandbox.zygote import _remove as remove
 
 
 def over(folder: Path, open_files: Mapping[int, int] = MappingProxyType({}), mapped: Set[int] = frozenset()) -> bool:

@@ -13,7 +13,7 @@ import functools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from verl.utils.sandbox.linux import (
+from verl.sandbox.linux import (
     ARCH,
     NEW_NAMESPACES,
     PR_SET_DUMPABLE,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl.utils.sandbox import Limits, Sandbox, Session
+from verl.sandbox import Limits, Sandbox, Session
 
 
 @pytest.fixture(scope="module")

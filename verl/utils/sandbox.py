@@ -1,0 +1,19 @@
+"""Alias of `verl.sandbox`, and of `python -m verl.sandbox`."""
+
+from verl.sandbox import REQUIRE, Isolation, IsolationMissing, Limits, Result, Sandbox, Session, Status, available
+from verl.sandbox.__main__ import main
+
+__all__ = [
+    "REQUIRE",
+    "Isolation",
+    "IsolationMissing",
+    "Limits",
+    "Result",
+    "Sandbox",
+    "Session",
+    "Status",
+    "available",
+]
+
+if __name__ == "__main__":
+    main()
