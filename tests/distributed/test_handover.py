@@ -60,7 +60,7 @@ def test_a_sets_engine_gets_all_from_the_first_rank_and_the_others_want_nothing(
     kind, ranks = found
     first, second = (rank["hosted"] for rank in ranks)
     weights = tiny_model(**SIZES[kind])
-    assert (first["kind"], second["kind"]) == ("ProcessRollout", "FollowingRank")
+    assert (first["kind"], second["kind"]) == ("ProcessRollout", "FollowerRollout")
     assert (first["version"], second["bytes"]) == (2, 0)
     assert first["bytes"] == sum(tensor.nbytes for tensor in weights.state_dict().values())
     # The rank whose engine had died says so; the other one's part of the hand-over ended, too.

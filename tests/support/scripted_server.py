@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from verl.inference.sequence import Sequence
-from verl.workers.rollout.served import Piece, Tell
+from verl.workers.rollout.server_step_engine import OnChunks, TokenChunk
 
 VOCAB = 50
 KV = list[tuple[int, int]]
@@ -22,12 +22,12 @@ KV = list[tuple[int, int]]
 class ScriptedServer:
     """`stride` tokens a piece and millisecond; `told` tokens in all, no more than `hold_at` for now."""
 
-    def __init__(self, tell: Tell, stride: int = 3) -> None:
+    def __init__(self, tell: OnChunks, stride: int = 3) -> None:
         self.weights = 0
         self.told = 0
         self.hold_at = math.inf
         self.refuses = ""
-        self.script: list[Piece] = []
+        self.script: list[TokenChunk] = []
         self._tell, self._stride = tell, stride
         self._running: dict[str, tuple[KV, int]] = {}
         self._prefixes: dict[tuple[int, ...], KV] = {}
@@ -76,7 +76,7 @@ class ScriptedServer:
             self._changed.notify()
         self._thread.join()
 
-    def say(self, *pieces: Piece) -> None:
+    def say(self, *pieces: TokenChunk) -> None:
         """Have its thread tell of these."""
         with self._changed:
             self.script += pieces
@@ -97,7 +97,7 @@ class ScriptedServer:
     def _may_sample(self) -> bool:
         return bool(self._running) and not self._paused and self.told < self.hold_at
 
-    def _sample(self, name: str) -> Piece:
+    def _sample(self, name: str) -> TokenChunk:
         kv, length = self._running[name]
         tokens = []
         for _ in range(min(self._stride, length - len(kv))):
@@ -107,7 +107,7 @@ class ScriptedServer:
         finished = len(kv) == length
         if finished:
             del self._running[name]
-        return Piece(name, tokens, [log_prob(token) for token in tokens], finished)
+        return TokenChunk(name, tokens, [log_prob(token) for token in tokens], finished)
 
 
 def next_token(kv: KV) -> int:

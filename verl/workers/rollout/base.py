@@ -21,7 +21,16 @@ from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineBrokenError, EngineDiedError
 
-__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineBrokenError", "EngineDiedError", "Load"]
+__all__ = [
+    "KV_MODES",
+    "PAUSE_MODES",
+    "RELEASE_TAGS",
+    "BaseRollout",
+    "EngineBrokenError",
+    "EngineDiedError",
+    "FollowerRollout",
+    "Load",
+]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")
@@ -39,10 +48,10 @@ class Load:
     requests_running: int | None = _counted("Requests that have their first token and are not finished.")
     requests_waiting: int | None = _counted("Requests without a token yet.")
     generated_tokens_total: int | None = _counted("Tokens sampled since the engine was started.")
-    kv_cache_bytes: int | None = _counted("Device memory of the KV cache now; 0 while it is given back.")
-    kv_cache_used: float | None = _counted("Share of the KV cache that holds tokens of requests under way.")
-    weight_bytes: int | None = _counted("Device memory of the weights now; 0 while they are given back.")
-    weight_version: int | None = _counted("Version of the weights that generate.")
+    kv_cache_bytes: int | None = _counted("Device memory of the KV cache now; 0 while it is released.")
+    kv_cache_used: float | None = _counted("Share of the KV cache that holds tokens of unfinished requests.")
+    weight_bytes: int | None = _counted("Device memory of the weights now; 0 while they are released.")
+    weight_version: int | None = _counted("Version of the current weights.")
 
 
 class BaseRollout(ABC):
@@ -116,7 +125,7 @@ class BaseRollout(ABC):
             return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.is_leader else DataProto()
         finally:
             if self.config.tensor_model_parallel_size > 1:
-                self.wait_idle()  # the following ranks wait for the leader
+                self.wait_idle()  # follower ranks wait for the leader
 
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
         """Yield (row number, batch of one row) as rows finish. Closing the iterator cancels unfinished rows."""
@@ -163,6 +172,12 @@ class BaseRollout(ABC):
 
     # ---------------------------------------------------------------- memory and life
 
+    @staticmethod
+    def process_environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
+        """Environment variables of a process that runs this engine, to be set before the engine is imported: defaults
+        that the user has not set, and required ones."""
+        return {}
+
     def load(self) -> Load:
         """The current load, for monitoring."""
         return Load(weight_version=self.version)
@@ -194,3 +209,33 @@ class BaseRollout(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class FollowerRollout(BaseRollout):
+    """The rollout of a rank whose device belongs to the engine of the first rank of its tensor-parallel group. It has
+    no requests, weights or memory; its methods only make collective calls possible."""
+
+    version = 0
+    is_leader = False
+
+    def __init__(self, config: RolloutConfig, weight_dtype: torch.dtype) -> None:
+        self.config, self.weight_dtype = config, weight_dtype
+        self.eos_token_ids, self.pad_token_id = frozenset(), 0
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
+        raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this one.")
+
+    def wanted(self) -> Wanted:
+        return {}
+
+    def abort(self, ids: Iterable[str] | None = None) -> None: ...
+    def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None: ...
+    def resume_generation(self) -> None: ...
+    def wait_idle(self) -> None: ...
+    def begin_update(self, version: int, manifest: Manifest | None) -> None: ...
+    def load_bucket(self, tensors: Bucket) -> None: ...
+    def finish_update(self, fingerprint: Mapping[str, int]) -> None: ...
+    def fail_update(self, error: Exception) -> None: ...
+    def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None: ...
+    def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None: ...
+    def close(self) -> None: ...

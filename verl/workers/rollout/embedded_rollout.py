@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
 
-__all__ = ["EmbeddedRollout", "KVStore", "WeightStore"]
+__all__ = ["EmbeddedRollout", "KVStore", "WeightStore", "merge_engine_arguments"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class EmbeddedRollout(BaseRollout):
             if isinstance(self._loop, AsyncEngine) and self._loop.paused:
                 return  # the request waits for the end of the pause, which follows a weight sync
             raise RuntimeError(
-                "rollout: the weights were let go (rollout.free_weights). Hand them over again before generating."
+                "rollout: the weights were discarded (rollout.free_weights). Update them before generating."
             )
         if self._released:
             raise RuntimeError(f"rollout: {sorted(self._released)} are released. Call resume() before generating.")
@@ -250,5 +250,20 @@ class EmbeddedRollout(BaseRollout):
 
 def _checked_tags(tags: Iterable[str]) -> set[str]:
     if isinstance(tags, str) or not set(tags) <= set(RELEASE_TAGS):
-        raise ValueError(f"release/resume: tags {tags!r}; give a list out of {RELEASE_TAGS}.")
+        raise ValueError(f"release/resume: tags {tags!r} are unknown. Use a list of {RELEASE_TAGS}.")
     return set(tags)
+
+
+def merge_engine_arguments(
+    engine: str, config: RolloutConfig, defaults: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a third-party engine: `defaults`, overridden by `engine_kwargs.<engine>`, and `fixed` ones, which a
+    user cannot set."""
+    overrides = dict(config.engine_kwargs[engine] if engine in config.engine_kwargs else {})
+    conflicts = sorted(overrides.keys() & fixed.keys())
+    if conflicts:
+        name = conflicts[0]
+        raise ValueError(
+            f"engine_kwargs.{engine}.{name}: is always {fixed[name]!r} in a rollout and cannot be set. Leave it out."
+        )
+    return {**defaults, **overrides, **fixed}

@@ -12,7 +12,7 @@ __all__ = ["NativeRollout"]
 
 
 class NativeRollout(EmbeddedRollout):
-    """A model of its own in `dtype` on `device`: paged KV, continuous batching, one thread."""
+    """An engine with its own copy of the model in `dtype` on `device`: paged KV, continuous batching, one thread."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class NativeRollout(EmbeddedRollout):
         built = build_engine(model_path, model_config, config, device, dtype)
         self.model = built.model
         self.weights = built.weights.tensors
-        """What the engine computes with, by HF name; to be read."""
+        """The engine's weights by HF name; read-only."""
         self._regions = (built.kv.region, built.model.region)
         self._blocks = built.engine.scheduler.blocks
         super().__init__(

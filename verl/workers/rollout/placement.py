@@ -1,4 +1,4 @@
-"""Where a rollout's engine runs: in this process, in one of its own beside it, or elsewhere already, by URL."""
+"""`open_rollout`: the rollout engine of a rank, in this process, in its own process, or at a running server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from verl.config.names import ROLLOUTS
 from verl.single_controller.base.worker import RankInfo
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.base import BaseRollout, FollowerRollout
 from verl.workers.rollout.engine_start import engine_start
-from verl.workers.rollout.following_rank import FollowingRank
-from verl.workers.rollout.process.messages import Recipe
+from verl.workers.rollout.process.messages import EngineSpec
 from verl.workers.rollout.process.process_rollout import ProcessRollout
 
 __all__ = ["open_rollout"]
@@ -30,90 +28,94 @@ __all__ = ["open_rollout"]
 def open_rollout(
     model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device | str
 ) -> BaseRollout:
-    """The rollout of this rank. A collective of all ranks of the process group, where there is one.
+    """The rollout of this rank. A collective call of all ranks of the process group, if there is one.
 
-    Another project's engine has a process of its own, which the first rank of each tensor-parallel set starts on the
-    devices of the set.
+    A third-party engine runs in its own process, which the first rank of each tensor-parallel group starts on the
+    devices of the group.
     """
     device = torch.device(device)
     if config.server_urls:
-        return _joined(model_path, model_config, config, device)
+        return _open_server(model_path, model_config, config, device)
     row = ROLLOUTS.get(config.name)
+    size = config.tensor_model_parallel_size
     if row is None or not row.foreign or config.in_process:
-        if row is not None and row.foreign and config.tensor_model_parallel_size > 1:
+        if row is not None and row.foreign and size > 1:
             raise ValueError(
                 f"in_process: {config.name} runs in the worker's process at tensor_model_parallel_size 1 only, not at"
-                f" {config.tensor_model_parallel_size}. Set in_process=False."
+                f" {size}. Set in_process=False."
             )
-        make: Any = get_rollout_class(config.name)
+        rollout_class: Any = get_rollout_class(config.name)
         with engine_start(config.name):
-            return make(model_path, model_config, config, device)
-    size, rank, places = config.tensor_model_parallel_size, *_places(device, config.tensor_model_parallel_size)
+            return rollout_class(model_path, model_config, config, device)
+    rank, placements = _gather_placements(device, size)
     if rank % size:
-        return FollowingRank(config, resolve_dtype(config.dtype, device))
-    devices = _devices_of_set(places[rank : rank + size], size)
-    recipe = Recipe(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
-    return ProcessRollout(recipe, _environment(row.at, config, device, devices), device)
+        return FollowerRollout(config, resolve_dtype(config.dtype, device))
+    devices = _devices_of_group(placements[rank : rank + size], size)
+    spec = EngineSpec(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
+    return ProcessRollout(spec, _process_environment(row.at, config, device, devices), device)
 
 
-def _joined(model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device) -> BaseRollout:
-    """The server of this rank's replica, by URL; the first of the ranks that share it speaks to it."""
+def _open_server(
+    model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device
+) -> BaseRollout:
+    """Connect to the server of this rank's replica; only the first of the ranks that share it does."""
     from verl.workers.rollout.url_rollout import URLRollout
 
     size, urls = config.tensor_model_parallel_size, config.server_urls
-    here = RankInfo.from_environment()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (here.rank, here.world_size)
+    info = RankInfo.from_environment()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (info.rank, info.world_size)
     ranks = max(ranks, size)
     if len(urls) * size != ranks:
         raise ValueError(
             f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share one."
-            f" Name {ranks // size}, or let {ranks // len(urls)} ranks share each."
+            f" Set {ranks // size} URLs, or tensor_model_parallel_size={ranks // len(urls)}."
         )
     if rank % size:
-        return FollowingRank(config, resolve_dtype(config.dtype, device))
+        return FollowerRollout(config, resolve_dtype(config.dtype, device))
     return URLRollout(model_path, model_config, config, device, urls[rank // size])
 
 
-_Place = tuple[str, str]
-"""(host, what it calls the device)."""
+_Placement = tuple[str, str]
+"""(hostname, device id as in CUDA_VISIBLE_DEVICES)."""
 
 
-def _places(device: torch.device, size: int) -> tuple[int, list[_Place]]:
-    """This rank, and where each of all is. A process that is alone has the devices from its own on. A collective."""
+def _gather_placements(device: torch.device, size: int) -> tuple[int, list[_Placement]]:
+    """This rank, and the placements of all ranks. Without a process group, a rank has the devices from its own on. A
+    collective call."""
     host = socket.gethostname()
     devices = _visible_devices()[device.index or 0 :] if device.type == "cuda" else [""] * size
     if not dist.is_initialized():
-        return 0, [(host, name) for name in devices]
-    places = [(host, devices[0])] * dist.get_world_size()
-    dist.all_gather_object(places, (host, devices[0]))
-    return dist.get_rank(), places
+        return 0, [(host, device_id) for device_id in devices]
+    placements = [(host, devices[0])] * dist.get_world_size()
+    dist.all_gather_object(placements, (host, devices[0]))
+    return dist.get_rank(), placements
 
 
-def _devices_of_set(places: list[_Place], size: int) -> list[str]:
-    hosts = dict.fromkeys(host for host, _ in places)
-    if len(places) < size or len(hosts) > 1:
-        where = f"there are {len(places)}" if len(places) < size else f"they are on {' and '.join(hosts)}"
+def _devices_of_group(placements: list[_Placement], size: int) -> list[str]:
+    hosts = dict.fromkeys(host for host, _ in placements)
+    if len(placements) < size or len(hosts) > 1:
+        problem = f"there are {len(placements)}" if len(placements) < size else f"they are on {' and '.join(hosts)}"
         raise ValueError(
-            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine, and here {where}."
+            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine, but {problem}."
             " Lower it, or choose n_gpus_per_node as a multiple of it."
         )
-    return [name for _, name in places]
+    return [device_id for _, device_id in placements]
 
 
 def _visible_devices() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the devices that this process sees."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    """The ids in CUDA_VISIBLE_DEVICES of the devices that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _environment(at: str, config: RolloutConfig, device: torch.device, devices: list[str]) -> Mapping[str, str]:
-    """All of the engine's process: what the engine needs, unless the user has set it otherwise, and its devices."""
-    ranks = RankInfo(0, 1, 0, 1, "", 0).environment()  # of this process's group, which the engine is no member of
-    own = {name: value for name, value in os.environ.items() if name not in ranks}
-    package = at.partition(":")[0].rpartition(".")[0]
-    needed: Mapping[str, str] = {}
-    if find_spec(f"{package}.environment") is not None:
-        needed = import_module(f"{package}.environment").environment(config, device)
+def _process_environment(at: str, config: RolloutConfig, device: torch.device, devices: list[str]) -> Mapping[str, str]:
+    """The complete environment of the engine's process: this process's, the engine's variables, and its devices."""
+    rank_variables = RankInfo(0, 1, 0, 1, "", 0).environment()  # the engine is not a member of the process group
+    inherited = {name: value for name, value in os.environ.items() if name not in rank_variables}
+    rollout_class: type[BaseRollout] = resolve_name(at)
+    required = rollout_class.process_environment(config, device)
     paths = os.pathsep.join(path for path in sys.path if path)
-    found = {**own, **needed, "PYTHONPATH": paths}
-    return found | {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if device.type == "cuda" else found
+    environment = {**inherited, **required, "PYTHONPATH": paths}
+    if device.type == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return environment

@@ -14,7 +14,7 @@ from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
+from verl.workers.rollout.weights import BucketPiece, WholeTensors, bucket_layout, dtype_name, layout_bytes
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -57,7 +57,7 @@ class InProcessTransfer:
             raise steps.error
         try:
             for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
-                steps.run(rollout.load_bucket, bucket if rows_too else whole.of(bucket))
+                steps.run(rollout.load_bucket, bucket if rows_too else whole.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
             if begun:
@@ -119,7 +119,7 @@ class BroadcastSender:
     def _send_bucket(self, group: TransferGroup, bucket: Bucket) -> None:
         layout = bucket_layout(bucket)
         group.broadcast_json({"tensors": [vars(piece) for piece in layout]})
-        flat = torch.zeros(end_of(layout), dtype=torch.uint8, device=group.device)
+        flat = torch.zeros(layout_bytes(layout), dtype=torch.uint8, device=group.device)
         for piece in layout:
             piece.view(flat).copy_(bucket[piece.key])
         group.broadcast(flat)
@@ -151,7 +151,7 @@ class BroadcastReceiver:
         steps.run(loader.begin, self.group.broadcast_json())
         while "tensors" in (header := self.group.broadcast_json()):
             layout = [BucketPiece(**piece) for piece in header["tensors"]]
-            flat = self.group.broadcast(torch.empty(end_of(layout), dtype=torch.uint8, device=self.group.device))
+            flat = self.group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=self.group.device))
             steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
             size += flat.numel()
         steps.run(loader.finish, header)
@@ -183,7 +183,7 @@ class _Loader:
 
     def load(self, bucket: Bucket) -> None:
         if self._wanted is None:
-            bucket = self._whole.of(bucket)
+            bucket = self._whole.add(bucket)
         else:
             bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._wanted}
         self._rollout.load_bucket(bucket)

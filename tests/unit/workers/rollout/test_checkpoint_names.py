@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.tiny import tiny_config, tiny_model
 from verl.models.loading import empty_model
-from verl.workers.rollout.checkpoint_names import checkpoint_tensors
+from verl.workers.rollout.weights import checkpoint_tensors
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 

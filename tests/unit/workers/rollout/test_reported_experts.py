@@ -6,7 +6,7 @@ import numpy as np
 
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
-from verl.workers.rollout.reported_tokens import accept_reported_experts, accept_scaled
+from verl.workers.rollout.third_party_tokens import accept_reported_experts, accept_scaled
 
 
 def experts(*numbers: int) -> np.ndarray:

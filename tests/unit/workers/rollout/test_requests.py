@@ -220,7 +220,7 @@ def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_su
     assert not wait(futures, timeout=0.1).done
     engine.resume(["kv_cache"])
     assert only(futures).token_ids == whole.token_ids
-    with pytest.raises(ValueError, match="tags 'weights'; give a list"):
+    with pytest.raises(ValueError, match="tags 'weights'"):
         engine.release("weights")
 
 
@@ -234,7 +234,7 @@ def test_weights_that_were_let_go_come_with_an_update_and_running_requests_wait_
     assert engine.held_bytes()["weights"] == 0
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.weights.values())
     engine.resume()
-    with pytest.raises(RuntimeError, match=r"let go \(rollout.free_weights\). Hand them over"):
+    with pytest.raises(RuntimeError, match="free_weights"):
         engine.submit([request("b")])
     engine.pause_generation("keep")
     later = engine.submit([request("b")])  # who asks in a pause waits for its end
@@ -303,5 +303,5 @@ def test_an_idle_engine_has_no_thread(start):
 @pytest.mark.parametrize("asked", [{"presence_penalty": 1.0}, {"logit_bias": ((1, 2.0),)}, {"prompt_log_probs": True}])
 @pytest.mark.parametrize("engine_name", ["hf"])
 def test_what_only_the_native_engine_does_is_not_left_out_in_silence(start, asked):
-    with pytest.raises(ValueError, match="request 'a': penalties, logit_bias"):
+    with pytest.raises(ValueError, match=r"request 'a': .*penalties, logit_bias"):
         start().submit([request(params=replace(LONG, **asked))])

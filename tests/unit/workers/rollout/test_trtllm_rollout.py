@@ -78,7 +78,7 @@ def test_keys_are_its_arguments_and_what_is_forwarded_comes_last(start, model_pa
 def test_what_it_does_not_know_it_refuses_by_itself(start):
     with pytest.raises(TypeError, match="no_such_key"):
         start(engine_kwargs={"trtllm": {"no_such_key": 1}})
-    with pytest.raises(ValueError, match="stream_interval: is 1 for every"):
+    with pytest.raises(ValueError, match=r"engine_kwargs\.trtllm\.stream_interval"):
         start(engine_kwargs={"trtllm": {"stream_interval": 8}})
 
 
@@ -150,7 +150,7 @@ def test_memory_is_given_back_by_its_names_for_our_tags(start):
 
 def test_log_probs_of_another_kind_are_found_at_the_first_request(start, monkeypatch):
     monkeypatch.setattr(fake_tensorrt_llm, "LogprobMode", SimpleNamespace(PROCESSED=LogprobMode.RAW))
-    with pytest.raises(RuntimeError, match=r"TensorRT-LLM 0\.0\.0 does not report the log-probs of what it draws from"):
+    with pytest.raises(RuntimeError, match=r"TensorRT-LLM 0\.0\.0 does not report the log-probs"):
         ask(start())
 
 
@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_is_told_of(start, ray_cluster):
         pids = ray.get([worker.pid.remote() for worker in workers])
         rollout.watch_processes(told.put)
         os.kill(pids[1], signal.SIGKILL)
-        assert told.get(timeout=60) == f"process {pids[1]} (Worker, an actor of Ray) has ended"
+        assert told.get(timeout=60) == f"process {pids[1]} (Ray actor Worker) has ended"
     finally:
         for worker in workers:
             ray.kill(worker)

@@ -1,1 +1,2 @@
-"""An engine in a process of its own: its proxy here, its host there, and what goes between them."""
+"""A rollout engine in its own process: the proxy (`process_rollout`), the program of the process (`host`), their
+messages and shared memory."""

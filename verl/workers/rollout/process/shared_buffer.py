@@ -1,48 +1,50 @@
 """SharedBuffer: memory that a trainer's process writes weights into and an engine's processes read them from.
 
-Anonymous shared memory on a CPU, device memory by CUDA IPC on a GPU: nothing is left behind, whoever dies. It is made
-once and used for every bucket; only its handle and the places of the tensors in it travel.
+Anonymous shared memory on a CPU, device memory shared by CUDA IPC on a GPU: the system frees both when the processes
+end. A buffer is used for many buckets; only handles and tensor positions are sent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from verl.inference.memory import DriverError
+from verl.inference.memory import DriverError, driver_call
 from verl.types.weights import Bucket, TensorSlice
-from verl.workers.rollout.bucket_layout import BucketPiece, bucket_layout
-from verl.workers.rollout.process.cuda_ipc import NO_IPC, DeviceMemory
+from verl.utils.device import record_mapped_bytes
+from verl.workers.rollout.weights import BucketPiece, bucket_layout
 
-__all__ = ["BucketHandle", "BufferHandle", "BufferReader", "SharedBucket", "SharedBuffer", "buffer_of_both"]
+__all__ = ["BucketHandle", "BufferHandle", "BufferReader", "SharedBucket", "SharedBuffer", "open_shared_buffer"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BufferHandle:
-    """What another process of the same machine finds a buffer by. Small, and picklable."""
+    """Identifies a buffer in other processes of the machine. Small and picklable."""
 
     place: str | bytes
-    """A path on a CPU, on a GPU what the driver exports."""
+    """A path on a CPU, the driver's IPC handle on a GPU."""
     size: int
 
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """A bucket that lies in a buffer. Small, and picklable."""
+    """Identifies a bucket in a buffer. Small and picklable."""
 
     buffer: BufferHandle
     pieces: tuple[BucketPiece, ...]
 
 
 class SharedBucket(dict["str | TensorSlice", torch.Tensor]):
-    """A bucket in a shared buffer: views, and the handle by which other processes see the same bytes."""
+    """A bucket in a shared buffer: views of its tensors, and the handle for other processes."""
 
     def __init__(self, tensors: Bucket, handle: BucketHandle) -> None:
         super().__init__(tensors)
@@ -50,19 +52,19 @@ class SharedBucket(dict["str | TensorSlice", torch.Tensor]):
 
 
 class SharedBuffer:
-    """`flat`, a uint8 tensor that processes of one machine share. Who makes it keeps it for as long as others read."""
+    """`flat`, a uint8 tensor shared by processes of one machine. Its creator keeps it while others read."""
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         device = torch.device(device)
-        self._memory: DeviceMemory | None = None
+        self._memory: _DeviceMemory | None = None
         if device.type == "cuda":
-            self._memory = DeviceMemory.allocated(size, device)
+            self._memory = _DeviceMemory.allocate(size, device)
             self.flat = torch.as_tensor(self._memory, device=device)
-            self.handle = BufferHandle(self._memory.exported(), size)
+            self.handle = BufferHandle(self._memory.export_handle(), size)
         else:
             file = os.memfd_create("verl-weights")
             try:
-                os.posix_fallocate(file, 0, size)  # too little memory is an error here, not a signal at a write
+                os.posix_fallocate(file, 0, size)  # raises if memory is short; a later write would get a signal
                 self._map(file, size)
                 self._file = file
             except OSError as error:
@@ -75,20 +77,20 @@ class SharedBuffer:
 
     @classmethod
     def attach(cls, handle: BufferHandle) -> SharedBuffer:
-        """The same memory in another process; on a GPU, one that sees the maker's device as its first."""
-        found = cls.__new__(cls)
-        found.handle, found._memory = handle, None
+        """Open a buffer of another process; on a GPU, this process must see the creator's device as its first."""
+        buffer = cls.__new__(cls)
+        buffer.handle, buffer._memory = handle, None
         if isinstance(handle.place, bytes):
             device = torch.device("cuda", 0)
-            found._memory = DeviceMemory.opened(handle.place, handle.size, device)
-            found.flat = torch.as_tensor(found._memory, device=device)
+            buffer._memory = _DeviceMemory.open(handle.place, handle.size, device)
+            buffer.flat = torch.as_tensor(buffer._memory, device=device)
         else:
-            found._file = os.open(handle.place, os.O_RDWR)
-            found._map(found._file, handle.size)
-        return found
+            buffer._file = os.open(handle.place, os.O_RDWR)
+            buffer._map(buffer._file, handle.size)
+        return buffer
 
     def put(self, bucket: Bucket, start: int = 0) -> BucketHandle:
-        """Copy tensors into it, from byte `start` on; when this returns they are there for everybody."""
+        """Copy tensors into the buffer, from byte `start` on. All processes see them when it returns."""
         pieces = tuple(bucket_layout(bucket, start))
         views = [piece.view(self.flat) for piece in pieces]
         if views:
@@ -98,11 +100,11 @@ class SharedBuffer:
         return BucketHandle(self.handle, pieces)
 
     def bucket(self, handle: BucketHandle) -> SharedBucket:
-        """Views of a bucket that was put here."""
+        """Views of a bucket in this buffer."""
         return SharedBucket({piece.key: piece.view(self.flat) for piece in handle.pieces}, handle)
 
     def close(self) -> None:
-        """Let go of the memory. No view may be used afterwards."""
+        """Release the memory. No view may be used afterwards."""
         self.flat = torch.empty(0, dtype=torch.uint8)
         if self._memory is not None:
             self._memory.close()
@@ -110,45 +112,45 @@ class SharedBuffer:
             os.close(self._file)
 
     def _map(self, file: int, size: int) -> None:
-        # The tensor keeps the mapping, which ends with its last view.
+        # The mapping lives as long as the tensor and its views.
         self.flat = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
-def buffer_of_both(size: int, device: torch.device, open_there: Callable[[BufferHandle], object]) -> SharedBuffer:
-    """One that another process, which `open_there` asks, has opened: on `device` if it can have memory of it, else on
-    the host."""
+def open_shared_buffer(size: int, device: torch.device, open_remote: Callable[[BufferHandle], object]) -> SharedBuffer:
+    """Create a buffer that another process can open, which `open_remote` verifies: on `device` if device memory can be
+    shared, else in host memory."""
     if device.type == "cuda":
         buffer: SharedBuffer | None = None
         try:
             buffer = SharedBuffer(size, device)
-            open_there(buffer.handle)
+            open_remote(buffer.handle)
             return buffer
         except Exception as error:
             if buffer is not None:
                 buffer.close()
             if not isinstance(error, DriverError):
                 raise
-            if error.code not in NO_IPC:
+            if error.code not in _NO_IPC:
                 raise RuntimeError(
-                    f"weights: the {size / 2**30:.1f} GB of device memory through which they reach the engine could not"
-                    f" be shared ({error}). Lower gpu_memory_utilization, or update_weights_bucket_megabytes."
+                    f"weights: {size / 2**30:.1f} GB of device memory for the weight sync could not be shared with the"
+                    f" engine ({error}). Lower gpu_memory_utilization, or update_weights_bucket_megabytes."
                 ) from error
-            logger.warning("rollout: no CUDA IPC (%s): weights reach the engine through host memory.", error)
+            logger.warning("rollout: no CUDA IPC (%s): weights are copied to the engine through host memory.", error)
     return SharedBuffer(size, "cpu")
 
 
 class BufferReader:
-    """An engine's side: buckets by handle. A buffer is opened once, and given up when another takes its place."""
+    """The reading side: keeps the current buffer open."""
 
     def __init__(self) -> None:
         self._buffer: SharedBuffer | None = None
 
     def bucket(self, handle: BucketHandle) -> SharedBucket:
-        """Views of what lies in the buffer now."""
+        """Views of a bucket, whose buffer is opened if necessary."""
         return self.open(handle.buffer).bucket(handle)
 
     def open(self, handle: BufferHandle) -> SharedBuffer:
-        """The buffer, in the place of the one before."""
+        """Open a buffer and close the previous one."""
         if self._buffer is None or self._buffer.handle != handle:
             self.close()
             self._buffer = SharedBuffer.attach(handle)
@@ -158,3 +160,81 @@ class BufferReader:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+
+# ---------------------------------------------------------------- CUDA IPC
+
+# Error codes of the driver that mean that processes cannot share device memory on this machine: invalid value or
+# device, map failed, no peer access, operating system (separate containers), invalid handle, not permitted, not
+# supported.
+_NO_IPC = frozenset({1, 101, 205, 217, 304, 400, 800, 801})
+_LAZY_PEER_ACCESS = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle of the driver API."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+class _DeviceMemory:
+    """Device memory that other processes can open; `torch.as_tensor` creates a tensor over it.
+
+    Allocated by the driver, not by torch's allocator, whose blocks cannot always be shared (expandable segments), and
+    whose handles cover other tensors too.
+    """
+
+    def __init__(self, address: int, size: int, device: torch.device, is_owner: bool) -> None:
+        self._address, self._size, self._device, self._is_owner = address, size, device, is_owner
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device) -> _DeviceMemory:
+        address = ctypes.c_uint64()
+        with _device_context(device):
+            if torch.cuda.mem_get_info(device)[0] < size:
+                torch.cuda.empty_cache()  # the driver cannot use memory that torch's allocator keeps
+            driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        record_mapped_bytes(_index(device), size)
+        return cls(address.value, size, device, is_owner=True)
+
+    @classmethod
+    def open(cls, handle: bytes, size: int, device: torch.device) -> _DeviceMemory:
+        """Open memory of another process. `device`: its device in this process."""
+        address = ctypes.c_uint64()
+        with _device_context(device):
+            ipc_handle = _IpcHandle.from_buffer_copy(handle)
+            driver_call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return cls(address.value, size, device, is_owner=False)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._size,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+    def export_handle(self) -> bytes:
+        """The handle with which another process can `open` this memory."""
+        handle = _IpcHandle()
+        with _device_context(self._device):
+            driver_call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._address))
+        return bytes(handle.reserved)
+
+    def close(self) -> None:
+        """Free the memory, or close it if another process owns it."""
+        with _device_context(self._device):
+            torch.cuda.synchronize(self._device)
+            if self._is_owner:
+                driver_call("cuMemFree_v2", ctypes.c_uint64(self._address))
+                record_mapped_bytes(_index(self._device), -self._size)
+            else:
+                driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
+
+
+class _device_context(torch.cuda.device):
+    """Makes the device's context current in the calling thread, which driver calls need."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        torch.cuda.synchronize()
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""SGLang's engine in a thread of its own, which its event loop runs in and which its processes end with."""
+"""EngineThread: runs SGLang's engine and its event loop in a thread."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, TypeVar
 
-from verl.workers.rollout.sglang_rollout.children import run_detokenizer, run_scheduler
+from verl.utils.process_tree import die_with_parent
 
-__all__ = ["TESTED", "EngineThread"]
+__all__ = ["EngineThread"]
 
 T = TypeVar("T")
 
-TESTED = ("0.5.23",)
+_TESTED_VERSIONS = ("0.5.23",)
 
 logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Makes an engine, and calls its coroutines from any thread.
+    """Creates an engine, and calls its coroutines from any thread.
 
-    Linux ends SGLang's processes when the thread that started them ends: it must be one that lives as long as they do.
+    Linux ends SGLang's processes when the thread that started them ends, so this thread lives as long as they do.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
-        made: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=[arguments, made], name="sglang", daemon=True)
+        created: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=[arguments, created], name="sglang", daemon=True)
         self._thread.start()
-        self.engine = made.result()
+        self.engine = created.result()
         self.manager = self.engine.tokenizer_manager
-        """What SGLang's HTTP server calls, too; it has what the engine has in coroutines, and more."""
+        """The object behind SGLang's HTTP server; it has coroutines for the engine's methods, and more."""
         self.version: str = import_module("sglang").__version__
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, computed in the thread."""
+        """Run a coroutine in the thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """End the engine and its processes."""
+        """Shut down the engine and its processes."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def _run(self, arguments: dict[str, Any], made: Future[Any]) -> None:
+    def _run(self, arguments: dict[str, Any], created: Future[Any]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            engine = _make(arguments)
-        except BaseException as error:  # noqa: BLE001 - raised where the engine was asked for
-            made.set_exception(error)
+            engine = _create_engine(arguments)
+        except BaseException as error:  # noqa: BLE001 - raised in the constructor
+            created.set_exception(error)
             return
-        made.set_result(engine)
+        created.set_result(engine)
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -63,14 +63,16 @@ class EngineThread:
         engine.shutdown()
 
 
-def _make(arguments: dict[str, Any]) -> Any:
-    """SGLang's engine. What it does not know, it refuses by itself."""
+def _create_engine(arguments: dict[str, Any]) -> Any:
+    """Create SGLang's `Engine`; ValueError for unknown arguments."""
     import sglang
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    if sglang.__version__ not in TESTED:
-        logger.warning("rollout: SGLang %s is not among the tested versions (%s).", sglang.__version__, TESTED)
+    if sglang.__version__ not in _TESTED_VERSIONS:
+        logger.warning(
+            "rollout: SGLang %s is not among the tested versions (%s).", sglang.__version__, _TESTED_VERSIONS
+        )
     try:
         ServerArgs(**arguments)
     except TypeError as error:
@@ -81,3 +83,20 @@ def _make(arguments: dict[str, Any]) -> Any:
         run_detokenizer_process_func = staticmethod(run_detokenizer)
 
     return OwnedEngine(**arguments)
+
+
+# Main functions of SGLang's processes: they end with the thread that started them.
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    die_with_parent()
+    return Engine.run_scheduler_process_func(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    die_with_parent()
+    return Engine.run_detokenizer_process_func(*args, **kwargs)

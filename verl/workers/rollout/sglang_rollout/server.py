@@ -1,30 +1,84 @@
-"""SGLangServer: SGLang's engine as a server of tokens."""
+"""SGLang's engine as a `TokenServer`, and its `StepEngine`."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
 from verl.inference.sequence import Sequence
-from verl.types.request import TopLogProbs
-from verl.workers.rollout.served import Details, Piece, Tell
+from verl.types.request import Request, TopLogProbs
+from verl.workers.rollout.server_step_engine import ChunkDetails, OnChunks, ServerStepEngine, TokenChunk
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
-from verl.workers.rollout.sglang_rollout.sampling import Asked
+from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
 
-__all__ = ["SGLangServer"]
+__all__ = ["SGLangRequest", "SGLangServer", "SGLangStepEngine", "sampling_arguments"]
 
-# Longest wait until those who were aborted have left SGLang's batch.
-_FLUSH_S = 60.0
-# Turns of the event loop without a token after which none is on its way within this process.
-_QUIET_TURNS = 16
+# Maximum time until aborted requests have left SGLang's batch.
+_FLUSH_TIMEOUT_S = 60.0
+# Iterations of the event loop without a token after which no token is in transit within this process.
+_QUIET_ITERATIONS = 16
+_ALL_TOKENS = 1 << 30
+# Logit bias of a token that must not be sampled.
+_BANNED = -1e9
+
+
+class SGLangStepEngine(ServerStepEngine):
+    """The step engine of SGLang. Its log-probs are at the temperature, before top-k, top-p and min-p, which is checked
+    before the first request."""
+
+    server: SGLangServer
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        eos_token_ids: frozenset[int],
+        max_length: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`eos_token_ids`: see `sampling_arguments`."""
+
+        def connect(on_chunks: OnChunks) -> SGLangServer:
+            self.server = SGLangServer(thread, eos_token_ids, on_chunks)
+            return self.server
+
+        super().__init__(connect, max_length, after_truncation=False, reports_details=True)
+        self._check_log_probs = partial(
+            check_reported_log_probs,
+            f"SGLang {thread.version}",
+            lambda temperature, top_k: self.server.top_log_probs(PROBE_PROMPT, temperature, top_k, PROBE_TOP_TOKENS),
+            vocab_size,
+            after_truncation=False,
+            dtype=dtype,
+        )
+        self._log_probs_checked = False
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        params, earlier = request.params, request.resume_from
+        if earlier and earlier.token_ids and (params.presence_penalty or params.frequency_penalty):
+            raise ValueError(
+                f"request {request.id!r}: SGLang treats the tokens of resume_from as prompt, to which presence_penalty"
+                " and frequency_penalty do not apply. Leave them out, or use rollout.name=native."
+            )
+
+    def step(self) -> list[Sequence]:
+        if not self._log_probs_checked:
+            self.server.resume()
+            self._log_probs_checked = self._check_log_probs()
+        return super().step()
 
 
 class _Stream:
-    """What is under way for a request: its task, and the name that SGLang knows it by.
+    """The task of a request, and its id in SGLang.
 
-    Each name is used once, and none is the beginning of another: SGLang aborts all that begin with what it is given.
+    Ids are used once, and none is a prefix of another: SGLang aborts all requests whose id begins with the given one.
     """
 
     def __init__(self) -> None:
@@ -33,27 +87,31 @@ class _Stream:
 
 
 class SGLangServer:
-    """One stream for each request. SGLang is paused in place: what it runs stays where it is."""
+    """A `TokenServer` with one stream per request. A pause suspends SGLang's requests in place."""
 
-    def __init__(self, thread: EngineThread, own_ends: frozenset[int], tell: Tell) -> None:
-        """`own_ends`: see `Asked.of`."""
+    def __init__(self, thread: EngineThread, eos_token_ids: frozenset[int], on_chunks: OnChunks) -> None:
+        """`eos_token_ids`: see `sampling_arguments`."""
         self._thread = thread
-        self._own_ends = own_ends
-        self._tell = tell
-        self._told = 0
+        self._eos_token_ids = eos_token_ids
+        self._on_chunks = on_chunks
+        self._reported = 0
+        """Number of reported chunks."""
         self._streams: dict[str, _Stream] = {}
         self._serial = 0
-        self._epoch = 0
+        self._cache_key = 0
+        """Namespace of the prefix cache."""
         self._paused = False
 
     def start(self, sequences: Iterable[Sequence]) -> None:
-        key = str(self._epoch)
-        asked = {s.request.id: Asked.of(s, key, self._own_ends) for s in sequences}
+        cache_key = str(self._cache_key)
+        requests = {
+            sequence.request.id: SGLangRequest.of(sequence, cache_key, self._eos_token_ids) for sequence in sequences
+        }
 
         async def start_all() -> None:
-            for name, one in asked.items():
+            for name, request in requests.items():
                 self._streams[name] = stream = _Stream()
-                stream.task = asyncio.create_task(self._follow(name, stream, one))
+                stream.task = asyncio.create_task(self._follow(name, stream, request))
 
         self._thread.call(start_all())
 
@@ -63,7 +121,7 @@ class SGLangServer:
                 stream = self._streams.pop(name, None)
                 if stream is None or stream.task is None:
                     continue
-                if stream.rid:  # else SGLang has not heard of it
+                if stream.rid:  # otherwise it was not sent to SGLang yet
                     self._thread.manager.abort_request(stream.rid)
                 stream.task.cancel()
 
@@ -80,108 +138,176 @@ class SGLangServer:
             self._paused = False
 
     def forget_prefixes(self) -> None:
-        """SGLang drops no KV while somebody runs: newcomers look for theirs under another name."""
-        self._epoch += 1
+        """SGLang cannot flush its cache while requests run: later requests use another cache key."""
+        self._cache_key += 1
 
-    def drop_kv(self) -> None:
-        """When it returns nobody runs in SGLang, and nothing is cached. Only after all were aborted."""
+    def flush_kv(self) -> None:
+        """Wait until no request runs in SGLang, and flush its cache. Called after all requests were aborted."""
         self.resume()
-        if not self._thread.call(self._thread.manager.flush_cache(timeout_s=_FLUSH_S)).success:
-            raise RuntimeError(f"rollout: {_FLUSH_S:.0f} s after all requests were aborted, SGLang still runs some.")
+        if not self._thread.call(self._thread.manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S)).success:
+            raise RuntimeError(
+                f"rollout: SGLang still runs requests {_FLUSH_TIMEOUT_S:.0f} s after all of them were aborted."
+            )
 
-    def likeliest(self, prompt: Iterable[int], temperature: float, top_k: int, count: int) -> dict[int, float]:
-        """Log-probs of the likeliest next tokens, as SGLang reports them."""
+    def top_log_probs(self, prompt: Iterable[int], temperature: float, top_k: int, count: int) -> dict[int, float]:
+        """Log-probs of the `count` most likely next tokens, as SGLang reports them."""
 
-        async def ask() -> dict[str, Any]:
+        async def generate() -> dict[str, Any]:
             from sglang.srt.managers.io_struct import GenerateReqInput
 
             sampling = {"temperature": temperature, "top_k": top_k, "max_new_tokens": 1, "ignore_eos": True}
             request = GenerateReqInput(
                 input_ids=list(prompt),
                 sampling_params=sampling,
-                extra_key=uuid.uuid4().hex,  # of nobody's KV: it would round otherwise
+                extra_key=uuid.uuid4().hex,  # no cached KV, with which rounding differs
                 return_logprob=True,
                 top_logprobs_num=count,
             )
             return await anext(self._thread.manager.generate_request(request))
 
-        return dict(_likeliest(self._thread.call(ask())["meta_info"]["output_top_logprobs"][0]))
+        return dict(_token_log_probs(self._thread.call(generate())["meta_info"]["output_top_logprobs"][0]))
 
     def close(self) -> None:
         self._thread.close()
 
     async def _pause(self) -> None:
-        """SGLang answers in order: what it says after a pause comes after every token it sampled before."""
+        """SGLang replies in order: its reply to a later call comes after every token that it sampled before the
+        pause."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._thread.manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         self._paused = True
         await self._thread.manager.get_internal_state()
         quiet = 0
-        while quiet < _QUIET_TURNS:
-            before = self._told
+        while quiet < _QUIET_ITERATIONS:
+            before = self._reported
             await asyncio.sleep(0)
-            quiet = quiet + 1 if self._told == before else 0
+            quiet = quiet + 1 if self._reported == before else 0
 
-    async def _follow(self, name: str, stream: _Stream, asked: Asked) -> None:
-        """Tell of what comes for one request, until its end."""
+    async def _follow(self, name: str, stream: _Stream, request: SGLangRequest) -> None:
+        """Report the chunks of one request until its end."""
         try:
-            for sampling in asked.phases:
+            for sampling in request.phases:
                 self._serial += 1
                 stream.rid = f"{self._serial}:{name}"
-                await self._follow_phase(name, asked, stream.rid, sampling)
-        except Exception as error:  # noqa: BLE001 - it is this request's answer
-            self._say(Piece(name, [], [], finished=True, error=f"{type(error).__name__}: {error}"))
+                await self._follow_phase(name, request, stream.rid, sampling)
+        except Exception as error:  # noqa: BLE001 - the request fails with it
+            self._report(TokenChunk(name, [], [], finished=True, error=f"{type(error).__name__}: {error}"))
         self._streams.pop(name, None)
 
-    async def _follow_phase(self, name: str, asked: Asked, rid: str, sampling: dict[str, Any]) -> None:
+    async def _follow_phase(self, name: str, request: SGLangRequest, rid: str, sampling: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = GenerateReqInput(
-            input_ids=list(asked.token_ids),
+        generate_request = GenerateReqInput(
+            input_ids=list(request.token_ids),
             sampling_params=sampling,
             rid=rid,
-            extra_key=asked.key,
+            extra_key=request.cache_key,
             return_logprob=True,
-            logprob_start_len=0 if asked.prompt_log_probs else -1,
-            top_logprobs_num=asked.top_log_probs,
+            logprob_start_len=0 if request.prompt_log_probs else -1,
+            top_logprobs_num=request.top_log_probs,
             stream=True,
         )
-        count, last = 0, sampling is asked.phases[-1]
-        async for answer in self._thread.manager.generate_request(request):
-            said, first = answer["meta_info"], count == 0
-            # Whether SGLang tells all so far or what is new, the new ones are the last.
-            new, count = said["completion_tokens"] - count, said["completion_tokens"]
-            tokens = answer["output_ids"][-new:] if new else []
-            log_probs = [entry[0] for entry in said["output_token_logprobs"][-new:]] if new else []
-            asked.token_ids += tokens
-            ended = said["finish_reason"]
-            error = ended["message"] if ended and ended["type"] == "abort" else None
-            finished = bool(ended) and (last or error is not None)
-            self._say(Piece(name, tokens, log_probs, finished, error, _details(asked, said, new, first)))
+        received, is_last_phase = 0, sampling is request.phases[-1]
+        async for reply in self._thread.manager.generate_request(generate_request):
+            meta, is_first = reply["meta_info"], received == 0
+            # Depending on its options, SGLang reports all tokens or new ones only; the new ones are the last.
+            new, received = meta["completion_tokens"] - received, meta["completion_tokens"]
+            tokens = reply["output_ids"][-new:] if new else []
+            log_probs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new else []
+            request.token_ids += tokens
+            reason = meta["finish_reason"]
+            error = reason["message"] if reason and reason["type"] == "abort" else None
+            finished = bool(reason) and (is_last_phase or error is not None)
+            details = _chunk_details(request, meta, new, is_first)
+            self._report(TokenChunk(name, tokens, log_probs, finished, error, details))
 
-    def _say(self, piece: Piece) -> None:
-        self._told += 1
-        self._tell([piece])
+    def _report(self, chunk: TokenChunk) -> None:
+        self._reported += 1
+        self._on_chunks([chunk])
 
 
-def _details(asked: Asked, said: dict[str, Any], new: int, first: bool) -> Details | None:
-    """SGLang says of the prompt with the first token, and nothing of its first one."""
-    if not first and not asked.top_log_probs:
+@dataclass(slots=True)
+class SGLangRequest:
+    """A request to SGLang: its tokens so far, and consecutive phases of sampling."""
+
+    token_ids: list[int]
+    phases: list[dict[str, Any]]
+    """SGLang's sampling parameters."""
+    cache_key: str
+    """Only requests with the same key share KV."""
+    top_log_probs: int
+    prompt_log_probs: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence, cache_key: str, eos_token_ids: frozenset[int]) -> SGLangRequest:
+        """The request that continues a sequence from its tokens to its end. `eos_token_ids`: see `sampling_arguments`.
+
+        SGLang's `min_new_tokens` needs a tokenizer. Instead, end tokens are banned by logit biases in a first phase of
+        that length.
+        """
+        params = sequence.params
+        arguments = sampling_arguments(sequence, eos_token_ids)
+        total, banned = arguments["max_new_tokens"], arguments.pop("min_new_tokens") if params.ends else 0
+        biases = (arguments["logit_bias"] or {}) | {str(token): _BANNED for token in params.ends}
+        without_end: dict[str, Any] = {
+            "max_new_tokens": banned,
+            "logit_bias": biases,
+            "stop_token_ids": [],
+            "ignore_eos": True,
+        }
+        phases = [arguments | without_end] if banned else []
+        if total > banned:
+            phases.append(arguments | {"min_new_tokens": 0, "max_new_tokens": total - banned})
+        return cls(list(sequence.token_ids), phases, cache_key, params.top_log_probs, params.prompt_log_probs)
+
+
+def sampling_arguments(sequence: Sequence, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """SGLang's sampling parameters that continue a sequence from its tokens to its end.
+
+    `eos_token_ids`: the tokens at which SGLang by itself ends every response of this model. If the request does not end
+    at one of them, SGLang must ignore all of them, and the step engine finds the end.
+    """
+    params = sequence.params
+    if params.greedy:
+        sampling: dict[str, Any] = {"temperature": 0.0}
+    else:
+        sampling = {
+            "temperature": params.temperature,
+            "top_k": params.top_k if params.top_k > 0 else _ALL_TOKENS,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
+    return sampling | {
+        "max_new_tokens": sequence.max_length - len(sequence.token_ids),
+        "min_new_tokens": max(0, min(sequence.min_length, sequence.max_length) - len(sequence.token_ids)),
+        "stop_token_ids": sorted(params.ends),
+        "ignore_eos": not eos_token_ids <= params.ends,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
+    }
+
+
+def _chunk_details(request: SGLangRequest, meta: dict[str, Any], new: int, is_first: bool) -> ChunkDetails | None:
+    """Details of a chunk of `new` tokens. SGLang reports log-probs of the prompt, except its first token, with the
+    first chunk."""
+    if not is_first and not request.top_log_probs:
         return None
-    top = said["output_top_logprobs"][-new:] if asked.top_log_probs and new else []
+    top = meta["output_top_logprobs"][-new:] if request.top_log_probs and new else []
     prompt: list[float] = []
     prompt_top: list[Any] = []
-    if first and asked.prompt_log_probs:
-        prompt = [entry[0] for entry in said["input_token_logprobs"][1:]]
-        prompt_top = said["input_top_logprobs"][1:] if asked.top_log_probs else [[]] * len(prompt)
-    return Details(
-        said["cached_tokens"] if first else 0,
-        [_likeliest(entries) for entries in top],
+    if is_first and request.prompt_log_probs:
+        prompt = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+        prompt_top = meta["input_top_logprobs"][1:] if request.top_log_probs else [[]] * len(prompt)
+    return ChunkDetails(
+        meta["cached_tokens"] if is_first else 0,
+        [_token_log_probs(entries) for entries in top],
         prompt,
-        [_likeliest(entries) for entries in prompt_top],
+        [_token_log_probs(entries) for entries in prompt_top],
     )
 
 
-def _likeliest(entries: Iterable[tuple[float, int, Any]]) -> TopLogProbs:
+def _token_log_probs(entries: Iterable[tuple[float, int, Any]]) -> TopLogProbs:
     return [(token, log_prob) for log_prob, token, _ in entries]

@@ -1,11 +1,13 @@
-"""SGLangRollout: SGLang as a rollout: its processes compute and sample, our thread answers requests."""
+"""SGLangRollout: SGLang as a rollout. SGLang's processes compute and sample; our thread drives its engine."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -14,20 +16,20 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
+from verl.utils.resources import split_cores
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import RELEASE_TAGS
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
-from verl.workers.rollout.sglang_rollout.environment import environment
-from verl.workers.rollout.sglang_rollout.step_engine import SGLangSteps
-from verl.workers.rollout.sglang_rollout.weights import Occupation, SGLangKV, SGLangWeights
+from verl.workers.rollout.sglang_rollout.server import SGLangStepEngine
+from verl.workers.rollout.sglang_rollout.weights import ReleasableMemory, SGLangKV, SGLangWeights
+from verl.workers.rollout.weights import dtype_name
 
-__all__ = ["SGLangRollout"]
+__all__ = ["SGLangRollout", "engine_arguments"]
 
 
 class SGLangRollout(EmbeddedRollout):
-    """An engine in `dtype` on `device` and those after it; its ranks are processes that SGLang starts."""
+    """An engine in `dtype` on `device` and the following ones. SGLang starts processes for its ranks."""
 
     def __init__(
         self,
@@ -44,36 +46,102 @@ class SGLangRollout(EmbeddedRollout):
         device = torch.empty(0, device=device).device
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
         hf_config = read_model_config(model_path, model_config)
-        os.environ.update(environment(config, device))
+        os.environ.update(self.process_environment(config, device))
         thread = EngineThread(engine_arguments(model_path, model_config, config, device, dtype))
         ranks = config.tensor_model_parallel_size
+        text_config = hf_config.get_text_config(decoder=True)
         eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
-
-        self.steps = SGLangSteps(
-            thread, eos_token_ids, config.max_model_len, hf_config.get_text_config(decoder=True).vocab_size, dtype
-        )
+        self.step_engine = SGLangStepEngine(thread, eos_token_ids, config.max_model_len, text_config.vocab_size, dtype)
         super().__init__(
             config,
             device,
             dtype,
             loop=AsyncEngine(
-                self.steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
+                self.step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
             ),
-            weights=SGLangWeights(thread, skeleton, dtype, ranks, Occupation(thread, "weights", device)),
-            kv=SGLangKV(thread, self.steps.server, Occupation(thread, "kv_cache", device), ranks),
+            weights=SGLangWeights(thread, skeleton, dtype, ranks, ReleasableMemory(thread, "weights", device)),
+            kv=SGLangKV(thread, self.step_engine.server, ReleasableMemory(thread, "kv_cache", device), ranks),
             eos_token_ids=eos_token_ids,
-            pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
+            pad_token_id=text_config.pad_token_id,
         )
 
+    @staticmethod
+    def process_environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
+        variables = {
+            # Log-probs at the request's temperature, not at 1.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        }
+        if torch.device(device).type == "cpu":
+            variables["SGLANG_USE_CPU_ENGINE"] = "1"
+            if config.tensor_model_parallel_size > 1:
+                variables["SGLANG_CPU_OMP_THREADS_BIND"] = split_cores(config.tensor_model_parallel_size)
+        return {name: value for name, value in variables.items() if name not in os.environ}
+
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """SGLang gives nothing back while somebody runs: what is under way begins again from its tokens."""
+        """SGLang releases memory only while no request runs: unfinished requests restart from their tokens."""
         if "kv_cache" not in tags:
             self._loop.halt("release")
             self._loop.recompute()
-            self.steps.server.drop_kv()
+            self.step_engine.server.flush_kv()
         super().release(tags)
 
     def close(self) -> None:
         super().close()
-        self.steps.close()
+        self.step_engine.close()
+
+
+def engine_arguments(
+    model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of SGLang's `Engine`: the configuration's keys, then `engine_kwargs.sglang` unchanged."""
+    fixed: dict[str, Any] = {
+        # Only token ids are exchanged. Every token is reported when it was sampled, otherwise a pause would miss some.
+        "skip_tokenizer_init": True,
+        "stream_interval": 1,
+        "incremental_streaming_output": True,
+        "enable_memory_saver": device.type == "cuda",
+    }
+    defaults: dict[str, Any] = {
+        "model_path": model_path,
+        "trust_remote_code": model_config.trust_remote_code,
+        "json_model_override_args": json.dumps(dict(model_config.override_config)),
+        "dtype": dtype_name(dtype),
+        "quantization": config.quantization,
+        "load_format": config.load_format,
+        "random_seed": config.seed,
+        "context_length": config.max_model_len,
+        "max_running_requests": config.max_num_seqs,
+        "max_prefill_tokens": config.max_num_batched_tokens,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "tp_size": config.tensor_model_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "disable_cuda_graph": config.enforce_eager or device.type == "cpu",
+        "sampling_defaults": "openai",
+        "log_level": "error",
+        "grammar_backend": "none",
+    }
+    defaults |= _cuda_arguments(config, device) if device.type == "cuda" else _CPU_ARGUMENTS
+    return merge_engine_arguments("sglang", config, defaults, fixed)
+
+
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+}
+
+
+def _cuda_arguments(config: RolloutConfig, device: torch.device) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "device": "cuda",
+        "base_gpu_id": device.index or 0,
+        # Without a backup, released weights are lost.
+        "enable_weights_cpu_backup": not config.free_weights,
+    }
+    if config.cudagraph_capture_sizes is not None:
+        arguments["cuda_graph_bs_decode"] = config.cudagraph_capture_sizes
+    return arguments

@@ -1,4 +1,4 @@
-"""Engines that run already, joined by URL: `vllm serve`, or SGLang's server."""
+"""Rollout engines that already run as servers, connected by URL: `vllm serve`, or SGLang's server."""
 
 from verl.workers.rollout.url_rollout.url_rollout import URLRollout
 

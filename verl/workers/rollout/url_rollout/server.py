@@ -1,95 +1,132 @@
-"""A server's control interface: calls whose errors name the URL, what was asked and what it said."""
+"""The connection to an inference server: control calls, token streams, and weight transfer.
+
+`ServerAPI` and `WeightTransport` are implemented for each kind of server, in `vllm_server` and `sglang_server`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import socket
 import threading
 import time
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
+import torch
+from torch import nn
 
+from verl.inference.sequence import Sequence as TokenSequence
+from verl.utils.concurrency import run_in_thread
+from verl.utils.transfer_group import TransferLostError
 from verl.workers.rollout.base import EngineDiedError
+from verl.workers.rollout.streaming_server import StreamEvent
+from verl.workers.rollout.weights import CheckpointWeights
 
-__all__ = ["ALIVE", "LOST", "Server", "ServerError", "ServerLostError"]
+__all__ = [
+    "ControlClient",
+    "HTTPTokenSource",
+    "ServerAPI",
+    "ServerError",
+    "ServerLostError",
+    "ServerWeights",
+    "WeightTransport",
+    "local_address",
+    "run_both_sides",
+]
 
-# What an interrupted connection raises; a request that was refused raises none of these.
-LOST = (httpx.NetworkError, httpx.ProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
+logger = logging.getLogger(__name__)
 
-# A server that is restarted, or a network that hangs, gets so long.
-BACK_WITHIN_S = 120.0
+T = TypeVar("T")
 
-_ANSWER_S = 60.0
-_LOOK_EVERY_S = 1.0
-
-
-# Options of a connection's socket. A machine that loses power says nothing: after 20 s of silence it is asked, every
-# 5 s, whether it is there, and after 6 times without an answer the connection is lost.
-_ASKING = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 50_000}
-ALIVE = [
+# Time in which a server that is restarted, or a network that hangs, must be back.
+RECONNECT_TIMEOUT_S = 120.0
+_REPLY_TIMEOUT_S = 60.0
+_RETRY_INTERVAL_S = 1.0
+_CONNECT_TIMEOUT_S = 30.0
+# Errors of an interrupted connection; a rejected request raises none of these.
+_CONNECTION_ERRORS = (httpx.NetworkError, httpx.ProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
+# A machine that loses power closes no connection: after 20 s without data it is probed every 5 s, and after 6 probes
+# without a reply the connection is lost.
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 50_000}
+_SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _ASKING.items() if hasattr(socket, name)),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in _KEEPALIVE.items()
+        if hasattr(socket, name)
+    ),
 ]
 
 
 class ServerError(RuntimeError):
-    """A server answers, but not what was asked for."""
+    """A server replied with an error, or is not suitable for this run."""
 
 
 class ServerLostError(ServerError, EngineDiedError):
-    """A server does not answer, or was started anew."""
+    """A server does not reply, or was restarted."""
 
 
-class Server:
-    """One URL. Every call opens a connection of its own: some servers close idle ones without a word."""
+class ControlClient:
+    """HTTP calls to one server; errors name the URL, the call and the reply. Every call opens a new connection, because
+    some servers close idle ones."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._closed = threading.Event()
-        transport = httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0), socket_options=ALIVE)
-        self._http = httpx.Client(timeout=_ANSWER_S, transport=transport, trust_env=False)
+        transport = httpx.HTTPTransport(
+            limits=httpx.Limits(max_keepalive_connections=0), socket_options=_SOCKET_OPTIONS
+        )
+        self._http = httpx.Client(timeout=_REPLY_TIMEOUT_S, transport=transport, trust_env=False)
 
     def get(self, path: str, **params: Any) -> Any:
-        """The JSON that it answers."""
-        return self._ask("GET", path, params=params)
+        """The JSON of the reply."""
+        return self._call("GET", path, params=params)
 
-    def post(self, path: str, body: Any = None, timeout_s: float = _ANSWER_S, **params: Any) -> Any:
-        """The JSON that it answers; None where that is none."""
-        return self._ask("POST", path, json=body, params=params, timeout=timeout_s)
+    def post(self, path: str, body: Any = None, timeout_s: float = _REPLY_TIMEOUT_S, **params: Any) -> Any:
+        """The JSON of the reply; None if it is not JSON."""
+        return self._call("POST", path, json=body, params=params, timeout=timeout_s)
 
-    def knows(self, path: str) -> bool:
-        """Whether there is something to GET."""
+    def has_endpoint(self, path: str) -> bool:
+        """Whether a GET succeeds."""
         try:
             return self._http.get(self.url + path).is_success
         except httpx.HTTPError as error:
-            raise ServerLostError(f"rollout.server_urls: {self.url} does not answer: {_said(error)}.") from error
+            raise ServerLostError(f"rollout.server_urls: {self.url} does not reply: {_message(error)}.") from error
 
     def wait_until_back(self) -> None:
-        """Return when it answers again; ServerLostError when it does not for two minutes."""
-        deadline = time.monotonic() + BACK_WITHIN_S
+        """Wait until the server replies again; ServerLostError after `RECONNECT_TIMEOUT_S`."""
+        deadline = time.monotonic() + RECONNECT_TIMEOUT_S
         while True:
             try:
-                if self.knows("/health"):
+                if self.has_endpoint("/health"):
                     return
-                trouble = "it says that it is not well"
+                problem = "it reports that it is not healthy"
             except ServerLostError as error:
-                trouble = _said(error.__cause__ or error)
-            if time.monotonic() > deadline or self._closed.wait(_LOOK_EVERY_S):
+                problem = _message(error.__cause__ or error)
+            if time.monotonic() > deadline or self._closed.wait(_RETRY_INTERVAL_S):
                 raise ServerLostError(
-                    f"rollout.server_urls: {self.url} has not answered for {BACK_WITHIN_S:.0f} s: {trouble}. Look into"
+                    f"rollout.server_urls: {self.url} has not replied for {RECONNECT_TIMEOUT_S:.0f} s: {problem}. See"
                     " its log."
                 )
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Close the client; `wait_until_back` returns."""
         self._closed.set()
         self._http.close()
 
-    def _ask(self, method: str, path: str, **how: Any) -> Any:
+    def _call(self, method: str, path: str, **options: Any) -> Any:
         try:
-            reply = self._http.request(method, self.url + path, **how)
+            reply = self._http.request(method, self.url + path, **options)
         except httpx.HTTPError as error:
-            raise ServerLostError(f"rollout.server_urls: {self.url}{path} does not answer: {_said(error)}.") from error
+            raise ServerLostError(
+                f"rollout.server_urls: {self.url}{path} does not reply: {_message(error)}."
+            ) from error
         if not reply.is_success:
             raise ServerError(
                 f"rollout.server_urls: {self.url}{path} answered {reply.status_code}: {reply.text.strip()[:2000]}"
@@ -100,5 +137,197 @@ class Server:
             return None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+# ---------------------------------------------------------------- tokens
+
+
+class ServerAPI(Protocol):
+    """The HTTP API of one kind of server."""
+
+    client: ControlClient
+    path: str
+    """Endpoint of generation requests."""
+    max_streams: int
+    """Maximum number of open streams: enough to keep the server busy."""
+    expected_label: str | None
+    """The label of the server's weights when it was connected, or since the last weight sync."""
+
+    def connect(self) -> None:
+        """Read the server's configuration; ServerError if it is not suitable for this run."""
+
+    def build_request(self, sequence: TokenSequence) -> dict[str, Any]:
+        """The request that continues a sequence after its tokens."""
+
+    def continue_request(self, request: dict[str, Any], generated: list[int]) -> dict[str, Any]:
+        """The request that continues `request` after these generated tokens."""
+
+    def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
+        """Parse an event of a stream, of which `received` tokens came before."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def forget_prefixes(self) -> None: ...
+
+    def weight_label(self) -> str | None:
+        """The label of the server's current weights; None: unknown."""
+
+
+class HTTPTokenSource:
+    """A `TokenSource` with one HTTP connection per request. An interrupted request continues where it was, if the
+    server comes back with the same weights."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+        self.max_streams = api.max_streams
+        self.build_request, self.pause, self.resume = api.build_request, api.pause, api.resume
+        self.forget_prefixes = api.forget_prefixes
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._http = httpx.AsyncClient(
+            base_url=api.client.url,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=_SOCKET_OPTIONS
+            ),
+            trust_env=False,
+        )
+
+    async def stream(self, request: dict[str, Any], generated: list[int]) -> AsyncGenerator[StreamEvent | None, None]:
+        while True:
+            yield None
+            body = self._api.continue_request(request, generated) if generated else request
+            earlier = len(generated)
+            try:
+                async with self._http.stream("POST", self._api.path, json=body) as reply:
+                    await self._require_success(reply)
+                    async for line in reply.aiter_lines():
+                        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                            event = self._api.parse_event(json.loads(data), len(generated) - earlier)
+                            yield event
+                            if event[2]:
+                                return
+                raise httpx.RemoteProtocolError("the stream ended without a finish reason")
+            except _CONNECTION_ERRORS as error:
+                await self._reconnect(error)
+
+    async def close(self) -> None:
+        self._api.client.close()
+        if self._reconnecting is not None:
+            await asyncio.wait([self._reconnecting])
+        await self._http.aclose()
+
+    async def _require_success(self, reply: httpx.Response) -> None:
+        if not reply.is_success:
+            text = (await reply.aread()).decode(errors="replace").strip()
+            raise ServerError(f"{self._api.client.url} answered {reply.status_code}: {text[:2000]}")
+
+    async def _reconnect(self, error: Exception) -> None:
+        """Wait until the server is back; all interrupted streams share one wait."""
+        if self._reconnecting is None or self._reconnecting.done():
+            logger.warning(
+                "rollout: the connection to %s was interrupted (%s). Waiting up to %.0f s for the server.",
+                self._api.client.url,
+                _message(error),
+                RECONNECT_TIMEOUT_S,
+            )
+            self._reconnecting = asyncio.create_task(asyncio.to_thread(self._wait_for_same_weights))
+        await asyncio.shield(self._reconnecting)
+
+    def _wait_for_same_weights(self) -> None:
+        self._api.client.wait_until_back()
+        label, expected = self._api.weight_label(), self._api.expected_label
+        if label is None or label != expected:
+            raise ServerLostError(
+                f"rollout.server_urls: {self._api.client.url} was restarted: its weights are {label!r}, not"
+                f" {expected!r}. They must be synchronised again."
+            )
+
+
+# ---------------------------------------------------------------- weights
+
+
+class WeightTransport(Protocol):
+    """Transfers tensors to one kind of server."""
+
+    def begin(self) -> None: ...
+
+    def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Transfer tensors; return when they have arrived."""
+
+    def finish(self) -> None:
+        """All tensors were sent: the server uses them from now on."""
+
+    def reset(self) -> None:
+        """Discard the transfer group, whose other members are lost or out of step; `begin` creates a new one."""
+
+
+class ServerWeights(CheckpointWeights):
+    """The weights of a server. Its device memory is not managed by this process."""
+
+    held_bytes = 0
+
+    def __init__(self, transport: WeightTransport, skeleton: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(skeleton, dtype)
+        self._transport = transport
+
+    def _begin_update(self) -> None:
+        with self._reset_on_error():
+            self._transport.begin()
+
+    def _send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        with self._reset_on_error():
+            self._transport.send(tensors)
+
+    def _finish_update(self) -> None:
+        self._transport.finish()
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+    @contextmanager
+    def _reset_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._transport.reset()
+            raise
+
+
+def run_both_sides(
+    client: ControlClient, local: Callable[[], object], remote: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Run `local`, this process's side of a collective operation, concurrently with `remote`, the call that starts the
+    server's side; return the result of `remote`.
+
+    If `remote` fails, its error is raised at once, and `local` is abandoned. If the transfer is interrupted, an error
+    of the server is preferred, as it names the cause.
+    """
+    remote_call = run_in_thread("rollout-weights", lambda: remote(*args, **kwargs))
+    local_call = run_in_thread("rollout-weights", local)
+    both: list[Future[Any]] = [remote_call, local_call]
+    wait(both, return_when=FIRST_COMPLETED)
+    if remote_call.done():
+        remote_call.result()
+    try:
+        local_call.result()
+    except TransferLostError as error:
+        if remote_call.done():
+            remote_call.result()
+        raise ServerLostError(f"rollout.server_urls: {client.url} left a weight sync: {error}") from error
+    return remote_call.result()
+
+
+def local_address(client: ControlClient) -> str:
+    """The address under which the server reaches this machine. (Transfer groups listen on all addresses.)"""
+    url = urlsplit(client.url)
+    default_port = 443 if url.scheme == "https" else 80
+    try:
+        with socket.create_connection((url.hostname, url.port or default_port), timeout=30) as connection:
+            return connection.getsockname()[0]
+    except OSError as error:
+        raise ServerLostError(f"rollout.server_urls: {client.url} does not reply: {error}.") from error

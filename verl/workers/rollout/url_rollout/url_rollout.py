@@ -1,4 +1,4 @@
-"""URLRollout: a replica that runs already, joined by URL. Our thread answers requests, its server samples."""
+"""URLRollout: a replica that already runs as a server, connected by URL. The server samples; this process drives it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,19 +17,19 @@ from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.rollout.log_prob_probe import require_log_probs_as_drawn
-from verl.workers.rollout.streamed_server import RestartingSteps, StreamedServer
-from verl.workers.rollout.url_rollout.http_source import HTTPSource
-from verl.workers.rollout.url_rollout.join import join
-from verl.workers.rollout.url_rollout.weights import ServerWeights
+from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
+from verl.workers.rollout.third_party_tokens import check_reported_log_probs
+from verl.workers.rollout.url_rollout.server import ControlClient, HTTPTokenSource, ServerError, ServerWeights
+from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI, SGLangTransport
+from verl.workers.rollout.url_rollout.vllm_server import VllmServerAPI, VllmTransport
 
-__all__ = ["URLRollout"]
+__all__ = ["URLRollout", "connect"]
 
 logger = logging.getLogger(__name__)
 
 
 class URLRollout(EmbeddedRollout):
-    """One server is one replica, whatever it runs on; whose tokens it samples is this process's affair alone."""
+    """One server is one replica, whatever its parallelism. Only this process may generate with it."""
 
     def __init__(
         self,
@@ -38,56 +39,91 @@ class URLRollout(EmbeddedRollout):
         device: torch.device | str,
         url: str,
     ) -> None:
-        """`device` is the trainer's: where the weights come from."""
+        """`device`: the trainer's, which the weights are sent from."""
         hf_config = read_model_config(model_path, model_config)
-        ends = end_tokens(model_path, hf_config, model_config).ids
-        joined = join(url, model_path, config, hf_config, ends, torch.empty(0, device=device).device)
-        server = self._server = joined.dialect
-        self._line = joined.line
-        logger.info("rollout: joined %s at %s, %s", server.engine, url, server.dtype)
-        self._steps = RestartingSteps(
-            partial(StreamedServer, HTTPSource(server)), config.max_model_len, server.after_truncation
+        eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
+        trainer_device = torch.empty(0, device=device).device
+        self._api, self._transport = connect(url, model_path, config, hf_config, eos_token_ids, trainer_device)
+        api = self._api
+        logger.info("rollout: connected to %s at %s, %s", api.engine, url, api.dtype)
+        self._step_engine = RestartingStepEngine(
+            partial(StreamingServer, HTTPTokenSource(api)), config.max_model_len, api.after_truncation
         )
-        skeleton = empty_model(hf_config, "causal_lm", server.dtype, model_config.trust_remote_code)
-        text = hf_config.get_text_config(decoder=True)
-        self._vocab, self._proven = int(text.vocab_size), False
+        skeleton = empty_model(hf_config, "causal_lm", api.dtype, model_config.trust_remote_code)
+        text_config = hf_config.get_text_config(decoder=True)
+        self._vocab_size, self._log_probs_checked = int(text_config.vocab_size), False
         super().__init__(
             config,
-            torch.device("cpu"),  # nothing of it is on a device here
-            server.dtype,
+            torch.device("cpu"),  # nothing of it is on a device of this process
+            api.dtype,
             loop=AsyncEngine(
-                self._steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
+                self._step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
             ),
-            weights=ServerWeights(joined.line, skeleton, server.dtype),
+            weights=ServerWeights(self._transport, skeleton, api.dtype),
             kv=None,
-            eos_token_ids=ends,
-            pad_token_id=text.pad_token_id,
+            eos_token_ids=eos_token_ids,
+            pad_token_id=text_config.pad_token_id,
         )
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         self._require_ready()
-        if not self._proven:
-            self._proven = require_log_probs_as_drawn(
-                f"{self._server.engine} at {self._server.server.url}",
-                self._server.top,
-                self._vocab,
-                self._server.after_truncation,
-                self._server.dtype,
+        if not self._log_probs_checked:
+            self._log_probs_checked = check_reported_log_probs(
+                f"{self._api.engine} at {self._api.client.url}",
+                self._api.top_log_probs,
+                self._vocab_size,
+                self._api.after_truncation,
+                self._api.dtype,
             )
         return super().submit(requests)
 
     def restart_if_dead(self) -> bool:
-        """Join a server again that was started anew."""
-        self._server.server.wait_until_back()
-        self._line.leave()
-        if self._server.weights_name() == self._server.known_weights:
-            self._server.resume()  # it may have been paused when it was lost
+        """Wait until the server replies; return whether it was restarted and lost its weights."""
+        self._api.client.wait_until_back()
+        self._transport.reset()
+        if self._api.weight_label() == self._api.expected_label:
+            self._api.resume()  # it may have been paused when the connection was lost
             return False
-        self._server.join()
-        self._unfit = "Its server was started anew: the trainer's weights come by an update."
-        self._proven = False
+        self._api.connect()
+        self._unfit = "Its server was restarted: a weight update must come first."
+        self._log_probs_checked = False
         return True
 
     def close(self) -> None:
         super().close()
-        self._steps.close()
+        self._step_engine.close()
+
+
+def connect(
+    url: str,
+    model_path: str,
+    config: RolloutConfig,
+    hf_config: Any,
+    eos_token_ids: frozenset[int],
+    device: torch.device,
+) -> tuple[VllmServerAPI | SGLangServerAPI, VllmTransport | SGLangTransport]:
+    """The API of the server at a URL, and the transport of weights from `device`. ServerError, with cause and remedy,
+    if it is not suitable for this run. `eos_token_ids`: the model's end tokens."""
+    client = ControlClient(url)
+    kind = "sglang" if client.has_endpoint("/model_info") else "vllm" if client.has_endpoint("/version") else None
+    if kind is None:
+        raise ServerError(
+            f"rollout.server_urls: {client.url} has neither /version, as vLLM has, nor /model_info, as SGLang has. Set"
+            " the URL of the server itself, without a path such as /v1."
+        )
+    if config.name != kind:
+        raise ServerError(
+            f"rollout.server_urls: {kind} runs at {client.url}, but rollout.name is {config.name}. Set it to {kind}, or"
+            " set the URL of another server."
+        )
+    try:
+        if kind == "vllm":
+            vllm = VllmServerAPI(client, model_path, config, hf_config)
+            return vllm, VllmTransport(vllm, device)
+        sglang = SGLangServerAPI(client, model_path, config, hf_config, eos_token_ids)
+        return sglang, SGLangTransport(sglang, device)
+    except (LookupError, TypeError) as error:
+        raise ServerError(
+            f"rollout.server_urls: the configuration that {client.url} reports cannot be read"
+            f" ({type(error).__name__}: {error}). docs/servers.md lists the tested versions."
+        ) from error

@@ -1,66 +1,55 @@
-"""The trainer's weights on their way into vLLM, and the device memory of both its weights and its KV cache."""
+"""Weight updates of vLLM, and the device memory of its weights and KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
-from verl.workers.rollout.bucket_layout import bucket_layout, end_of
-from verl.workers.rollout.checkpoint_names import checkpoint_tensors
-from verl.workers.rollout.process.shared_buffer import SharedBuffer
-from verl.workers.rollout.received_weights import ReceivedWeights
+from verl.types.weights import TensorSlice, WeightMismatchError
+from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader, SharedBuffer
+from verl.workers.rollout.weights import CheckpointWeights, bucket_layout, layout_bytes
 
-__all__ = ["SleepMode", "VllmKV", "VllmWeights"]
+__all__ = ["WORKER_EXTENSION", "SleepMode", "VllmKV", "VllmWeights", "WeightReceiver"]
 
 
-class VllmWeights:
-    """Hands buckets to vLLM's workers under the names of a checkpoint, after their fingerprints were taken."""
+class VllmWeights(CheckpointWeights):
+    """The `WeightStore` of vLLM: buckets are passed to the `WeightReceiver`s of its workers."""
 
     def __init__(
         self, engine: Any, skeleton: nn.Module, dtype: torch.dtype, device: torch.device, memory: SleepMode
     ) -> None:
-        self._engine, self._skeleton, self._device, self._memory = engine, skeleton, device, memory
+        super().__init__(skeleton, dtype)
+        self._engine, self._device, self._memory = engine, device, memory
         self._one_process = engine.vllm_config.parallel_config.world_size == 1
-        self._received = ReceivedWeights(skeleton, dtype)
         self._bytes = sum(engine.collective_rpc("verl_weight_bytes"))
         self._quantized = engine.vllm_config.model_config.quantization is not None
 
-    def check_manifest(self, manifest: Manifest | None) -> None:
-        self._received.check_manifest(manifest)
-
-    def wanted(self) -> Wanted | None:
-        """Whole tensors."""
-        return None
-
-    def begin(self) -> None:
-        self._received.begin()
+    def _begin_update(self) -> None:
         self._engine.collective_rpc("verl_begin_update")
 
-    def load(self, tensors: Bucket) -> None:
-        self._received.add(tensors)
-        named = checkpoint_tensors(tensors, self._skeleton)
+    def _send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._one_process:
-            self._engine.collective_rpc("verl_load_weights", args=(named,))
+            self._engine.collective_rpc("verl_load_weights", args=(tensors,))
             return
-        # vLLM's ranks are processes of their own: they read the bytes where these lie.
-        bucket: dict[str | TensorSlice, torch.Tensor] = {name: tensor.contiguous() for name, tensor in named}
-        shared = SharedBuffer(end_of(bucket_layout(bucket)), self._device)
+        # vLLM's ranks are processes, which read the bucket from shared memory.
+        bucket: dict[str | TensorSlice, torch.Tensor] = {name: tensor.contiguous() for name, tensor in tensors}
+        shared = SharedBuffer(layout_bytes(bucket_layout(bucket)), self._device)
         try:
             self._engine.collective_rpc("verl_load_shared", args=(shared.put(bucket),))
         finally:
             shared.close()
 
-    def verify(self, expected: Mapping[str, int]) -> None:
-        self._received.verify(expected)
+    def _finish_update(self) -> None:
         missing = sorted({name for names in self._engine.collective_rpc("verl_finish_update") for name in names})
-        if missing and not self._quantized:  # scales are made, not sent
+        if missing and not self._quantized:  # scales are computed, not sent
             raise WeightMismatchError(
-                f"weights: vLLM's {missing[0]!r} got no value ({len(missing)} did not). vLLM knows this model under"
-                " other names than transformers."
+                f"weights: vLLM's {missing[0]!r} got no value ({len(missing)} did not). vLLM uses other names for this"
+                " model than transformers."
             )
 
     @property
@@ -68,14 +57,14 @@ class VllmWeights:
         return 0 if "weights" in self._memory.asleep else self._bytes
 
     def offload(self) -> None:
-        self._memory.wanted.add("weights")
+        self._memory.requested.add("weights")
 
     def onload(self) -> None:
         self._memory.wake("weights")
 
 
 class VllmKV:
-    """vLLM's KV cache."""
+    """The `KVStore` of vLLM."""
 
     def __init__(self, engine: Any, memory: SleepMode) -> None:
         self._memory = memory
@@ -86,40 +75,150 @@ class VllmKV:
         return 0 if "kv_cache" in self._memory.asleep else self._bytes
 
     def release(self) -> None:
-        self._memory.wanted.add("kv_cache")
+        self._memory.requested.add("kv_cache")
 
     def restore(self) -> None:
         self._memory.wake("kv_cache")
 
 
 class SleepMode:
-    """vLLM falls asleep as a whole and wakes by tag: what is to sleep is said first, and then it does at once."""
+    """vLLM's sleep mode, which releases all memory at once and restores it by tag. So releases are first collected in
+    `requested`, then applied together."""
 
     def __init__(self, engine: Any, enabled: bool, discard_weights: bool) -> None:
-        """`discard_weights`: no copy waits in host memory; the next hand-over brings them."""
+        """`discard_weights`: no copy stays in host memory; the next weight sync restores them."""
         self._engine, self._enabled = engine, enabled
         self._level = 2 if discard_weights else 1
-        self.wanted: set[str] = set()
+        self.requested: set[str] = set()
         self.asleep: set[str] = set()
 
-    def settle(self) -> None:
-        """Give back what is `wanted` asleep. Nothing may be running or in flight."""
-        if not self._enabled or self.wanted <= self.asleep:
+    def apply(self) -> None:
+        """Release the `requested` memory. No request may run and no step may be in flight."""
+        if not self._enabled or self.requested <= self.asleep:
             return
         if self.asleep:
             self._engine.wake_up(sorted(self.asleep))
-        if self.wanted == {"kv_cache"} and hasattr(self._engine, "release_kv_cache_memory"):  # newer than 0.24
+        if self.requested == {"kv_cache"} and hasattr(self._engine, "release_kv_cache_memory"):  # newer than 0.24
             self._engine.sleep(level=0, mode="keep")
             self._engine.release_kv_cache_memory()
         else:
-            self._engine.sleep(self._level if "weights" in self.wanted else 1, mode="keep")
-            stays = {"weights", "kv_cache"} - self.wanted
-            if stays:
-                self._engine.wake_up(sorted(stays))
-        self.asleep = set(self.wanted)
+            self._engine.sleep(self._level if "weights" in self.requested else 1, mode="keep")
+            kept = {"weights", "kv_cache"} - self.requested
+            if kept:
+                self._engine.wake_up(sorted(kept))
+        self.asleep = set(self.requested)
 
     def wake(self, tag: str) -> None:
-        self.wanted.discard(tag)
+        self.requested.discard(tag)
         if tag in self.asleep:
             self._engine.wake_up([tag])
             self.asleep.discard(tag)
+
+
+# ---------------------------------------------------------------- in vLLM's workers
+
+WORKER_EXTENSION = f"{__name__}.WeightReceiver"
+
+
+class WeightReceiver:
+    """Methods that vLLM mixes into its worker class, in each of its processes. They load named tensors by vLLM's
+    layerwise reload, as its weight-transfer API does.
+
+    A layer is processed when all of its weights have arrived: repacked or quantised as at the first load, and copied to
+    the memory that captured graphs read.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    _verl_missing: set[str]
+    _verl_updating = False
+
+    def verl_begin_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self._verl_updating:  # the last update failed: complete its layers before a new one
+            self.verl_finish_update()
+        self._verl_updating = True
+        model = self.model_runner.get_model()
+        self._verl_missing = {name for name, _ in model.named_parameters()}
+        if self.device.type == "cpu":
+            _reset_packed_experts(model)
+        with self._verl_loading():
+            initialize_layerwise_reload(model)
+
+    def verl_load_weights(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors from any device; they are only read during the call."""
+        # vLLM keeps the tensors until their layer is complete.
+        own = [(name, tensor.to(self.device, copy=True)) for name, tensor in tensors]
+        with self._verl_loading():
+            loaded = self.model_runner.get_model().load_weights(own)
+        self._verl_missing -= set(loaded or ())
+
+    def verl_load_shared(self, bucket: BucketHandle) -> None:
+        """Load a bucket from shared memory. The first rank opens it and broadcasts it: every other rank would need a
+        CUDA context on the first rank's device to open it."""
+        from vllm.distributed.parallel_state import get_world_group
+
+        ranks, size = get_world_group(), layout_bytes(bucket.pieces)
+        with closing(BufferReader()) as reader:
+            if ranks.rank_in_group == 0:
+                flat = reader.open(bucket.buffer).flat[:size]
+            else:
+                flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+            ranks.broadcast(flat, src=0)
+            self.verl_load_weights([(piece.name, piece.view(flat)) for piece in bucket.pieces])
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the next bucket overwrites the buffer
+
+    def verl_finish_update(self) -> list[str]:
+        """Finish the update; return the names of vLLM's weights that got no value."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        with self._verl_loading():
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if self.device.type == "cpu":
+                _pack_tied_layers(model)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._verl_updating = False
+        return sorted(self._verl_missing)
+
+    def verl_weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model_runner.get_model().parameters())
+
+    def verl_kv_bytes(self) -> int:
+        caches = tree_leaves(list(getattr(self.model_runner, "kv_caches", ())))
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}
+        return sum(storages.values())
+
+    @contextmanager
+    def _verl_loading(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            yield
+
+
+# On a CPU vLLM computes with packed copies of weights. The layerwise reload does not update two kinds of them (as of
+# vLLM 0.32).
+
+
+def _reset_packed_experts(model: nn.Module) -> None:
+    """Remove the kernels of experts, which hold packed weights: the reload creates them again."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+def _pack_tied_layers(model: nn.Module) -> None:
+    """Pack the weights of layers that share the parameter of another layer: the reload skips them."""
+    owners: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        if isinstance(getattr(layer, "weight", None), nn.Parameter):
+            owners.setdefault(id(layer.weight), []).append(layer)
+    for layers in owners.values():
+        for layer in layers[1:]:
+            layer.quant_method.process_weights_after_loading(layer)

@@ -11,9 +11,9 @@ import torch
 from verl.inference.memory import DriverError
 from verl.types.weights import TensorSlice, TensorSpec
 from verl.workers.rollout.base import EngineDiedError
-from verl.workers.rollout.bucket_layout import WholeTensors
 from verl.workers.rollout.process import shared_buffer
 from verl.workers.rollout.process.shared_buffer import BufferHandle, BufferReader, SharedBuffer
+from verl.workers.rollout.weights import WholeTensors
 
 READER = """
 import pickle, sys
@@ -63,8 +63,8 @@ def test_a_reader_follows_to_a_larger_buffer_and_keeps_no_other():
 
 def test_rows_of_several_buckets_become_whole_tensors():
     whole, part = torch.arange(12.0).view(6, 2), WholeTensors({"w": TensorSpec((6, 2), torch.float32)})
-    assert part.of({TensorSlice("w", 4, 6): whole[4:]}) == {}
-    found = part.of({TensorSlice("w", 0, 4): whole[:4], "x": torch.ones(1)})
+    assert part.add({TensorSlice("w", 4, 6): whole[4:]}) == {}
+    found = part.add({TensorSlice("w", 0, 4): whole[:4], "x": torch.ones(1)})
     assert torch.equal(found["w"], whole)
     assert torch.equal(found["x"], torch.ones(1))
 
@@ -90,7 +90,7 @@ def test_only_what_means_that_there_is_no_ipc_sends_weights_through_the_host(mon
             if error is not None:
                 raise pickle.loads(pickle.dumps(error))  # it comes from another process
 
-        return shared_buffer.buffer_of_both(64, cuda, open_there)
+        return shared_buffer.open_shared_buffer(64, cuda, open_there)
 
     assert there(None).device == cuda
     assert there(DriverError("cuIpcOpenMemHandle_v2 failed: operation not supported", 801)).device.type == "cpu"

@@ -17,12 +17,9 @@ from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.base import EngineBrokenError
 from verl.workers.rollout.process.shared_buffer import BufferHandle, SharedBuffer
-from verl.workers.rollout.vllm_rollout.engine_args import engine_arguments
-from verl.workers.rollout.vllm_rollout.environment import environment
-from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
-from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
-from verl.workers.rollout.vllm_rollout.weights import SleepMode
-from verl.workers.rollout.vllm_rollout.worker import WeightReceiver
+from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine, sampling_arguments
+from verl.workers.rollout.vllm_rollout.vllm_rollout import engine_arguments, vLLMRollout
+from verl.workers.rollout.vllm_rollout.weights import SleepMode, WeightReceiver
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -55,7 +52,7 @@ def test_keys_become_arguments_and_engine_kwargs_are_forwarded_over_them() -> No
 
 
 def test_what_the_rollout_rests_on_cannot_be_set() -> None:
-    with pytest.raises(ValueError, match=r"^engine_kwargs.vllm.logprobs_mode: is 'processed_logprobs' for every"):
+    with pytest.raises(ValueError, match=r"^engine_kwargs\.vllm\.logprobs_mode"):
         arguments(engine_kwargs={"vllm": {"logprobs_mode": "raw_logprobs"}})
 
 
@@ -63,11 +60,11 @@ def test_what_a_user_has_set_in_the_environment_stays(monkeypatch: pytest.Monkey
     one, two = (as_config(RolloutConfig, {"tensor_model_parallel_size": size}) for size in (1, 2))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    assert environment(one, "cpu")["VLLM_LOGGING_LEVEL"] == "ERROR"
-    assert environment(two, "cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
-    assert not any("CPU" in name for name in environment(two, "cuda"))
+    assert vLLMRollout.process_environment(one, "cpu")["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert vLLMRollout.process_environment(two, "cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+    assert not any("CPU" in name for name in vLLMRollout.process_environment(two, "cuda"))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    assert "VLLM_LOGGING_LEVEL" not in environment(one, "cpu")
+    assert "VLLM_LOGGING_LEVEL" not in vLLMRollout.process_environment(one, "cpu")
 
 
 def test_a_resumed_request_asks_for_what_is_left_and_for_other_noise() -> None:
@@ -107,9 +104,9 @@ class NewSleeper(Sleeper):
 def test_both_kinds_of_memory_sleep_at_once_and_wake_one_by_one(discard: bool, level: int) -> None:
     engine = Sleeper()
     memory = SleepMode(engine, enabled=True, discard_weights=discard)
-    memory.wanted |= {"kv_cache", "weights"}
-    memory.settle()
-    memory.settle()
+    memory.requested |= {"kv_cache", "weights"}
+    memory.apply()
+    memory.apply()
     memory.wake("weights")
     memory.wake("kv_cache")
     memory.wake("kv_cache")
@@ -123,11 +120,11 @@ def test_both_kinds_of_memory_sleep_at_once_and_wake_one_by_one(discard: bool, l
 )
 def test_kv_memory_alone_is_given_back_and_weights_may_follow(engine: Sleeper, told: list[Any]) -> None:
     memory = SleepMode(engine, enabled=True, discard_weights=True)
-    memory.wanted.add("kv_cache")
-    memory.settle()
+    memory.requested.add("kv_cache")
+    memory.apply()
     assert engine.told == told
-    memory.wanted.add("weights")
-    memory.settle()
+    memory.requested.add("weights")
+    memory.apply()
     assert engine.told[len(told) :] == [("wake", "kv_cache"), ("sleep", 2)]
     assert memory.asleep == {"kv_cache", "weights"}
 
@@ -135,8 +132,8 @@ def test_kv_memory_alone_is_given_back_and_weights_may_follow(engine: Sleeper, t
 def test_a_cpu_has_no_sleep() -> None:
     engine = Sleeper()
     memory = SleepMode(engine, enabled=False, discard_weights=True)
-    memory.wanted.add("kv_cache")
-    memory.settle()
+    memory.requested.add("kv_cache")
+    memory.apply()
     memory.wake("kv_cache")
     assert engine.told == []
 

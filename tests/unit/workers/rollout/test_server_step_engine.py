@@ -17,8 +17,8 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.progress import pulse_count
-from verl.workers.rollout.reported_tokens import accept_reported
-from verl.workers.rollout.served import Details, Piece, ServedStepEngine
+from verl.workers.rollout.server_step_engine import ChunkDetails, ServerStepEngine, TokenChunk
+from verl.workers.rollout.third_party_tokens import accept_reported
 
 SHORT = SamplingParams(max_new_tokens=20)
 LONG = SamplingParams(max_new_tokens=300)
@@ -27,7 +27,7 @@ PROMPT = [7, 8, 9]
 
 class Served:
     def __init__(self) -> None:
-        self.steps = ServedStepEngine(self._connect, max_length=1000, after_truncation=False, tells_details=True)
+        self.steps = ServerStepEngine(self._connect, max_length=1000, after_truncation=False, reports_details=True)
         self.loop = AsyncEngine(self.steps, tiny_tokenizer)
 
     def _connect(self, tell) -> ScriptedServer:
@@ -143,8 +143,8 @@ def test_an_end_within_a_piece_cuts_the_rest_and_frees_the_server(served):
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece("bad", [], [], finished=True, error="out of memory"), "'bad': out of memory"),
-        (Piece("bad", [1], [-1.0], finished=True), "ended it after 4 tokens"),
+        (TokenChunk("bad", [], [], finished=True, error="out of memory"), "'bad': out of memory"),
+        (TokenChunk("bad", [1], [-1.0], finished=True), "ended it after 4 of"),
     ],
 )
 def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served, piece, message):
@@ -179,7 +179,7 @@ def test_a_log_prob_that_is_none_names_the_weights(served):
     served.server.hold_at = 0
     future = served.ask("r")
     wait_for(lambda: served.server.running == {"r"})
-    served.server.say(Piece("r", [1], [math.nan], finished=False))
+    served.server.say(TokenChunk("r", [1], [math.nan], finished=False))
     with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
         future.result()
 
@@ -189,9 +189,9 @@ def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served
     future = served.ask("r", replace(LONG, stop_token_ids=frozenset({5}), top_log_probs=1, prompt_log_probs=True))
     wait_for(lambda: served.server.running == {"r"})
     top = [[(token, -1.0)] for token in (4, 5, 6)]
-    first = Details(2, top[:1], [-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
-    served.server.say(Piece("r", [4], [-1.0], finished=False, details=first))
-    served.server.say(Piece("r", [5, 6], [-1.0, -1.0], finished=False, details=Details(7, top[1:], [-9.0])))
+    first = ChunkDetails(2, top[:1], [-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
+    served.server.say(TokenChunk("r", [4], [-1.0], finished=False, details=first))
+    served.server.say(TokenChunk("r", [5, 6], [-1.0, -1.0], finished=False, details=ChunkDetails(7, top[1:], [-9.0])))
     output = future.result()
     assert (output.token_ids, output.top_log_probs, output.cached_tokens) == ([4, 5], top[:2], 2)
     assert (output.prompt_log_probs, output.prompt_top_log_probs) == ([-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from verl.workers.rollout.log_prob_probe import PROBED_TOKENS, require_log_probs_as_drawn
+from verl.workers.rollout.third_party_tokens import PROBE_TOP_TOKENS, check_reported_log_probs
 
 VOCAB = 300
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
@@ -18,7 +18,7 @@ def reporting(distribution: Callable[[float, int], torch.Tensor]) -> Callable[[f
 
     def top(temperature: float, top_k: int) -> dict[int, float]:
         told = distribution(temperature, top_k).log_softmax(-1)
-        values, tokens = told.topk(PROBED_TOKENS)
+        values, tokens = told.topk(PROBE_TOP_TOKENS)
         drawn = int(told.argmin())
         return {**dict(zip(tokens.tolist(), values.tolist(), strict=True)), drawn: float(told[drawn])}
 
@@ -35,8 +35,8 @@ raw = reporting(lambda temperature, top_k: LOGITS)
 
 
 def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
-    assert require_log_probs_as_drawn("e 1", processed, VOCAB, True, torch.float32)
-    assert require_log_probs_as_drawn("e 1", untruncated, VOCAB, False, torch.float32)
+    assert check_reported_log_probs("e 1", processed, VOCAB, True, torch.float32)
+    assert check_reported_log_probs("e 1", untruncated, VOCAB, False, torch.float32)
 
 
 def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None:
@@ -47,9 +47,9 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
         return (2 * LOGITS + torch.randint(-1, 2, [VOCAB], generator=generator) / 32) / temperature
 
     for _ in range(20):
-        assert require_log_probs_as_drawn("e 1", reporting(rounded), VOCAB, False, torch.bfloat16)
+        assert check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.bfloat16)
     with pytest.raises(RuntimeError, match="does not report"):
-        all(require_log_probs_as_drawn("e 1", reporting(rounded), VOCAB, False, torch.float32) for _ in range(20))
+        all(check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.float32) for _ in range(20))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,17 +59,15 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
         (raw, True, "apart at temperature 0.5 are reported"),
         (untruncated, True, r"at top_k 5 the probabilities of the 20 .* add up to 0\.\d+"),
         (processed, False, "top_k 5 changes them"),
-        (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "likeliest tokens add up to"),
+        (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "most likely tokens add up to"),
     ],
     ids=["raw", "before truncation", "after truncation", "not normalised"],
 )
 def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
-        require_log_probs_as_drawn("e 1", top, VOCAB, after_truncation, dtype)
+        check_reported_log_probs("e 1", top, VOCAB, after_truncation, dtype)
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(VOCAB), torch.full((VOCAB,), torch.nan)], ids=["alike", "broken"])
 def test_weights_that_cannot_tell_are_asked_again_later(logits: torch.Tensor) -> None:
-    assert not require_log_probs_as_drawn(
-        "e 1", reporting(lambda temperature, top_k: logits), VOCAB, True, torch.float32
-    )
+    assert not check_reported_log_probs("e 1", reporting(lambda temperature, top_k: logits), VOCAB, True, torch.float32)

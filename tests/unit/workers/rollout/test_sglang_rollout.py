@@ -10,8 +10,8 @@ import torch
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
-from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
-from verl.workers.rollout.sglang_rollout.sampling import Asked
+from verl.workers.rollout.sglang_rollout.server import SGLangRequest
+from verl.workers.rollout.sglang_rollout.sglang_rollout import engine_arguments
 
 EOS = frozenset({1, 2})
 
@@ -67,13 +67,13 @@ def test_the_configurations_keys_become_sglangs() -> None:
 def test_its_own_keys_go_before_ours_but_for_those_that_a_rollout_stands_on() -> None:
     told = arguments(engine_kwargs={"sglang": {"log_level": "info", "page_size": 16}}, enable_chunked_prefill=False)
     assert (told["log_level"], told["page_size"], told["chunked_prefill_size"]) == ("info", 16, -1)
-    with pytest.raises(ValueError, match=r"engine_kwargs.sglang.stream_interval: is 1 for every SGLang rollout"):
+    with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.stream_interval"):
         arguments(engine_kwargs={"sglang": {"stream_interval": 8}})
 
 
-def asked(resume_from: Output | None = None, **params: Any) -> Asked:
+def asked(resume_from: Output | None = None, **params: Any) -> SGLangRequest:
     sequence = Sequence(Request("r", [5, 6], SamplingParams(max_new_tokens=10, **params), resume_from=resume_from))
-    return Asked.of(sequence, "0", EOS)
+    return SGLangRequest.of(sequence, "0", EOS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,277 @@
+"""SGLang's server: its HTTP API and required options, and the weight transfer by its own update group, verified by its
+checksums (it runs none of our code)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shlex
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from verl.config import RolloutConfig
+from verl.inference.sequence import Sequence as TokenSequence
+from verl.types.weights import WeightMismatchError
+from verl.utils.device import resolve_dtype
+from verl.utils.transfer_group import TransferGroup, TransferHost
+from verl.workers.rollout.sglang_rollout.server import sampling_arguments
+from verl.workers.rollout.streaming_server import StreamEvent
+from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
+from verl.workers.rollout.url_rollout.server import ControlClient, ServerError, local_address, run_both_sides
+from verl.workers.rollout.weights import dtype_name
+
+__all__ = ["SGLangServerAPI", "SGLangTransport"]
+
+logger = logging.getLogger(__name__)
+
+# Larger tensors are only compared after the first update: one core computes the checksums.
+_MAX_CHECKED_ELEMENTS = 1 << 20
+# SGLang pads vocabularies to a multiple of this, and its checksums include the padding.
+_VOCAB_MULTIPLE = 64
+
+
+class SGLangServerAPI:
+    """A `ServerAPI`: token ids in and out by SGLang's own `/generate`."""
+
+    path = "/generate"
+    after_truncation = False
+
+    def __init__(
+        self,
+        client: ControlClient,
+        model_path: str,
+        config: RolloutConfig,
+        hf_config: Any,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """ServerError, with the right command line, if the server is not suitable for this run. `eos_token_ids`: tokens
+        at which SGLang ends every response of this model."""
+        self.client = client
+        self._eos_token_ids = eos_token_ids
+        self._command = _server_command(client, model_path, config)
+        self._config, self._hf_config = config, hf_config
+        # Namespace of the prefix cache: changes with the weights, and differs from those of earlier runs.
+        self._cache_key = uuid.uuid4().hex
+        self.connect()
+
+    def connect(self) -> None:
+        config, hf_config = self._config, self._hf_config
+        info = self.client.get("/server_info")
+        self.engine = f"SGLang {info['version']}"
+        self.device = torch.device(info["device"])
+        self.ranks = int(info["tp_size"])
+        self.max_streams = 2 * int(info["max_running_requests"] or config.max_num_seqs)
+        dtype = str(info["dtype"]).removeprefix("torch.")
+        self.dtype = resolve_dtype(config.dtype if dtype == "auto" else dtype, self.device)
+        self._require(
+            config.dtype == "auto" or self.dtype == resolve_dtype(config.dtype, self.device),
+            f"its dtype is {dtype}, not {config.dtype}",
+        )
+        length = info["context_length"] or hf_config.get_text_config(decoder=True).max_position_embeddings
+        self._require(
+            length >= config.max_model_len, f"its context_length is {length}; {config.max_model_len} are needed"
+        )
+        theirs, ours = self.client.get("/model_info")["architectures"], list(hf_config.architectures or ())
+        self._require(not theirs or not ours or theirs == ours, f"its model is a {theirs}, the trainer's a {ours}")
+        self.expected_label = self.weight_label()
+        self.resume()  # an interrupted run may have left it paused
+
+    # ---------------------------------------------------------------- requests
+
+    def build_request(self, sequence: TokenSequence) -> dict[str, Any]:
+        arguments = sampling_arguments(sequence, self._eos_token_ids)
+        return {
+            "input_ids": list(sequence.token_ids),
+            "sampling_params": {name: value for name, value in arguments.items() if value is not None},
+            "extra_key": self._cache_key,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+        }
+
+    def continue_request(self, request: dict[str, Any], generated: list[int]) -> dict[str, Any]:
+        params = request["sampling_params"]
+        lengths = [name for name in ("max_new_tokens", "min_new_tokens") if name in params]
+        params = params | {name: max(0, params[name] - len(generated)) for name in lengths}
+        return request | {
+            "input_ids": request["input_ids"] + generated,
+            "sampling_params": params,
+            "extra_key": self._cache_key,
+        }
+
+    def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
+        if "error" in data:
+            raise ServerError(f"{self.client.url}: {data['error']}")
+        meta = data["meta_info"]
+        # Depending on its options, SGLang reports all tokens or new ones only; the new ones are the last.
+        new = meta["completion_tokens"] - received
+        tokens = data["output_ids"][-new:] if new else []
+        log_probs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new else []
+        finish_reason = meta["finish_reason"]
+        return tokens, log_probs, finish_reason["type"] if finish_reason else None
+
+    def pause(self) -> None:
+        self.client.post("/pause_generation", {"mode": "abort"})
+
+    def resume(self) -> None:
+        self.client.post("/continue_generation", {})
+
+    def forget_prefixes(self) -> None:
+        """SGLang cannot flush its cache while requests run: later requests use another cache key."""
+        self._cache_key = uuid.uuid4().hex
+
+    def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
+        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
+        body = {
+            "input_ids": list(PROBE_PROMPT),
+            "sampling_params": {"temperature": temperature, "top_k": top_k, "max_new_tokens": 1, "ignore_eos": True},
+            "extra_key": uuid.uuid4().hex,  # no cached KV, with which rounding differs
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": PROBE_TOP_TOKENS,
+        }
+        (top,) = self.client.post("/generate", body)["meta_info"]["output_top_logprobs"]
+        return {token: log_prob for log_prob, token, *_ in top}
+
+    # ---------------------------------------------------------------- weights
+
+    def weight_label(self) -> str | None:
+        return str(self.client.get("/model_info")["weight_version"])
+
+    def set_weight_label(self, label: str) -> None:
+        self.command("/update_weight_version", new_version=label, abort_all_requests=False)
+        self.expected_label = label
+
+    def command(self, path: str, **body: Any) -> Any:
+        """Post a command; ServerError unless the server reports success."""
+        reply = self.client.post(path, body, timeout_s=600.0)
+        if reply and not reply.get("success", True):
+            raise ServerError(f"rollout.server_urls: {self.client.url}{path} failed: {reply['message']}")
+        return reply
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ServerError(
+                f"rollout.server_urls: {self.client.url} is not suitable for this run: {problem}. Start it with\n"
+                f"{self._command}"
+            )
+
+
+def _server_command(client: ControlClient, model_path: str, config: RolloutConfig) -> str:
+    url = urlsplit(client.url)
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model_path, "--host", url.hostname or ""]
+    words += ["--port", str(url.port or 80), "--dtype", config.dtype, "--context-length", str(config.max_model_len)]
+    words += ["--max-running-requests", str(config.max_num_seqs), "--stream-interval", "1"]
+    return f"SGLANG_RETURN_ORIGINAL_LOGPROB=0 {shlex.join(words)}"
+
+
+class SGLangTransport:
+    """A `WeightTransport`: this process joins SGLang's weight update group, which is created at the first update."""
+
+    def __init__(self, api: SGLangServerAPI, device: torch.device) -> None:
+        self._api, self._device = api, device
+        self._group: TransferGroup | None = None
+        self._group_name = ""
+        self._updates = 0
+        self._checksums: dict[str, str] = {}
+        """SHA-256 of sent tensors, by name."""
+        self._large: set[str] = set()
+        self._comparable = True
+        """Whether SGLang's checksums are of the same kind."""
+
+    def reset(self) -> None:
+        self._group = None
+
+    def begin(self) -> None:
+        if self._group is None:
+            self._create_group()
+        self._checksums = {}
+        self._api.command("/begin_weight_update")
+
+    def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        group = self._group
+        assert group is not None
+
+        def broadcast() -> None:
+            for name, tensor in tensors:
+                sent = group.broadcast(tensor.detach().to(group.device).contiguous())
+                if self._updates == 0 or name not in self._large:
+                    self._add_checksum(name, sent)
+
+        run_both_sides(
+            self._api.client,
+            broadcast,
+            self._api.command,
+            "/update_weights_from_distributed",
+            names=[name for name, _ in tensors],
+            dtypes=[dtype_name(tensor.dtype) for _, tensor in tensors],
+            shapes=[list(tensor.shape) for _, tensor in tensors],
+            group_name=self._group_name,
+            flush_cache=False,
+        )
+
+    def finish(self) -> None:
+        self._api.command("/end_weight_update")
+        if self._comparable and self._api.ranks == 1:
+            self._compare_checksums()
+        self._updates += 1
+        self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
+
+    def _create_group(self) -> None:
+        self._group_name, self._updates = uuid.uuid4().hex[:8], 0
+        host = TransferHost(local_address(self._api.client))
+        size = 1 + self._api.ranks
+        both_cuda = self._device.type == self._api.device.type == "cuda"
+        backend, device = ("nccl", "cuda") if both_cuda else ("gloo", "cpu")
+        # The prefix that torch gives the store keys of a group with this name on this kind of device.
+        prefix = f"{self._group_name}/{self._group_name}//{device}/"
+
+        def join() -> None:
+            self._group = TransferGroup(host, 0, size, backend, self._device, prefix=prefix)
+
+        run_both_sides(
+            self._api.client,
+            join,
+            self._api.command,
+            "/init_weights_update_group",
+            master_address=host.address.host,
+            master_port=host.address.port,
+            rank_offset=1,
+            world_size=size,
+            group_name=self._group_name,
+            backend=backend,
+        )
+
+    # ---------------------------------------------------------------- checksums
+
+    def _add_checksum(self, name: str, tensor: torch.Tensor) -> None:
+        is_padded = tensor.dim() > 1 and tensor.shape[0] % _VOCAB_MULTIPLE
+        if self._comparable and self._api.ranks == 1 and not is_padded:
+            flat = tensor.cpu().reshape(-1).view(torch.uint8)
+            self._checksums[name] = hashlib.sha256(flat.numpy().data).hexdigest()
+            if tensor.numel() > _MAX_CHECKED_ELEMENTS:
+                self._large.add(name)
+
+    def _compare_checksums(self) -> None:
+        """Compare the weights that SGLang has under the names by which they were sent, unmerged."""
+        skipped = sorted(self._large) if self._updates else []
+        reply = self._api.command("/weights_checker", action="checksum", skip_tensor_list=skipped)
+        reported: dict[str, str] = reply["ranks"][0]["checksums"]
+        shared = sorted(self._checksums.keys() & reported.keys() - set(skipped))
+        wrong = [name for name in shared if not self._checksums[name].startswith(reported[name])]
+        if not self._updates and len(wrong) == len(shared):
+            self._comparable = False
+            logger.warning(
+                "rollout: the checksums of %s are of another kind than SHA-256 of the tensors: its weights are only"
+                " verified through its log-probs.",
+                self._api.client.url,
+            )
+        elif wrong:
+            raise WeightMismatchError(
+                f"weights: {wrong[0]!r} at {self._api.client.url} differs from what was sent ({len(wrong)} of"
+                f" {len(shared)} checksums differ). The weight sync lost or changed data."
+            )

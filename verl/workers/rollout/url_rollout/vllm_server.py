@@ -1,0 +1,240 @@
+"""`vllm serve`: its HTTP API and required options, and the weight transfer to our extension of its workers."""
+
+from __future__ import annotations
+
+import shlex
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from verl.config import RolloutConfig
+from verl.inference.sequence import Sequence as TokenSequence
+from verl.types.weights import Bucket, WeightMismatchError
+from verl.utils.device import resolve_dtype
+from verl.utils.transfer_group import TransferGroup, TransferHost
+from verl.utils.weight_fingerprint import fingerprints
+from verl.workers.rollout.streaming_server import StreamEvent, params_after
+from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
+from verl.workers.rollout.url_rollout.server import ControlClient, ServerError, local_address, run_both_sides
+from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, device_name
+from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
+from verl.workers.rollout.weights import bucket_layout, layout_bytes
+
+__all__ = ["VllmServerAPI", "VllmTransport"]
+
+_LOG_PROBS_MODE = "processed_logprobs"
+# Fields of the model configuration that must be equal in trainer and server.
+_MODEL_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+class VllmServerAPI:
+    """A `ServerAPI`: token ids in and out by the completions API, the rest by development endpoints."""
+
+    path = "/v1/completions"
+    after_truncation = True
+
+    def __init__(self, client: ControlClient, model_path: str, config: RolloutConfig, hf_config: Any) -> None:
+        """ServerError, with the right command line, if the server is not suitable for this run."""
+        self.client = client
+        self._command = _server_command(client, model_path, config)
+        self._config, self._hf_config = config, hf_config
+        self.connect()
+
+    def connect(self) -> None:
+        config = self._config
+        self.engine = f"vLLM {self.client.get('/version')['version']}"
+        model = self.client.get("/v1/models")["data"][0]
+        self._model_name, length = model["id"], model["max_model_len"]
+        self._require(
+            self.client.has_endpoint("/server_info"), "it has no development endpoints (VLLM_SERVER_DEV_MODE=1)"
+        )
+        server_config = self.client.get("/server_info", config_format="json")["vllm_config"]
+        self.model = server_config["model_config"]
+        self.dtype: torch.dtype = getattr(torch, self.model["dtype"].removeprefix("torch."))
+        self.device = torch.device(server_config["device_config"]["device"])
+        self.max_streams = 2 * int(server_config["scheduler_config"]["max_num_seqs"])
+        self._require(
+            self.model["logprobs_mode"] == _LOG_PROBS_MODE,
+            f"its logprobs_mode is {self.model['logprobs_mode']}; training needs {_LOG_PROBS_MODE}",
+        )
+        self._require(
+            length >= config.max_model_len, f"its max_model_len is {length}; {config.max_model_len} are needed"
+        )
+        if config.dtype != "auto":
+            self._require(
+                self.dtype == resolve_dtype(config.dtype, self.device), f"its dtype is {self.dtype}, not {config.dtype}"
+            )
+        extension = server_config["parallel_config"]["worker_extension_cls"]
+        self._require(
+            extension == SERVER_EXTENSION,
+            f"its worker_extension_cls is {extension!r}; weights are loaded by {SERVER_EXTENSION}",
+        )
+        self.workers = self.rpc("verl_describe")
+        self._require_same_model(self._hf_config)
+        self.expected_label = self.weight_label()
+        self.resume()  # an interrupted run may have left it paused
+
+    # ---------------------------------------------------------------- requests
+
+    def build_request(self, sequence: TokenSequence) -> dict[str, Any]:
+        arguments = sampling_arguments(sequence)
+        return {
+            "model": self._model_name,
+            "prompt": list(sequence.token_ids),
+            "stream": True,
+            "return_token_ids": True,
+            **{name: value for name, value in arguments.items() if value is not None},
+        }
+
+    def continue_request(self, request: dict[str, Any], generated: list[int]) -> dict[str, Any]:
+        return params_after(request, len(generated)) | {"prompt": request["prompt"] + generated}
+
+    def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
+        if "error" in data:
+            raise ServerError(f"{self.client.url}: {data['error']}")
+        choice = data["choices"][0]
+        tokens = choice["token_ids"] or []
+        return tokens, choice["logprobs"]["token_logprobs"] if tokens else [], choice["finish_reason"]
+
+    def pause(self) -> None:
+        self.client.post("/pause", mode="abort", clear_cache=False)
+
+    def resume(self) -> None:
+        self.client.post("/resume")
+
+    def forget_prefixes(self) -> None:
+        if not self.client.post("/reset_prefix_cache")["success"]:
+            raise ServerError(
+                f"{self.client.url} does not reset its prefix cache, because requests of another client run there."
+            )
+
+    def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
+        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
+        body = {
+            "model": self._model_name,
+            "prompt": list(PROBE_PROMPT),
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_k": max(0, top_k),
+            "logprobs": PROBE_TOP_TOKENS,
+            "return_tokens_as_token_ids": True,
+        }
+        (top,) = self.client.post(self.path, body)["choices"][0]["logprobs"]["top_logprobs"]
+        return {int(token.removeprefix("token_id:")): log_prob for token, log_prob in top.items()}
+
+    # ---------------------------------------------------------------- weights
+
+    def weight_label(self) -> str | None:
+        return str(self.client.get("/weight_info")["weight_version"])
+
+    def set_weight_label(self, label: str) -> None:
+        self.client.post("/update_weight_version", {"new_version": label})
+        self.expected_label = label
+
+    def rpc(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
+        """Call a method of the server's workers; return one result per worker."""
+        body = {"method": method, "args": list(args), "timeout": timeout_s}
+        return self.client.post("/collective_rpc", body, timeout_s=timeout_s)["results"]
+
+    # ---------------------------------------------------------------- requirements
+
+    def _require_same_model(self, hf_config: Any) -> None:
+        ours = hf_config.get_text_config(decoder=True).to_dict()
+        theirs = self.workers[0]["model"]
+        for name in _MODEL_FIELDS:
+            if name in theirs and name in ours:
+                self._require(
+                    theirs[name] == ours[name], f"its model has {name} {theirs[name]}, the trainer's has {ours[name]}"
+                )
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ServerError(
+                f"rollout.server_urls: {self.client.url} is not suitable for this run: {problem}. Start it with\n"
+                f"{self._command}"
+            )
+
+
+def _server_command(client: ControlClient, model_path: str, config: RolloutConfig) -> str:
+    url = urlsplit(client.url)
+    words = ["vllm", "serve", model_path, "--host", url.hostname or "", "--port", str(url.port or 80)]
+    words += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
+    words += ["--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", _LOG_PROBS_MODE]
+    words += ["--worker-extension-cls", SERVER_EXTENSION]
+    return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
+
+
+class VllmTransport:
+    """A `WeightTransport` by gloo or NCCL: this process and the server's workers form a transfer group, which is
+    created at the first update. The workers return fingerprints of the received tensors."""
+
+    def __init__(self, api: VllmServerAPI, device: torch.device) -> None:
+        self._api, self._device = api, device
+        self._group: TransferGroup | None = None
+        self._group_name = ""
+        self._updates = 0
+
+    def reset(self) -> None:
+        self._group = None
+
+    def begin(self) -> None:
+        if self._group is None:
+            self._create_group()
+        self._api.rpc("verl_begin_update")
+
+    def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        assert self._group is not None
+        bucket: Bucket = dict(tensors)
+        layout = bucket_layout(bucket)
+        flat = torch.zeros(layout_bytes(layout), dtype=torch.uint8, device=self._group.device)
+        for piece in layout:
+            piece.view(flat).copy_(bucket[piece.name])
+        sent = fingerprints({piece.name: piece.view(flat) for piece in layout})
+        pieces = [asdict(piece) for piece in layout]
+        group = self._group
+        received_by_worker = run_both_sides(
+            self._api.client, lambda: group.broadcast(flat), self._api.rpc, "verl_receive", pieces
+        )
+        for rank, received in enumerate(received_by_worker):
+            for name, total in sent.items():
+                if received.get(name) != total:
+                    raise WeightMismatchError(
+                        f"weights: {name!r} differs at worker {rank} of {self._api.client.url} (fingerprint"
+                        f" {received.get(name)} there, {total} here). The weight sync lost or changed data."
+                    )
+
+    def finish(self) -> None:
+        missing = sorted({name for names in self._api.rpc("verl_finish_update") for name in names})
+        if missing and self._api.model["quantization"] is None:  # scales are computed, not sent
+            raise WeightMismatchError(
+                f"weights: {missing[0]!r} of {self._api.client.url} got no value ({len(missing)} did not). vLLM uses"
+                " other names for this model than transformers."
+            )
+        self._updates += 1
+        self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
+
+    def _create_group(self) -> None:
+        self._group_name, self._updates = uuid.uuid4().hex[:8], 0
+        host = TransferHost(local_address(self._api.client))
+        size = 1 + len(self._api.workers)
+        our_device = device_name(self._device)
+        worker_devices = {worker["device"] for worker in self._api.workers}
+        # NCCL needs a GPU per member, and no two members may share one.
+        backend = "gloo" if "cpu" in worker_devices | {our_device} or our_device in worker_devices else "nccl"
+
+        def join() -> None:
+            self._group = TransferGroup(host, 0, size, backend, self._device)
+
+        address = host.address
+        run_both_sides(self._api.client, join, self._api.rpc, "verl_join", address.host, address.port, size, backend)
