@@ -27,8 +27,8 @@ from _answer_lengths import FIELDS, in_groups, read_lengths
 from _pool_clock import Costs, Pool
 from _report import report
 
-from verl.trainer.asynchronous.buffer import Buffer, Group
-from verl.trainer.asynchronous.utilization import Setup, Utilization, tuning_advice
+from verl.trainer.asynchronous.rollout_buffer import PromptGroup, RolloutBuffer
+from verl.trainer.asynchronous.utilization import AsyncSetup, Utilization, tuning_advice
 
 TRACES = Path(__file__).parent / "traces"
 COSTS = TRACES / "qwen2.5-0.5b_h200.json"
@@ -113,7 +113,7 @@ class Asynchronous:
         self._work, self._costs, self._training, self._mode, self._staleness = work, costs, training, mode, staleness
         self._pool = Pool(costs, rollout, slots)
         in_order = mode == "one_step_off"
-        self._buffer = Buffer(work.prompts * (rollout + training), staleness, "wait", in_order)
+        self._buffer = RolloutBuffer(work.prompts * (rollout + training), staleness, "wait", in_order)
         self._prompts = work.stream()
         self._now = 0.0
         self._serial = -1
@@ -130,12 +130,16 @@ class Asynchronous:
             batch, seconds = self._step(version)
             if version >= warm_up:
                 self._utilization.step(seconds)
-                samples += sum(group.answers for group in batch)
+                samples += sum(group.response_count for group in batch)
                 ages.append(self._buffer.metrics(version)["async/staleness/mean"])
         shares = self._utilization.shares()
         assert shares is not None
-        setup = Setup(
-            self._mode, self._staleness, self._mode == "async", own_devices=True, reached=self._buffer.reached
+        setup = AsyncSetup(
+            self._mode,
+            self._staleness,
+            self._mode == "async",
+            own_devices=True,
+            trained_staleness=self._buffer.max_trained_staleness,
         )
         return Result(
             samples / (self._now - begun),
@@ -149,14 +153,14 @@ class Asynchronous:
     def _clocked(self) -> Utilization:
         return Utilization(lambda: self._now, self._at_once)
 
-    def _step(self, version: int) -> tuple[list[Group], dict[str, float]]:
+    def _step(self, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
         begun = self._now
         if self._mode == "one_step_off":  # what is in flight finishes with the weights it began with
             while self._pool.load:
                 self._finish(version - 1)
         self._pool.pause(self._now, self._costs.hand_over_s)
         self._now += self._costs.hand_over_s
-        assert not self._buffer.dropped(version), "nothing is dropped where batches wait"
+        assert not self._buffer.drop_stale(version), "nothing is dropped where batches wait"
         self._send(version)
         waiting = self._now
         while (batch := self._buffer.take(version)) is None:
@@ -164,7 +168,7 @@ class Asynchronous:
             while self._pool.next_end() <= until:
                 self._finish(version)
             self._now = until
-        tokens = sum(sum(group.rows) + PROMPT_TOKENS * group.answers for group in batch)
+        tokens = sum(sum(group.state) + PROMPT_TOKENS * group.response_count for group in batch)
         costs, trained = self._costs, self._now
         update = tokens / (costs.update_tokens_per_s * self._training)
         end = trained + update + tokens / (costs.log_prob_tokens_per_s * self._training) + costs.rest_s
@@ -175,11 +179,11 @@ class Asynchronous:
 
     def _send(self, version: int) -> None:
         answers = []
-        for _ in range(self._buffer.room(version)):
+        for _ in range(self._buffer.capacity(version)):
             self._serial += 1
             lengths = next(self._prompts)
-            group = Group(self._serial, str(self._serial), len(lengths), version, rows=lengths)
-            self._buffer.sent(group)
+            group = PromptGroup(self._serial, str(self._serial), len(lengths), version, state=lengths)
+            self._buffer.add(group)
             self._left[group.serial] = len(lengths)
             answers += [(tokens, group) for tokens in lengths]
         self._pool.add(answers, self._now)
@@ -191,7 +195,7 @@ class Asynchronous:
         self._left[group.serial] -= 1
         if not self._left[group.serial]:
             del self._left[group.serial]
-            self._buffer.finished(group, group.sent_at)
+            self._buffer.mark_finished(group, group.sent_at)
 
 
 def bound(work: Work, costs: Costs, ranks: int) -> float:

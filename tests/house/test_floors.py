@@ -174,8 +174,8 @@ def test_a_circle_through_a_function_and_a_type_is_found():
 
 
 def test_the_collaborators_do_not_know_the_trainer():
-    """They are told what they need; the asynchronous trainer composes the same ones."""
-    for name in ("groups", "generator", "validator", "weight_sync", "state", "dynamic_sampling", "prompts"):
+    """The async trainer composes the same ones."""
+    for name in ("worker_groups", "generator", "validator", "weight_sync", "state", "dynamic_sampling", "prompts"):
         source = (ROOT / f"verl/trainer/ppo/{name}.py").read_text()
         assert "RayPPOTrainer" not in source, name
         assert "ray_trainer" not in source, name

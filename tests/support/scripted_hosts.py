@@ -187,7 +187,7 @@ class ScriptedGroups:
     engines: int = 2
     loops: int = 0
     restarts: int = 0
-    answering: tuple[Any, ...] = ()
+    generating: tuple[Any, ...] = ()
     generation_open: bool = False
     uses_ray: bool = False
     may_lose_hosts: bool = True

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl.config import EvalConfig, SFTConfig
+from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
-from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     Rule,

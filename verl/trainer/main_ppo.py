@@ -176,7 +176,7 @@ class TaskRunner:
         from verl.trainer.common.watch import HangWatch
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
-        from verl.trainer.ppo.state import started
+        from verl.trainer.ppo.state import check_run_start
         from verl.trainer.ppo.teachers import check_teachers
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
@@ -203,7 +203,7 @@ class TaskRunner:
         check_memory(config, folders)
         if config.do_search:
             check_retriever(config.retriever)
-        start = started(config, self.role_worker_mapping)
+        start = check_run_start(config, self.role_worker_mapping)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
         data = config.data

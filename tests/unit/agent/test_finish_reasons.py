@@ -25,7 +25,7 @@ from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
 from verl.interactions.box import InteractionBox
-from verl.trainer.ppo.advantage import cut_answers
+from verl.trainer.ppo.metric_utils import truncated_rows
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
 from verl.workers.rollout.call_trace import CallTrace, tracing
@@ -84,7 +84,7 @@ def play(
 
 def is_cut(trajectory: Trajectory) -> bool:
     """What `response_length/clip_ratio` and `algorithm.truncated_responses` read."""
-    return bool(cut_answers(rows_from_trajectories([trajectory], pad_token_id=0))[-1])
+    return bool(truncated_rows(rows_from_trajectories([trajectory], pad_token_id=0))[-1])
 
 
 class Turns(AgentLoopBase):

@@ -63,7 +63,7 @@ def test_single_turn_agents_train_bit_for_bit_as_the_engine_alone_does(task: dic
     rows = DataProto.from_single_dict(next(iter(alone.train_dataloader)))
     rows.non_tensor_batch["agent_name"] = object_array(["tool_agent"] * len(rows))
     with pytest.raises(ValueError, match=r"Set actor_rollout_ref\.rollout\.mode=async"):
-        alone.generator.answer(rows, step=3, validate=False, reward_fn=None, retry=lambda call: call())
+        alone.generator.generate(rows, step=3, validate=False, reward_fn=None, retry=lambda call: call())
 
 
 def test_a_tool_that_cannot_work_is_told_before_models_are_loaded(task, tmp_path: Path, monkeypatch):

@@ -29,7 +29,7 @@ from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.app import in_options
 from verl.inference.serving.openai_requests import ModelFacts, parse
 from verl.protocol import DataProto
-from verl.trainer.ppo.teacher_servers import TeacherServer
+from verl.trainer.ppo.teachers import TeacherServer
 
 KEY = "a secret"
 MAX_LENGTH = 50_000
@@ -468,7 +468,7 @@ def test_a_server_of_another_vocabulary_or_none_at_all_is_no_teacher(address, mo
     TeacherServer("big", [address], 0).check(TOKENIZER, "student", 100)
     other = tiny_tokenizer()
     other.add_tokens([f"<|other{number}|>" for number in range(6)])
-    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.* tokens of the student.*= student: token"):
+    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.*= student: token"):
         TeacherServer("big", [address], 0).check(other, "student", 100)
     monkeypatch.setattr("verl.utils.network._FIRST_PAUSE_S", 0.0)
     with pytest.raises(ConnectionError, match=r"teacher_models\.big\.url: http://127\.0\.0\.1:9.* does not answer"):
@@ -480,7 +480,7 @@ def test_a_server_that_cannot_read_the_longest_rows_is_refused_before_training(a
     monkeypatch.setenv("VERL_API_KEY", KEY)
     teacher = TeacherServer("big", [address], 0)
     teacher.check(TOKENIZER, "student", MAX_LENGTH - 1)
-    with pytest.raises(ValueError, match=r"up to 50000 .*rows of up to 50000 .*--max-model-len 50001 or more"):
+    with pytest.raises(ValueError, match=r"up to 50000 .*up to 50000 .*--max-model-len 50001 or more"):
         teacher.check(TOKENIZER, "student", MAX_LENGTH)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from verl.algos import AdaptiveKLController, FixedKLController
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, value_per_answer
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, trajectory_values
 
 
 def batch_of(scores: list[float], mask: list[list[int]] | None = None, **columns) -> DataProto:
@@ -74,13 +74,11 @@ def test_gdpo_keeps_the_rewards_apart_that_the_configuration_names():
 def test_what_the_reward_said_by_name():
     batch = batch_of([1.0, 0.5], acc=[np.True_, False], part=[None, math.nan], note=["x", "y"])
     key = "algorithm.gdpo.reward_keys"
-    assert value_per_answer(batch, "score", key).tolist() == [1.0, 0.5]
-    assert value_per_answer(batch, "acc", key).tolist() == [1.0, 0.0]
-    assert value_per_answer(batch, "part", key).tolist() == [0.0, 0.0], "a sample that could not be scored counts 0"
+    assert trajectory_values(batch, "score", key).tolist() == [1.0, 0.5]
+    assert trajectory_values(batch, "acc", key).tolist() == [1.0, 0.0]
+    assert trajectory_values(batch, "part", key).tolist() == [0.0, 0.0], "a sample that could not be scored counts 0"
     named_alike = batch_of([1.0, 0.5], acc=[7, 7], reward_acc=[1.0, 0.0])
-    assert value_per_answer(named_alike, "acc", key).tolist() == [1.0, 0.0], "the data has a column of the name too"
+    assert trajectory_values(named_alike, "acc", key).tolist() == [1.0, 0.0], "the data has a column of the name too"
     for name in ("note", "formt"):
-        with pytest.raises(
-            ValueError, match=rf"reward_keys: the reward returned no number under '{name}' \(there is: s"
-        ):
-            value_per_answer(batch, name, key)
+        with pytest.raises(ValueError, match=rf"reward_keys: .*'{name}' \(available: score"):
+            trajectory_values(batch, name, key)

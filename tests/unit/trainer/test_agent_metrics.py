@@ -15,7 +15,7 @@ from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.trainer.common.dumps import dump_rows, write_jsonl
 from verl.trainer.common.phases import verdict
-from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
+from verl.trainer.ppo.scoring import ToolUseCheck, agent_metrics
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.output import rows_from_trajectories
 
@@ -97,18 +97,18 @@ def test_tools_that_nobody_calls_are_said_once_after_three_steps(caplog):
     none, some = {"tool_call_counts/max": 0.0}, {"tool_call_counts/max": 2.0}
     with caplog.at_level(logging.WARNING):
         for steps in ([none, none, some, none, none, none], [{}] * 4):
-            watch = ToolUse(given)
+            watch = ToolUseCheck(given)
             for metrics in steps:
-                watch.see(metrics, lambda: "text")
-        without = ToolUse(as_config(RolloutConfig, {}))
+                watch.check(metrics, lambda: "text")
+        without = ToolUseCheck(as_config(RolloutConfig, {}))
         for _ in range(4):
-            without.see(none, lambda: "text")
+            without.check(none, lambda: "text")
         assert not caplog.records
-        watch, searching = ToolUse(given), ToolUse(as_config(RolloutConfig, {}), searches=True)
+        watch, searching = ToolUseCheck(given), ToolUseCheck(as_config(RolloutConfig, {}), searches=True)
         for _ in range(9):
-            watch.see(none, lambda: "I would rather guess")
+            watch.check(none, lambda: "I would rather guess")
         for _ in range(9):
-            searching.see(none, lambda: "I know it")
+            searching.check(none, lambda: "I know it")
     record, other = caplog.records
     assert "<search> query </search>" in other.getMessage()
     for words in ("no tool was called in 3 steps", "tools.py", "multi_turn.format=hermes", "I would rather guess"):

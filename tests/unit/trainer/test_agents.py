@@ -15,9 +15,9 @@ from verl.config import ActorConfig, AlgorithmConfig, as_config, names
 from verl.protocol import DataProto
 from verl.trainer.common.guard import NoSamplesError
 from verl.trainer.ppo.advantage import add_advantages, compute_advantage
-from verl.trainer.ppo.agents import require_some_finished, spread_fields
-from verl.trainer.ppo.arrange import concat_rows
-from verl.trainer.ppo.reward import compute_reward, reward_metrics
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.row_balancing import concat_rows
+from verl.trainer.ppo.scoring import require_some_finished, reward_metrics, spread_extra_fields
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
@@ -41,7 +41,7 @@ def trajectory(number: int, *rows: list[Turn], uid: str = "a", status: str = "fi
 
 def batch_of(*trajectories: Trajectory) -> DataProto:
     rows = rows_from_trajectories(trajectories, pad_token_id=0)
-    spread_fields(rows)
+    spread_extra_fields(rows)
     return rows
 
 
@@ -116,13 +116,13 @@ def test_a_failed_trajectory_has_no_influence_on_the_others(name):
 def test_where_none_went_through_to_its_end_the_last_failure_is_named():
     said = [{"error": "KeyError: 'city'"}, {"error": "TimeoutError: the user's server"}, {"error": None}]
     broken = [trajectory(i, [model([5])], status="failed", said=each) for i, each in enumerate(said)]
-    with pytest.raises(NoSamplesError, match=r"not one of 3 trajectories .* TimeoutError: the user's server"):
+    with pytest.raises(NoSamplesError, match=r" 3 trajectories .* TimeoutError: the user's server"):
         require_some_finished(batch_of(*broken))
-    assert require_some_finished(batch_of(*broken, trajectory(9, [model([5])])), before=7) == 0
+    assert require_some_finished(batch_of(*broken, trajectory(9, [model([5])])), failed_before=7) == 0
     # A stream may have asked for the one prompt that is missing, which may always fail.
-    assert require_some_finished(batch_of(*broken), before=2, enough=6) == 5
-    with pytest.raises(NoSamplesError, match="not one of 6 trajectories"):
-        require_some_finished(batch_of(*broken), before=3, enough=6)
+    assert require_some_finished(batch_of(*broken), failed_before=2, limit=6) == 5
+    with pytest.raises(NoSamplesError, match=" 6 trajectories"):
+        require_some_finished(batch_of(*broken), failed_before=3, limit=6)
     require_some_finished(DataProto.from_dict({"response_mask": torch.zeros(1, 1)}))
 
 

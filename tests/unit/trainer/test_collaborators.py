@@ -13,13 +13,13 @@ from verl.config import load_config
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.main_ppo import TaskRunner, create_rl_dataset
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.weight_sync import WeightSync
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils import hf_tokenizer
 from verl.utils.plain_store import load_plain
 
@@ -125,8 +125,8 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
         generator.start()
         WeightSync(groups).sync(state.policy_version)
         metrics: dict[str, float] = {}
-        rows = generator.answer_rows(state.prompts.take(8))
-        answered = generator.answer(rows, 1, False, reward_fn, retry=lambda call: call())
+        rows = generator.rollout_rows(state.prompts.take(8))
+        answered = generator.generate(rows, 1, False, reward_fn, retry=lambda call: call())
         batch = generator.score(answered, metrics, step=1)
         batch = batch.union(groups.infer(groups.actor.compute_log_prob, batch, "actor"))
         batch.batch["advantages"] = torch.ones_like(batch.batch["old_log_probs"])

@@ -164,11 +164,11 @@ def test_a_sampler_that_learns_draws_nothing_ahead_and_is_saved_with_what_it_lea
     loader = loader_of(6, 1, 2, Learner(None, None))
     batches = iter(loader)
     assert next(batches) == [(0, os.getpid())]
-    PromptStream(loader, 1).learn_from(5)
+    PromptStream(loader, 1, 4).learn_from(5)
     assert next(batches) == [(5, os.getpid())]
-    PromptStream(loader, 1).learn_from(3)
+    PromptStream(loader, 1, 4).learn_from(3)
     assert loader.state_dict()["sampler"] == {"told": 3}
-    PromptStream(object(), 1).learn_from(1)  # a dataloader of the user's may be anything
+    PromptStream(object(), 1, 4).learn_from(1)  # a dataloader of the user's may be anything
 
 
 class Told(Numbers):
@@ -240,7 +240,7 @@ def test_rows_are_loaded_by_other_processes_but_no_more_than_there_are_batches_o
 def test_a_stream_that_is_closed_leaves_no_process_behind():
     """Torch reports workers that die with their process as a traceback: they are ended before it exits."""
     loader = loader_of(8, 2, 2)
-    stream, before = PromptStream(loader, total_epochs=1), set(multiprocessing.active_children())
+    stream, before = PromptStream(loader, total_epochs=1, batch_size=4), set(multiprocessing.active_children())
     stream._next_rows()
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == loader._num_workers > 0
@@ -262,6 +262,6 @@ def test_a_sampler_without_a_length_is_refused():
 
 def test_a_batch_larger_than_the_data_is_refused_with_the_numbers():
     config = config_of()
-    with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files hold only 3 usable prompts"):
+    with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files have only 3 "):
         make_dataloader(Numbers(3), config)
     assert [len(batch) for batch in make_dataloader(Numbers(3), config, collate_fn=list, batch_size=2)] == [2, 1]

@@ -15,7 +15,7 @@ from tests.support.tiny import save_tiny_model
 from tests.support.training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.teachers import check_teachers, joined, rows_of_teachers
+from verl.trainer.ppo.teachers import check_teachers, join_columns, rows_of_teachers
 from verl.utils import hf_tokenizer
 
 TEACHERS = "distillation.teacher_models"
@@ -121,7 +121,7 @@ def test_rows_go_to_the_teacher_of_their_source_else_to_the_one_for_all_others()
     batch = DataProto.from_dict({"x": torch.zeros(4)}, {"data_source": object_array(["a", "b", "c", "a"])})
     found = rows_of_teachers(batch, "data_source", {"a": "first", None: "rest"})
     assert {name: rows.tolist() for name, rows in found.items()} == {"first": [0, 3], "rest": [1, 2]}
-    with pytest.raises(ValueError, match=r"no teacher is for rows with data_source = 'b' .*first for a"):
+    with pytest.raises(ValueError, match=r"data_source = 'b' .*first for a"):
         rows_of_teachers(batch, "data_source", {"a": "first"})
 
 
@@ -130,7 +130,7 @@ def test_what_servers_and_ranks_say_is_joined_in_the_order_of_the_rows():
         DataProto.from_dict({"x": torch.full((rows, width), value)})
         for rows, width, value in ((2, 3, 1.0), (1, 2, 2.0))
     ]
-    whole = joined(parts, [np.array([0, 2]), np.array([1])], width=4).batch["x"]
+    whole = join_columns(parts, [np.array([0, 2]), np.array([1])], width=4).batch["x"]
     assert whole.tolist() == [[1, 1, 1, 0], [2, 2, 0, 0], [1, 1, 1, 0]]
 
 

@@ -12,7 +12,7 @@ import torch
 from verl.config import load_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import NoSamplesError
-from verl.trainer.ppo.dynamic_sampling import differing_answers, fill_batch
+from verl.trainer.ppo.dynamic_sampling import DynamicSampling, differing_trajectories
 from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.workers.reward_manager.naive import FAILED
@@ -43,7 +43,7 @@ class Run:
         )
         self.scores = scores
         rows = [{"input_ids": torch.arange(len(uids))[:, None], "uid": object_array(uids)} for uids in batches]
-        self.prompts = PromptStream(loader(rows), total_epochs=1)
+        self.prompts = PromptStream(loader(rows), total_epochs=1, batch_size=size)
         self.asked: list[list[str]] = []
 
     def roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -59,8 +59,8 @@ class Run:
 
     def fill(self, reward_fn: Any = None) -> tuple[DataProto, dict[str, float]]:
         metrics: dict[str, float] = {}
-        prompts = self.prompts.take(self.config.data.gen_batch_size)
-        batch = fill_batch(prompts, metrics, self.roll_out, self.prompts, reward_fn, self.config, 7, pad_token_id=0)
+        sampling = DynamicSampling(self.config, pad_token_id=0)
+        batch = sampling.fill(self.prompts.next_batch(), metrics, self.roll_out, self.prompts, reward_fn, step=7)
         return batch, metrics
 
 
@@ -188,7 +188,7 @@ def test_a_prompt_that_comes_twice_in_one_step_is_two_groups():
     batch, _ = run.fill()
     assert run.asked == [["a", "b"], ["a~2", "b~2"]]
     assert uids(batch) == ["a", "a", "a~2", "a~2"]
-    assert not run.prompts.waiting
+    assert not run.prompts.queued
 
 
 def test_prompts_come_back_under_their_own_name():
@@ -213,18 +213,18 @@ def test_answers_that_could_not_be_scored_say_nothing_about_their_group():
     """Masked, their 0 beside a 1 is no difference; a group of only such answers is dropped."""
     groups = np.array(["a", "a", "a", "b", "b"])
     batch = scored([1.0, 1.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
-    assert differing_answers(batch, groups, "score").tolist() == [False] * 5
+    assert differing_trajectories(batch, groups, "score").tolist() == [False] * 5
     batch = scored([1.0, 0.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
-    assert differing_answers(batch, groups, "score").tolist() == [True, True, False, False, False]
+    assert differing_trajectories(batch, groups, "score").tolist() == [True, True, False, False, False]
 
 
 def test_the_metric_may_be_what_the_reward_returned():
     """Scores differ (length), accuracy does not; rounding is no difference; a missing value counts 0."""
     groups = np.array(["a", "a", "b", "b"])
     batch = scored([1.0, 0.9, 0.3, 0.3 + 1e-8], [1, 1, 1, 1], acc=[True, True, None, 1], note=["x"] * 4)
-    assert differing_answers(batch, groups, "score").tolist() == [True, True, False, False]
-    assert differing_answers(batch, groups, "acc").tolist() == [False, False, True, True]
-    with pytest.raises(ValueError, match=r"filter_groups.metric: the reward returned no number under .accc. \(there"):
-        differing_answers(batch, groups, "accc")
-    with pytest.raises(ValueError, match=r"no number under 'note'"):
-        differing_answers(batch, groups, "note")
+    assert differing_trajectories(batch, groups, "score").tolist() == [True, True, False, False]
+    assert differing_trajectories(batch, groups, "acc").tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"filter_groups\.metric: .*'accc' \(available: score"):
+        differing_trajectories(batch, groups, "accc")
+    with pytest.raises(ValueError, match=r"filter_groups\.metric: .*'note'"):
+        differing_trajectories(batch, groups, "note")

@@ -11,10 +11,9 @@ from tests.support.training_harness import make_task, overrides, policy_worker
 from verl.config import load_config
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.main_ppo import TaskRunner
-from verl.trainer.ppo.engine_probe import EngineMismatchError, EngineProbe
-from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.weight_sync import WeightSync
+from verl.trainer.ppo.weight_sync import EngineMismatchError, EngineProbe, WeightSync
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils import hf_tokenizer
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -31,7 +30,7 @@ def groups(tmp_path_factory) -> Iterator[tuple[WorkerGroups, EngineProbe]]:
     groups = WorkerGroups(config, runner.role_worker_mapping, pools, LocalWorkerGroup, "cpu")
     groups.start()
     tokenizer, rollouts = hf_tokenizer(config.actor_rollout_ref.model.path), RolloutManager(config, groups)
-    yield groups, EngineProbe(config, tokenizer, groups, rollouts, wanted=True)
+    yield groups, EngineProbe(config, tokenizer, groups, rollouts, enabled=True)
     pools.release()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.scripted_hosts import ScriptedEngine, scripted_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.generator import answer_rows, split_off_baselines
+from verl.trainer.ppo.generator import rollout_rows, split_off_baselines
 from verl.types.request import Output, Request
 from verl.workers.rollout.engine_host import EngineHost
 
@@ -39,7 +39,7 @@ def requests_from(rows: DataProto, **sampling: Any) -> list[Request]:
 
 
 def test_each_prompt_is_sampled_n_times_and_decoded_greedily_once():
-    rows = answer_rows(PROMPTS, n=2, greedy=True)
+    rows = rollout_rows(PROMPTS, n=2, greedy=True)
     assert rows.non_tensor_batch["uid"].tolist() == ["a", "a", "a", "b", "b", "b"]
     assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
     requests = requests_from(rows, temperature=0.7)
@@ -48,14 +48,14 @@ def test_each_prompt_is_sampled_n_times_and_decoded_greedily_once():
 
 
 def test_without_a_baseline_no_request_is_greedy_and_the_sampled_ones_are_the_same():
-    plain = requests_from(answer_rows(PROMPTS, n=2, greedy=False))
-    beside = requests_from(answer_rows(PROMPTS, n=2, greedy=True))
+    plain = requests_from(rollout_rows(PROMPTS, n=2, greedy=False))
+    beside = requests_from(rollout_rows(PROMPTS, n=2, greedy=True))
     assert not any(request.params.greedy for request in plain)
     assert [r.params.key for r in plain] == [r.params.key for r in beside if not r.params.greedy]
 
 
 def test_the_greedy_score_becomes_the_baseline_of_its_prompt():
-    rows = answer_rows(PROMPTS, n=2, greedy=True)
+    rows = rollout_rows(PROMPTS, n=2, greedy=True)
     scores = [0.1, 0.2, 0.9, 0.3, 0.4, 0.7]
     rows.batch["token_level_scores"] = torch.tensor([[0.0, score] for score in scores])
     kept = split_off_baselines(rows)

@@ -21,7 +21,7 @@ POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.Reward
 class Groups:
     """Who would be started anew, in the place of real groups."""
 
-    replicas = SimpleNamespace(current=4)
+    replicas = SimpleNamespace(current_version=4)
 
     def __init__(self) -> None:
         self.restarted: list[frozenset[Role]] = []
@@ -32,7 +32,7 @@ class Groups:
         pool = next(pool for pool in POOLS if role in map(str, pool))
         return frozenset() if Role.Actor in pool else frozenset(pool)
 
-    def revive_engines(self) -> None:
+    def restart_engines(self) -> None:
         self.revived += 1
         if self.failures:
             raise self.failures.pop(0)

@@ -21,8 +21,8 @@ from verl.trainer.ppo.reward import (
     compute_reward,
     get_custom_reward_fn,
     load_reward_manager,
-    reward_metrics,
 )
+from verl.trainer.ppo.scoring import reward_metrics
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 
@@ -285,7 +285,7 @@ def test_an_async_function_is_told_of_the_reward_models_server(tmp_path):
     assert scores.sum(-1).tolist() == [len(TOKENIZER(text)["input_ids"]) for text in ("one two", "three")]
     assert said["at"] == ["10.0.0.5:8001"] * 2
     assert said["asked"] == ["Count."] * 2
-    with pytest.raises(ValueError, match=r"reward_router_address is not known\. Set reward_model\.url=host:port"):
+    with pytest.raises(ValueError, match=r"reward_router_address\. Set reward_model\.url=host:port"):
         get_custom_reward_fn(load_config({**given, "reward_model": {}}, check_files=False))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.finished_rows import FinishedTrajectory
 from verl.trainer.ppo.generator import RewardOverlap
+from verl.trainer.ppo.rollout_jobs import FinishedTrajectory
 
 
 class Manager:

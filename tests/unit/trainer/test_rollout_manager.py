@@ -17,8 +17,8 @@ from tests.support.scripted_hosts import ScriptedGroups, expected_tokens, prompt
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.open_calls import OpenCall, open_calls
-from verl.trainer.ppo import rollout_manager
-from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
+from verl.trainer.ppo import rollout_hosts, rollout_manager
+from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
@@ -33,7 +33,7 @@ LIMIT = 12
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial outputs are reported with every reply."""
-    monkeypatch.setattr(rollout_manager, "_COLLECT_S", 0.01)
+    monkeypatch.setattr(rollout_hosts, "_COLLECT_S", 0.01)
     monkeypatch.setattr(rollout_manager, "_WAKE_S", 0.01)
     monkeypatch.setattr(loop_host, "_COALESCE_S", 0.001)
     monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)
@@ -269,7 +269,7 @@ def test_hang_detection_sees_and_ends_a_wait(setup):
         processes = ()
 
     run = setup()
-    run.groups.answering = (Group(),)
+    run.groups.generating = (Group(),)
     error = HangError("generation hangs", "rollout", 0, "here", "collect")
 
     def give_up() -> None:
@@ -312,7 +312,7 @@ def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):
         processes = ()
 
     run = setup()
-    run.groups.answering = (Group(),)
+    run.groups.generating = (Group(),)
 
     def watched_calls() -> list[Any]:
         return [call for call in open_calls() if isinstance(call.group, Group)]
@@ -383,7 +383,7 @@ def test_a_host_may_finish_rows_while_those_of_a_lost_one_are_sent_again(setup):
         @property
         def host(self) -> Any:
             rows.popitem()  # as the thread of another host does
-            return run.manager._hosts[0]
+            return run.manager._hosts.all[0]
 
     rows["p0/0"] = FinishesMeanwhile()
     run.manager._needs_open = True
@@ -466,13 +466,13 @@ def test_replies_of_an_earlier_host_are_not_taken(setup):
     old = run.groups.rollout_ranks[0]
     old.released.clear()
     old.engine.advance(names=["a/0"])
-    run.wait_for(lambda: not run.manager._hosts[0].handle.host._jobs[job].finished)
-    stale = run.manager._hosts[0]
+    run.wait_for(lambda: not run.manager._hosts.all[0].handle.host._jobs[job].finished)
+    stale = run.manager._hosts.all[0]
     run.groups.rollout_ranks[0] = type(old)(run.config, "rollout", 0)
     run.manager._needs_open = True
     run.manager.open()
     assert stale.closed
-    assert stale not in run.manager._hosts
+    assert stale not in run.manager._hosts.all
     old.released.set()
     time.sleep(0.05)
     assert (seen, run.manager.take_finished(job)) == ([], [])
@@ -518,7 +518,7 @@ def test_results_are_not_given_to_a_call_whose_caller_is_gone(setup):
     old = rank.host.id
     thread = threading.Thread(target=lambda: zombie.append(rank.host.collect(old, 20.0, False)), daemon=True)
     thread.start()
-    run.manager._hosts[0].closed = True
+    run.manager._hosts.all[0].closed = True
     run.manager._needs_open = True
     run.manager.open()
     assert rank.host.id != old

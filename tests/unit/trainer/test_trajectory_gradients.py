@@ -19,7 +19,7 @@ from verl.algos.aggregate import LOSS_AGG_MODES
 from verl.config import ActorConfig, CriticConfig, as_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.advantage import compute_advantage
-from verl.trainer.ppo.arrange import arrange, mini_batches_by_prompt, row_costs
+from verl.trainer.ppo.row_balancing import balance_rows, mini_batches_by_prompt, row_costs
 from verl.utils.balancing import COST_PER_TOKEN
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import local_counts, micro_batches
@@ -101,11 +101,11 @@ def gradients(estimator: str, loss: Any, output: str, numbers: torch.Tensor, ran
     """The gradient of every mini-batch by every token's number: [mini-batches, tokens]."""
     batch = compute_advantage(batch_of_rows(), estimator, gamma=GAMMA, lam=LAM)
     minis = mini_batches_by_prompt(batch.non_tensor_batch["uid"], PROMPTS_PER_MINI_BATCH)
-    arranged = arrange(row_costs(batch), minis, ranks, balance)
-    assert arranged.filler.any() == (ranks > 1), "the case must have fillers"
-    shards = arranged.take(batch, list(batch.batch.keys())).chunk(ranks)
+    balanced = balance_rows(row_costs(batch), minis, ranks, balance)
+    assert balanced.filler.any() == (ranks > 1), "the case must have fillers"
+    shards = balanced.take(batch, list(batch.batch.keys())).chunk(ranks)
     found = []
-    for start, size in zip(np.cumsum([0, *arranged.sizes[:-1]]), arranged.sizes, strict=True):
+    for start, size in zip(np.cumsum([0, *balanced.sizes[:-1]]), balanced.sizes, strict=True):
         parts = [shard[int(start) : int(start) + size] for shard in shards]
         own = [local_counts(part) for part in parts]
         counts = Counts(sum(each.tokens for each in own), sum(each.sequences for each in own))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl.algos import AdaptiveKLController
 from verl.config import names
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, value_per_answer
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, trajectory_values
 
 LENGTH, TRAJECTORIES = 9, 8
 PER_TOKEN = ("token_level_rewards", "token_level_scores", "values", "response_mask", "old_log_probs", "ref_log_prob")
@@ -93,7 +93,7 @@ def test_the_kl_per_sequence_and_what_the_reward_said_count_trajectories(seed):
     assert row_metrics == pytest.approx(whole_metrics)
     assert controllers[0].value == pytest.approx(controllers[1].value)
     for name in ("score", "format"):
-        torch.testing.assert_close(value_per_answer(rows, name, "key"), value_per_answer(batch, name, "key"))
+        torch.testing.assert_close(trajectory_values(rows, name, "key"), trajectory_values(batch, name, "key"))
 
 
 @pytest.mark.parametrize("name", names.ADV_ESTIMATORS)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
 from verl.trainer.common.failures import NonFatalFailures
-from verl.trainer.ppo.validator import Validator, joined, known_scores, sample_metrics
+from verl.trainer.ppo.validator import Validator, join_samples, known_scores, sample_metrics
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:
@@ -27,16 +27,18 @@ def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str
     }
 
 
-def accuracies(samples: dict[str, list], judged: bool) -> dict[str, float]:
-    return {name: value for name, value in sample_metrics(samples, judged).items() if name.startswith("val/")}
+def accuracies(samples: dict[str, list], scores_are_degrees: bool) -> dict[str, float]:
+    return {
+        name: value for name, value in sample_metrics(samples, scores_are_degrees).items() if name.startswith("val/")
+    }
 
 
 def test_rewards_that_say_different_things_are_joined_with_gaps():
     """Two batches of two data sources: one reward returns acc and pred, the other a number alone."""
-    samples = joined([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
+    samples = join_samples([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
     assert samples["acc"] == [True, None, None]
     assert samples["uid"] == ["a", "b", "c"]
-    metrics = sample_metrics(samples, judged=False)
+    metrics = sample_metrics(samples, scores_are_degrees=False)
     assert metrics["val-core/math/acc/mean@1"] == 1.0
     assert metrics["val-aux/math/reward/mean@1"] == 0.7, "where there is an accuracy, it is what to look at"
     assert metrics["val-core/chat/reward/mean@1"] == pytest.approx(0.3)
@@ -46,21 +48,23 @@ def test_rewards_that_say_different_things_are_joined_with_gaps():
 
 def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
     """Punished for its length a right answer scores 0.7 and is still right."""
-    samples = joined([part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])])
-    assert accuracies(samples, judged=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+    samples = join_samples(
+        [part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])]
+    )
+    assert accuracies(samples, scores_are_degrees=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
 
 
 def test_the_score_of_a_reward_model_is_neither_right_nor_wrong():
-    samples = joined([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
-    assert accuracies(samples, judged=True) == {"val/math/accuracy": 1.0}
+    samples = join_samples([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
+    assert accuracies(samples, scores_are_degrees=True) == {"val/math/accuracy": 1.0}
 
 
 def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
     failed, given = [0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]
     assert known_scores(given, failed, SimpleNamespace(on_error="zero")) == given, "told to count it as 0"
     scores = known_scores(given, failed, SimpleNamespace(on_error="mask"))
-    samples = joined([part(["a", "a", "b", "b"], "math", scores)])
-    metrics = sample_metrics(samples, judged=False)
+    samples = join_samples([part(["a", "a", "b", "b"], "math", scores)])
+    metrics = sample_metrics(samples, scores_are_degrees=False)
     assert metrics["val/math/accuracy"] == 2 / 3
     assert metrics["val-core/math/reward/mean@2"] == 0.75
     assert metrics["val-core/math/reward/pass@1"] == 0.75
@@ -131,9 +135,9 @@ def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
 
     shown = ("trainer.log_val_generations=2", "trainer.console_val_generations=2")
     config = load_config(None, ["data.train_files=x", "actor_rollout_ref.model.path=a/b", *shown], check_files=False)
-    validator = Validator(config, None, None, judge=None, failures=NonFatalFailures())
+    validator = Validator(config, None, None, add_rm_scores=None, failures=NonFatalFailures())
     with Tracking("p", "e", "wandb") as tracking:
-        validator.show(joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
+        validator.show(join_samples([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
     import wandb
 
     started, (step, data), end = wandb.logged

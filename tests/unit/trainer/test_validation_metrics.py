@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.trainer.ppo.metric_utils import bootstrap_metric, calc_maj_val, process_validation_metrics
-from verl.trainer.ppo.validation_metrics import pass_at_k, prompt_intervals
+from verl.trainer.ppo.metric_utils import (
+    bootstrap_metric,
+    calc_maj_val,
+    pass_at_k,
+    process_validation_metrics,
+    prompt_intervals,
+)
 
 
 def values_only(metrics: dict[str, float]) -> dict[str, float]:
@@ -206,7 +211,7 @@ def test_intervals_are_the_same_for_the_same_seed_and_in_any_number_of_chunks(mo
     whole = prompt_intervals(values, seed=5)
     np.testing.assert_array_equal(whole, prompt_intervals(values, seed=5))
     assert not np.array_equal(whole, prompt_intervals(values, seed=6))
-    monkeypatch.setattr("verl.trainer.ppo.validation_metrics._CHUNK_ELEMENTS", 50 * 64)
+    monkeypatch.setattr("verl.trainer.ppo.metric_utils._CHUNK_ELEMENTS", 50 * 64)
     np.testing.assert_allclose(whole, prompt_intervals(values, seed=5))
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.asynchronous.buffer import Buffer
-from verl.trainer.ppo.arrange import concat_prompts
+from verl.trainer.asynchronous.rollout_buffer import RolloutBuffer
+from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import is_plain
 
 __all__ = [
     "GroupState",
-    "ages",
     "from_plain",
     "group_shape",
     "join_prompts",
     "load_buffer",
-    "prompts_of",
+    "oldest_step",
     "save_buffer",
+    "saved_prompts",
     "to_plain",
 ]
 
@@ -42,7 +42,7 @@ _BY_TOKEN = {
 
 @dataclass(slots=True)
 class GroupState:
-    """State of one group (`Group.rows`)."""
+    """State of one group (`PromptGroup.state`)."""
 
     name: str
     """The `uid` of its rows: unique among groups in flight and dropped groups whose results may still arrive."""
@@ -54,8 +54,8 @@ class GroupState:
     """Its finished trajectories by name: `FinishedTrajectory`, or `Trajectory` after `from_plain`."""
     partials: dict[str, Output] = field(default_factory=dict)
     """Partial outputs of its unfinished trajectories by name, as last read."""
-    scores: Any = None
-    """Scorer of its trajectories (`Generator.score_ahead`); None: they are scored with the batch."""
+    scorer: Any = None
+    """Scorer of its trajectories (`Generator.early_scorer`); None: they are scored with the batch."""
     row: int = 0
 
     @property
@@ -63,8 +63,8 @@ class GroupState:
         """Its prompt: one row."""
         return self.source[self.row : self.row + 1]
 
-    def trajectories(self, count: int) -> list[str]:
-        """The names of its trajectories."""
+    def trajectory_names(self, count: int) -> list[str]:
+        """The names of its `count` trajectories."""
         return [f"{self.name}/{number}" for number in range(count)]
 
 
@@ -77,15 +77,16 @@ def join_prompts(states: Sequence[GroupState]) -> DataProto:
     return concat_prompts(parts)
 
 
-def ages(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
-    """Return the step at which the oldest token was sampled, and the number of trajectories with several versions.
+def oldest_step(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
+    """Return the step at which the oldest token was sampled, and the number of partial rollouts: trajectories with
+    several weight versions.
 
     `versions`: weight versions of each trajectory. `steps`: the last step at which the rollout had each version.
     `default`: the step of versions that `steps` does not have.
     """
-    sets = [set(of_trajectory) for of_trajectory in versions]
-    oldest = min((steps.get(version, default) for of_trajectory in sets for version in of_trajectory), default=default)
-    return oldest, sum(len(of_trajectory) > 1 for of_trajectory in sets)
+    distinct = [set(of_trajectory) for of_trajectory in versions]
+    oldest = min((steps.get(version, default) for version in set().union(*distinct)), default=default)
+    return oldest, sum(len(of_trajectory) > 1 for of_trajectory in distinct)
 
 
 def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[
         "name": state.name,
         "prompt": {"tensors": dict(prompt.batch.items()), "arrays": dict(prompt.non_tensor_batch)},
         "step": state.step,
-        "made": {name: _trajectory_data(one) for name, one in trajectories.items() if _is_plain(one)},
+        "made": {name: _packed_trajectory(item) for name, item in trajectories.items() if _is_plain(item)},
         "partials": {name: _packed(output) for name, output in state.partials.items()},
     }
 
@@ -107,19 +108,21 @@ def from_plain(saved: Mapping[str, Any]) -> GroupState:
         saved["name"],
         _prompt(saved),
         int(saved["step"]),
-        {name: _trajectory(one) for name, one in saved["made"].items()},
+        {name: _unpacked_trajectory(item) for name, item in saved["made"].items()},
         {name: Output(**_unpacked(output)) for name, output in saved["partials"].items()},
     )
 
 
-def save_buffer(buffer: Buffer, trajectories: Callable[[list[Any]], list[Trajectory]]) -> dict[str, Any]:
-    """The state of a buffer whose groups have a GroupState, as plain data. `trajectories(finished)` reads finished
-    trajectories from the object store."""
+def save_buffer(buffer: RolloutBuffer, read: Callable[[list[Any]], list[Trajectory]]) -> dict[str, Any]:
+    """The state of a buffer whose groups have a GroupState, as plain data. `read(finished)` reads finished trajectories
+    from the object store."""
     saved = buffer.state()
     finished = [header for group in saved["groups"] for header in group["rows"].finished.values()]
-    by_name = dict(zip((header.name for header in finished), trajectories(finished), strict=True))
+    by_name = dict(zip((header.name for header in finished), read(finished), strict=True))
     storable = {
-        group.serial for group in buffer.ready() if all(_is_plain(by_name[name]) for name in group.rows.finished)
+        group.serial
+        for group in buffer.finished_groups()
+        if all(_is_plain(by_name[name]) for name in group.state.finished)
     }
     saved["finished"] = [serial for serial in saved["finished"] if serial in storable]
     saved["groups"] = [
@@ -129,7 +132,7 @@ def save_buffer(buffer: Buffer, trajectories: Callable[[list[Any]], list[Traject
     return saved
 
 
-def load_buffer(buffer: Buffer, saved: Mapping[str, Any]) -> None:
+def load_buffer(buffer: RolloutBuffer, saved: Mapping[str, Any]) -> None:
     """Restore a buffer from `save_buffer`; the finished trajectories of its groups are `Trajectory` objects."""
     groups = [group | {"rows": from_plain(group["rows"])} for group in saved["groups"]]
     buffer.load({**saved, "groups": groups})
@@ -144,7 +147,7 @@ def group_shape(state: Mapping[str, Any]) -> dict[str, int]:
     return {"answers to a prompt": groups[0]["answers"]} if groups else {}
 
 
-def prompts_of(state: Mapping[str, Any]) -> list[DataProto]:
+def saved_prompts(state: Mapping[str, Any]) -> list[DataProto]:
     """The prompts of all groups in a saved stream, in order: for runs that cannot use its responses."""
     return [_prompt(group["rows"]) for group in state["buffer"]["groups"]]
 
@@ -153,24 +156,24 @@ def _prompt(saved: Mapping[str, Any]) -> DataProto:
     return DataProto.from_dict(saved["prompt"]["tensors"], saved["prompt"]["arrays"])
 
 
-def _is_plain(one: Trajectory) -> bool:
+def _is_plain(trajectory: Trajectory) -> bool:
     """Whether a trajectory can be stored: agents may return objects that cannot."""
-    return is_plain(one.extra) and all(is_plain(row.messages) for row in one.rows)
+    return is_plain(trajectory.extra) and all(is_plain(row.messages) for row in trajectory.rows)
 
 
-def _trajectory_data(one: Trajectory) -> dict[str, Any]:
+def _packed_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     rows = [
         {
             "prompt_ids": np.asarray(row.prompt_ids),
             "turns": [_packed(turn) for turn in row.turns],
             "messages": row.messages,
         }
-        for row in one.rows
+        for row in trajectory.rows
     ]
-    return {**_fields(one), "rows": rows}
+    return {**_fields(trajectory), "rows": rows}
 
 
-def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
+def _unpacked_trajectory(saved: Mapping[str, Any]) -> Trajectory:
     rows = [
         Row(row["prompt_ids"], [Turn(**_unpacked(turn)) for turn in row["turns"]], row.get("messages"))
         for row in saved["rows"]
@@ -178,9 +181,9 @@ def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
     return Trajectory(**{**saved, "rows": rows})
 
 
-def _packed(tokens: Turn | Output) -> dict[str, Any]:
+def _packed(item: Turn | Output) -> dict[str, Any]:
     """Its fields, with per-token lists as arrays, which are faster to copy: saving blocks training."""
-    values = _fields(tokens)
+    values = _fields(item)
     return values | {
         name: np.asarray(values[name], dtype)
         for name, dtype in _BY_TOKEN.items()
@@ -195,6 +198,6 @@ def _unpacked(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fields(of: Any) -> dict[str, Any]:
+def _fields(item: Any) -> dict[str, Any]:
     """Like `asdict`, but without a deep copy."""
-    return {item.name: getattr(of, item.name) for item in fields(of)}
+    return {each.name: getattr(item, each.name) for each in fields(item)}

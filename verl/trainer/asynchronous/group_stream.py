@@ -1,4 +1,4 @@
-"""GroupStream: submits prompts while the buffer has room, receives finished trajectories, returns complete groups.
+"""GroupStream: submits prompts while the buffer has capacity, receives finished trajectories, returns complete groups.
 
 To the trainer it is a source of prompts, like `PromptStream`, whose responses are already generated. All bookkeeping is
 done in the trainer's thread; collector threads of the RolloutManager only update scores and utilization.
@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,29 @@ import numpy as np
 from verl.config import PPOConfig
 from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
-from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.group_state import (
     GroupState,
-    ages,
     group_shape,
     join_prompts,
     load_buffer,
-    prompts_of,
+    oldest_step,
     save_buffer,
+    saved_prompts,
 )
-from verl.trainer.asynchronous.in_flight import InFlight
-from verl.trainer.asynchronous.utilization import Utilization
-from verl.trainer.ppo.arrange import concat_prompts
-from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
+from verl.trainer.asynchronous.rollout_buffer import PromptGroup, RolloutBuffer
+from verl.trainer.asynchronous.utilization import InFlight, Utilization
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.recovery import WorkerRecovery
+from verl.trainer.ppo.rollout_jobs import (
+    FinishedTrajectory,
+    join_rows,
+    read_trajectories,
+    store_trajectories,
+    trajectory_names,
+)
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.rollout_state import trajectory_names
+from verl.trainer.ppo.row_balancing import concat_prompts
+from verl.trainer.ppo.state import TrainerState
 
 __all__ = ["GroupStream"]
 
@@ -53,18 +58,18 @@ class GroupStream:
         config: PPOConfig,
         rollouts: RolloutManager,
         generator: Generator,
-        source: Callable[[], PromptStream],
+        state: TrainerState,
         total_steps: int,
-        waiting: Callable[[], AbstractContextManager[None]],
+        wait_phase: Callable[[], AbstractContextManager[None]],
         recovery: WorkerRecovery,
     ) -> None:
-        """`source()` returns the run's prompts; `waiting()` returns the context of a wait for trajectories."""
+        """Prompts are taken from `state.prompts`; `wait_phase()` returns the context of a wait for trajectories."""
         self._config, self._rollouts, self._generator = config, rollouts, generator
-        self._source, self._wait_phase, self._recovery = source, waiting, recovery
+        self._state, self._wait_phase, self._recovery = state, wait_phase, recovery
         data, ahead = config.data, ahead_of(config.trainer)
         self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
-        self._buffer = Buffer(
+        self._buffer = RolloutBuffer(
             data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
         )
         self.utilization = Utilization()
@@ -76,37 +81,39 @@ class GroupStream:
         """By weight version: the last step (number of trained batches) at which the rollout had it. Only versions that
         tokens of live groups may have."""
         self._serial = itertools.count()
-        self._live: dict[str, Group] = {}
+        self._live: dict[str, PromptGroup] = {}
         """Groups in flight, finished or taken by the current step, by the `uid` of their rows."""
         self._dropped: set[str] = set()
         """The `uid` of prompts that were put back. Their next group gets another name, so that late results of the
         dropped group are not stored in it."""
-        self._taken: list[Group] = []
+        self._taken: list[PromptGroup] = []
         self._in_flight = InFlight(self.utilization.set_in_flight)
         self._is_waiting = False
-        """Whether the trainer is blocked in `take`."""
+        """Whether the trainer is blocked in `next_batch`."""
 
     # ---------------------------------------------------------------- for the trainer, step by step
 
-    def begin_step(self, step: int, weights: int) -> None:
-        """Begin a step and drop groups that have become too old. `weights`: weight version of the rollout."""
+    def begin_step(self, step: int, weight_version: int) -> None:
+        """Begin a step and drop groups that have become too old. `weight_version`: that of the rollout."""
         self._version = step - 1
         oldest = self._version - self._max_staleness
-        self._steps = {version: at for version, at in self._steps.items() if at >= oldest} | {weights: self._version}
+        self._steps = {version: at for version, at in self._steps.items() if at >= oldest} | {
+            weight_version: self._version
+        }
         self._receive_all()  # trajectories that finished during the last update are not in flight
         for group in self._taken:
-            del self._live[group.rows.name]
+            del self._live[group.state.name]
         self._taken = []
-        if old := self._buffer.dropped(self._version):
+        if old := self._buffer.drop_stale(self._version):
             self._put_back(old)
-            names = [name for group in old for name in group.rows.trajectories(group.answers)]
+            names = [name for group in old for name in group.state.trajectory_names(group.response_count)]
             self._in_flight.remove(names)
             if self._job is not None:
                 self._rollouts.cancel(self._job, names)
 
-    def take(self, count: int) -> DataProto:
+    def next_batch(self) -> DataProto:
         """Return the prompts of finished groups that the batch of the step still needs. Blocks until they are
-        finished. `count` is not used: the buffer knows the batch size."""
+        finished."""
         self._is_waiting = True
         try:
             with self._wait_phase(), self._rollouts.watched():
@@ -117,13 +124,13 @@ class GroupStream:
         return self._prompts(groups)
 
     def responses(self, prompts: DataProto) -> DataProto:
-        """Return the responses to prompts that `take` returned; all rows of one prompt are adjacent."""
+        """Return the responses to prompts that `next_batch` returned; all rows of one prompt are adjacent."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         rows = self._rows(groups)
-        by_name = {name: trajectory for group in groups for name, trajectory in group.rows.finished.items()}
+        by_name = {name: trajectory for group in groups for name, trajectory in group.state.finished.items()}
         finished = [by_name[name] for name in trajectory_names(rows)]
-        self._generator.scored_ahead(rows, [group.rows.scores for group in groups])
-        return self._generator.joined(rows, join_rows(finished), validate=False)
+        self._generator.use_early_scores(rows, [group.state.scorer for group in groups])
+        return self._generator.join_prompt_columns(rows, join_rows(finished), validate=False)
 
     def reject(self, prompts: DataProto) -> None:
         """Exclude taken prompts from training. They are not generated again; other prompts may be submitted."""
@@ -133,16 +140,16 @@ class GroupStream:
         """Return taken prompts to the source: they will be generated again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         self._buffer.reject(groups)
-        self._source().put_back(join_prompts([group.rows for group in groups]))
+        self._state.prompts.put_back(join_prompts([group.state for group in groups]))
 
     def learn_from(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
-        self._source().learn_from(batch)
+        self._state.prompts.learn_from(batch)
 
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of the dataloader."""
-        return self._source().batches_per_epoch
+        return self._state.prompts.batches_per_epoch
 
     def drain(self) -> None:
         """Block until no group is in flight: every trajectory then has one weight version."""
@@ -151,9 +158,9 @@ class GroupStream:
                 self._recovery.retry_on_worker_loss(self._finish_all)
 
     @property
-    def reached(self) -> int:
+    def max_trained_staleness(self) -> int:
         """The largest staleness that was trained."""
-        return self._buffer.reached
+        return self._buffer.max_trained_staleness
 
     @property
     def loops_limit(self) -> bool:
@@ -182,7 +189,7 @@ class GroupStream:
         if partials and self._partial and self._job is not None:
             for name, output in self._rollouts.partials(self._job).items():
                 if (group := self._live.get(name.rpartition("/")[0])) is not None:
-                    group.rows.partials[name] = output
+                    group.state.partials[name] = output
         self._receive_all()
         saved = save_buffer(self._buffer, read_trajectories)
         return {"buffer": saved, "versions": dict(self._steps), "asked_for": self._group_shape}
@@ -193,16 +200,16 @@ class GroupStream:
         If the number or maximum length of responses has changed, all groups are generated again.
         """
         before = self._group_shape | group_shape(state)
-        if before != self._group_shape and (prompts := prompts_of(state)):
+        if before != self._group_shape and (prompts := saved_prompts(state)):
             now = ", ".join(f"{name} = {value} (was {before[name]})" for name, value in self._group_shape.items())
             logger.warning("%s: responses to %d prompts are discarded; they are generated again", now, len(prompts))
-            self._source().put_back(concat_prompts(prompts))
+            self._state.prompts.put_back(concat_prompts(prompts))
             return
         load_buffer(self._buffer, state["buffer"])
         self._steps = dict(state["versions"])
         self._serial = itertools.count(state["buffer"]["last_serial"] + 1)
-        self._live = {group.rows.name: group for group in (*self._buffer.in_flight(), *self._buffer.ready())}
-        states = [group.rows for group in self._live.values()]
+        self._live = {group.state.name: group for group in (*self._buffer.in_flight(), *self._buffer.finished_groups())}
+        states = [group.state for group in self._live.values()]
         trajectories = [trajectory for state in states for trajectory in state.finished.values()]
         meta, policy = self._generator.meta(self._version + 1, validate=False), self._config.actor_rollout_ref
         finished = iter(store_trajectories(trajectories, policy, meta, self._rollouts.uses_ray))
@@ -213,14 +220,14 @@ class GroupStream:
     def _group_shape(self) -> dict[str, int]:
         """Settings that a group in a checkpoint must have in common with this run."""
         return {
-            "answers to a prompt": self._generator.answers_per_prompt,
+            "answers to a prompt": self._generator.responses_per_prompt,
             "rollout.n": self._config.actor_rollout_ref.rollout.n,
             "data.max_response_length": self._config.data.max_response_length,
         }
 
     # ---------------------------------------------------------------- waiting
 
-    def _next_groups(self) -> list[Group]:
+    def _next_groups(self) -> list[PromptGroup]:
         """Block until the buffer returns groups for the batch. It can be called again after a WorkerError."""
         while True:
             self._open()
@@ -244,67 +251,67 @@ class GroupStream:
             rollout = self._config.actor_rollout_ref.rollout
             engines = self._rollouts.engine_count * rollout.max_num_seqs
             loops = self._rollouts.loop_capacity
-            self.utilization.at_once, self._loops_are_fewer = (
+            self.utilization.max_concurrent, self._loops_are_fewer = (
                 min(engines, loops or engines),
                 loops is not None and loops < engines,
             )
             self._in_flight = in_flight = InFlight(self.utilization.set_in_flight)
             meta = self._generator.meta(self._version + 1, validate=False)
-            self._job = self._rollouts.start(meta, lambda finished: self._on_finished(in_flight, finished))
+            self._job = self._rollouts.start(meta, partial(self._on_finished, in_flight))
             self._submit(self._buffer.in_flight())
 
     def _top_up(self) -> None:
-        """Submit as many prompts as the buffer has room for."""
-        if (room := self._buffer.room(self._version)) > 0:
-            drawn = self._source().take(room, prefetch=False)
-            self._submit([self._new_group(drawn, row) for row in range(len(drawn))])
-            self._source().prefetch()  # its thread would delay the submission: the engines wait for that
+        """Submit as many prompts as the buffer has capacity for."""
+        if (count := self._buffer.capacity(self._version)) > 0:
+            prompts = self._state.prompts.take(count, prefetch=False)
+            self._submit([self._new_group(prompts, row) for row in range(len(prompts))])
+            self._state.prompts.prefetch()  # only now: its thread would delay the submission
 
-    def _new_group(self, prompts: DataProto, row: int = 0) -> Group:
+    def _new_group(self, prompts: DataProto, row: int = 0) -> PromptGroup:
         """A group for the prompt at `row`."""
-        uid, answers = str(prompts.non_tensor_batch["uid"][row]), self._generator.answers_per_prompt
+        uid, count = str(prompts.non_tensor_batch["uid"][row]), self._generator.responses_per_prompt
         serial, is_new = next(self._serial), uid not in self._live and uid not in self._dropped
         self._dropped.discard(uid)
         name = uid if is_new else f"{uid}~{serial}"
         state = GroupState(name, prompts, self._version + 1, row=row)
-        group = Group(serial, uid, answers, self._version, rows=state)
-        self._buffer.sent(group)
+        group = PromptGroup(serial, uid, count, self._version, state=state)
+        self._buffer.add(group)
         self._live[name] = group
         return group
 
-    def _submit(self, groups: Sequence[Group]) -> None:
+    def _submit(self, groups: Sequence[PromptGroup]) -> None:
         """Submit the unfinished trajectories of these groups."""
         assert self._job is not None
-        for step in dict.fromkeys(group.rows.step for group in groups):
-            of_step = [group for group in groups if group.rows.step == step]
+        for step in dict.fromkeys(group.state.step for group in groups):
+            of_step = [group for group in groups if group.state.step == step]
             rows = self._rows(of_step)
             for number, group in enumerate(of_step):
-                span = slice(number * group.answers, (number + 1) * group.answers)
+                span = slice(number * group.response_count, (number + 1) * group.response_count)
                 columns = {name: values[span] for name, values in rows.non_tensor_batch.items()}
-                group.rows.scores = self._generator.score_ahead(columns)
+                group.state.scorer = self._generator.early_scorer(columns)
             names = trajectory_names(rows)
-            finished = {name for group in of_step for name in group.rows.finished}
+            finished = {name for group in of_step for name in group.state.finished}
             missing = [row for row, name in enumerate(names) if name not in finished]
             self._in_flight.add(names[row] for row in missing)
-            partials = {name: output for group in of_step for name, output in group.rows.partials.items()}
+            partials = {name: output for group in of_step for name, output in group.state.partials.items()}
             request = self._generator.request(rows.select_idxs(missing), step, False)
             self._rollouts.submit(self._job, request, partials)
 
-    def _prompts(self, groups: Sequence[Group]) -> DataProto:
+    def _prompts(self, groups: Sequence[PromptGroup]) -> DataProto:
         """The prompts of these groups; `uid` is the name of the group."""
-        prompts = join_prompts([group.rows for group in groups])
-        prompts.non_tensor_batch["uid"] = object_array([group.rows.name for group in groups])
+        prompts = join_prompts([group.state for group in groups])
+        prompts.non_tensor_batch["uid"] = object_array([group.state.name for group in groups])
         return prompts
 
-    def _rows(self, groups: Sequence[Group]) -> DataProto:
+    def _rows(self, groups: Sequence[PromptGroup]) -> DataProto:
         """The rows to generate; those of a group are adjacent."""
-        return self._generator.answer_rows(self._prompts(groups))
+        return self._generator.rollout_rows(self._prompts(groups))
 
-    def _put_back(self, groups: Sequence[Group]) -> None:
+    def _put_back(self, groups: Sequence[PromptGroup]) -> None:
         for group in groups:
-            del self._live[group.rows.name]
+            del self._live[group.state.name]
             self._dropped.add(group.uid)
-        self._source().put_back(join_prompts([group.rows for group in groups]))
+        self._state.prompts.put_back(join_prompts([group.state for group in groups]))
 
     # ---------------------------------------------------------------- receiving
 
@@ -320,8 +327,8 @@ class GroupStream:
                 unscored.setdefault(trajectory.uid, []).append((trajectory.sample_index, trajectory.last_tokens))
         for uid, responses in unscored.items():
             group = self._live.get(uid)
-            if group is not None and group.rows.scores:
-                group.rows.scores.add(responses)
+            if group is not None and group.state.scorer:
+                group.state.scorer.add(responses)
 
     def _receive(self, timeout: float) -> None:
         assert self._job is not None
@@ -337,10 +344,10 @@ class GroupStream:
             group = self._live.get(trajectory.uid)
             if group is None or group.oldest is not None:  # the group was dropped, or is complete
                 continue
-            state: GroupState = group.rows
+            state: GroupState = group.state
             state.finished[trajectory.name] = trajectory
             state.partials.pop(trajectory.name, None)
-            if len(state.finished) == group.answers:
+            if len(state.finished) == group.response_count:
                 versions = [item.versions for item in state.finished.values()]
-                oldest, partial = ages(versions, self._steps, group.sent_at)
-                self._buffer.finished(group, oldest, partial)
+                oldest, partial_count = oldest_step(versions, self._steps, group.sent_at)
+                self._buffer.mark_finished(group, oldest, partial_count)

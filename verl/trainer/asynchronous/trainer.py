@@ -15,7 +15,7 @@ from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.group_stream import GroupStream
-from verl.trainer.asynchronous.utilization import Setup, tuning_advice
+from verl.trainer.asynchronous.utilization import AsyncSetup, tuning_advice
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 __all__ = ["AsyncPPOTrainer"]
@@ -34,13 +34,14 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self.config,
             self.rollouts,
             self.generator,
-            lambda: self.prompts,
+            self.state,
             self.total_training_steps,
-            self._waits_for_answers,
+            self._wait_phase,
             self.recovery,
         )
-        self.state.answers = self.stream
-        self._evenness: list[float] = []
+        self.state.stream = self.stream
+        self._length_evenness: list[float] = []
+        """Of each step: mean response length over the longest one."""
 
     def _train(self) -> None:
         self.stream.utilization.begin()
@@ -53,40 +54,51 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self.stream.close()
         except WorkerError as error:  # the engines are not needed any more
             logger.warning("generation did not end cleanly: %s", error)
-        if (shares := self.stream.utilization.shares()) is not None:
-            ahead, own = ahead_of(self.config.trainer), not shares_devices(self.config)
-            limits = (self.stream.reached, self.stream.loops_limit, float(np.mean(self._evenness or 0.0)))
-            setup = Setup(self.config.trainer.mode, ahead.max_staleness, ahead.partial, own, *limits)
-            logger.info("Who waited for whom: %s.", tuning_advice(shares, setup))
+        self._log_utilization()
+
+    def _log_utilization(self) -> None:
+        if (shares := self.stream.utilization.shares()) is None:
+            return
+        ahead = ahead_of(self.config.trainer)
+        setup = AsyncSetup(
+            self.config.trainer.mode,
+            ahead.max_staleness,
+            ahead.partial,
+            own_devices=not shares_devices(self.config),
+            trained_staleness=self.stream.max_trained_staleness,
+            loops_limit=self.stream.loops_limit,
+            evenness=float(np.mean(self._length_evenness or 0.0)),
+        )
+        logger.info("Utilization: %s.", tuning_advice(shares, setup))
 
     @property
     def _prompt_source(self) -> GroupStream:
         return self.stream
 
     def _next_prompts(self) -> DataProto:
-        """Empty: the GroupStream has submitted the prompts, and the step takes finished groups after its weight
-        sync."""
+        """Return an empty batch: the GroupStream has submitted the prompts, and `_collect_rollouts` takes finished
+        groups after the weight sync."""
         return DataProto()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        self._finish_answers()
+        self._drain_stream()
         return super()._train_step(batch)
 
-    def _finish_answers(self) -> None:
-        """Without partial rollouts, block until no response is in flight. Called before a weight sync, so that the wait
-        is not measured as its time."""
+    def _drain_stream(self) -> None:
+        """Without partial rollouts, block until no trajectory is in flight. Called before the phase of the weight sync,
+        whose time does not include the wait."""
         if not ahead_of(self.config.trainer).partial:
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
 
     def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         self.stream.begin_step(self.global_steps, self.policy_version)
-        batch = super()._collect_rollouts(self.stream.take(self.config.data.train_batch_size), metrics)
+        batch = super()._collect_rollouts(self.stream.next_batch(), metrics)
         metrics |= self.stream.metrics()
         # With tools, the number of tokens does not indicate the time.
         if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == names.SINGLE_TURN:
             lengths = batch.batch["response_mask"].sum(dim=-1)
-            self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
+            self._length_evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
         return batch
 
     def _generate(self, batch: DataProto) -> DataProto:
@@ -94,16 +106,15 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         """Validate with the weights after the step, while the stream stays open."""
-        self._finish_answers()
+        self._drain_stream()
         metrics = super()._validate()
         self._release_weights()
         return metrics
 
-    def _flow_metrics(self) -> dict[str, float]:
+    def _utilization_metrics(self) -> dict[str, float]:
         return self.stream.utilization.step(self.phases.seconds)
 
-    def _waits_for_answers(self) -> AbstractContextManager[None]:
-        """The phase of a wait for trajectories: of the step, or, outside of a step, of the validation that it
-        precedes."""
+    def _wait_phase(self) -> AbstractContextManager[None]:
+        """The phase of a wait for trajectories: a phase of the step, or, if a validation waits, of the status line."""
         phase = self.phases if self.phases.within("step") else self.status.phase
-        return phase("gen", *self.groups.answering)
+        return phase("gen", *self.groups.generating)

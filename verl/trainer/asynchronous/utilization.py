@@ -1,16 +1,16 @@
-"""Utilization of trainer and rollout in async modes: idle shares, and the configuration key that would reduce them."""
+"""Utilization of trainer and rollout in async modes: trajectories in flight, idle shares, advice on keys."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl.config.layout import ACTOR, ROLLOUT
 
-__all__ = ["IdleShares", "Setup", "Utilization", "tuning_advice"]
+__all__ = ["AsyncSetup", "IdleShares", "InFlight", "Utilization", "tuning_advice"]
 
 # Phases in which the trainer waits for scored responses.
 _WAITING = ("gen", "reward")
@@ -32,10 +32,10 @@ class IdleShares:
     """Share of the training time in which the trainer waited for responses."""
     rollout: float
     """Unused share of the rollout's capacity. The capacity is the largest number of responses that were in flight at
-    the same time, but at most `Utilization.at_once`."""
+    the same time, but at most `Utilization.max_concurrent`."""
 
 
-class Setup(NamedTuple):
+class AsyncSetup(NamedTuple):
     """Properties of the run that `tuning_advice` depends on."""
 
     mode: str
@@ -43,7 +43,7 @@ class Setup(NamedTuple):
     partial_rollout: bool
     own_devices: bool
     """The rollout has its own devices."""
-    reached: int
+    trained_staleness: int
     """The largest staleness that was trained."""
     loops_limit: bool = False
     """Trajectories of agents waited for a loop worker although the engines had capacity."""
@@ -54,9 +54,9 @@ class Setup(NamedTuple):
 class Utilization:
     """Accumulates idle times over the steps of a run."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, at_once: int | None = None) -> None:
-        """`at_once`: number of responses that the rollout can generate concurrently; others are queued."""
-        self.at_once = at_once
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_concurrent: int | None = None) -> None:
+        """`max_concurrent`: number of responses that the rollout can generate concurrently; others are queued."""
+        self.max_concurrent = max_concurrent
         self._clock, self._lock = clock, threading.Lock()
         self._changed_at, self._in_flight, self._max_in_flight = clock(), 0, 0
         self._load_s = self._step_load_s = 0.0
@@ -69,14 +69,14 @@ class Utilization:
         with self._lock:
             self._changed_at = self._step_began_at = self._clock()
 
-    def set_in_flight(self, answers: int) -> None:
+    def set_in_flight(self, count: int) -> None:
         """Record the number of responses in flight. Thread-safe."""
         with self._lock:
             now = self._clock()
-            answers = answers if self.at_once is None else min(answers, self.at_once)
+            count = count if self.max_concurrent is None else min(count, self.max_concurrent)
             self._step_load_s += self._in_flight * (now - self._changed_at)
-            self._changed_at, self._in_flight = now, answers
-            self._max_in_flight = max(self._max_in_flight, answers)
+            self._changed_at, self._in_flight = now, count
+            self._max_in_flight = max(self._max_in_flight, count)
 
     def step(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """End a step and return its metrics. `seconds`: durations of its phases. The rollout's time counts from the end
@@ -103,14 +103,14 @@ class Utilization:
 
     @property
     def was_full(self) -> bool:
-        """Whether `at_once` responses were in flight at some time."""
-        return self.at_once is not None and self._max_in_flight >= self.at_once
+        """Whether `max_concurrent` responses were in flight at some time."""
+        return self.max_concurrent is not None and self._max_in_flight >= self.max_concurrent
 
     def _unused(self, load_s: float, elapsed: float) -> float:
         return 1.0 - load_s / max(self._max_in_flight * elapsed, 1e-9) if self._max_in_flight else 1.0
 
 
-def tuning_advice(idle: IdleShares, run: Setup) -> str:
+def tuning_advice(idle: IdleShares, run: AsyncSetup) -> str:
     """One line for the log: the idle shares, the likely bottleneck, and the key that would help."""
     shares = f"trainer idle {idle.trainer:.0%} (waiting for responses), rollout idle {idle.rollout:.0%}"
     if idle.trainer < _NEGLIGIBLE and idle.rollout < _NEGLIGIBLE:
@@ -125,7 +125,7 @@ def tuning_advice(idle: IdleShares, run: Setup) -> str:
     if not run.partial_rollout:
         key = "trainer.mode=async" if run.mode == "one_step_off" else "trainer.partial_rollout=True"
         return f"{shares}: both wait for the last responses before a weight sync; what helps: {key}"
-    if run.reached >= run.max_staleness:
+    if run.trained_staleness >= run.max_staleness:
         key = f"trainer.max_staleness={run.max_staleness + 1}"
         return f"{shares}: both wait for the longest responses; what helps: {key}"
     # The staleness limit was never reached: a larger one would have no effect.
@@ -133,15 +133,51 @@ def tuning_advice(idle: IdleShares, run: Setup) -> str:
     return f"{shares}: the trainer waits for the last responses of a batch; what helps: {remedy}"
 
 
-def _faster_training(run: Setup) -> str:
+def _faster_training(run: AsyncSetup) -> str:
     if run.own_devices:
         return f"move devices to the trainer (trainer.n_gpus_per_node up, {ROLLOUT}.n_gpus_per_node down)"
     return f"a faster update (larger {ACTOR}.ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu)"
 
 
-def _faster_generation(run: Setup) -> str:
+def _faster_generation(run: AsyncSetup) -> str:
     if run.loops_limit:
         return f"more concurrent trajectories ({ROLLOUT}.agent.max_concurrent_requests=null, which is automatic)"
     if run.own_devices:
         return f"more rollout devices ({ROLLOUT}.n_gpus_per_node, {ROLLOUT}.nnodes)"
     return f"more concurrent responses ({ROLLOUT}.gpu_memory_utilization, {ROLLOUT}.max_num_seqs)"
+
+
+class InFlight:
+    """A thread-safe set of names with a callback. Removing a name twice has no effect: a collector thread may report a
+    trajectory as finished while the trainer drops its group."""
+
+    def __init__(self, on_change: Callable[[int], None]) -> None:
+        """`on_change` receives the number of names after every change, under the lock."""
+        self._names: set[str] = set()
+        self._on_change: Callable[[int], None] | None = on_change
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._names)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Add submitted trajectories."""
+        with self._lock:
+            self._names.update(names)
+            self._report()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove trajectories that finished or were dropped; unknown names are ignored."""
+        with self._lock:
+            self._names.difference_update(names)
+            self._report()
+
+    def close(self) -> None:
+        """Stop calling `on_change`: collector threads of a closed job must not change the count of the next one."""
+        with self._lock:
+            self._on_change = None
+
+    def _report(self) -> None:
+        if self._on_change is not None:
+            self._on_change(len(self._names))

@@ -1,9 +1,9 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): a prompt whose answers all score the same is replaced by another one.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replaces prompts whose responses all have the same score.
 
-All right or all wrong, such a group has no advantage and teaches nothing. The step generates `data.gen_batch_size`
-prompts at a time and keeps the groups that differ, until it has `data.train_batch_size` of them. Prompts kept beyond
-that wait for the next step, which answers them again with its own weights. After
-`algorithm.filter_groups.max_num_gen_batches` the step goes on with the groups it has.
+If all responses to a prompt are correct, or all are wrong, their advantages are 0 and the group has no gradient. A step
+generates `data.gen_batch_size` prompts at a time and keeps groups with different scores, until it has
+`data.train_batch_size` of them. Surplus prompts are kept for the next step, which generates them again with its own
+weights. After `algorithm.filter_groups.max_num_gen_batches` the step continues with the groups that it has.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import no_samples
-from verl.trainer.ppo.advantage import value_per_answer
-from verl.trainer.ppo.agent_metrics import COUNTED
-from verl.trainer.ppo.arrange import concat_rows
+from verl.trainer.ppo.advantage import trajectory_values
+from verl.trainer.ppo.row_balancing import concat_rows
+from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS
 from verl.workers.reward_manager.naive import FAILED
 
 logger = logging.getLogger(__name__)
 
-# Scores closer than this are the same score.
+# Scores that differ by less are equal.
 _TOLERANCE = 1e-6
-# Metrics of a generation batch that are numbers of samples; all others are means.
-_COUNTED = ("reward/errors", *COUNTED)
+# Prefixes of metrics that are summed over generation batches; all others are averaged.
+_SUMMED = ("reward/errors", *SUMMED_AGENT_METRICS)
 
-
-RollOut = Callable[[DataProto, dict[str, float]], DataProto]
-"""Scored answers to prompts; metrics of theirs are added to the dict."""
+GenerateAndScore = Callable[[DataProto, dict[str, float]], DataProto]
+"""Returns scored responses to prompts, and adds their metrics to the dict."""
 
 
 class PromptSource(Protocol):
-    """Where prompts come from: the data, or a stream that has their answers."""
+    """Source of further prompts: the dataset, or a stream of prompts with finished responses."""
 
     @property
     def batches_per_epoch(self) -> int: ...
 
-    def take(self, count: int) -> DataProto: ...
+    def next_batch(self) -> DataProto: ...
 
     def put_back(self, prompts: DataProto) -> None: ...
 
@@ -53,57 +52,75 @@ class PromptSource(Protocol):
     def learn_from(self, batch: DataProto) -> None: ...
 
 
-def fill_batch(
-    prompts: DataProto,
-    metrics: dict[str, float],
-    roll_out: RollOut,
-    source: PromptSource,
-    reward_fn: Any,
-    config: PPOConfig,
-    step: int,
-    pad_token_id: int,
-) -> DataProto:
-    """Scored answers to `data.train_batch_size` prompts whose groups differ; `prompts` are tried first.
+class DynamicSampling:
+    """Fills the batch of a step with groups whose responses differ in score."""
 
-    Fewer only where the limit came first.
-    """
-    data, rule = config.data, config.algorithm.filter_groups
-    found, times = _Found(data.train_batch_size), Counter[str]()
-    # A stream of answers gives only what is missing: limits are counted in prompts, a batch of them may be a few.
-    most = rule.max_num_gen_batches * data.gen_batch_size
-    while True:
-        answers_metrics: dict[str, float] = {}
-        groups = own_groups(prompts, times)
-        batch = roll_out(groups, answers_metrics)
-        source.learn_from(batch)
-        surplus, dull = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
-        if len(surplus):
-            source.put_back(prompts.select_idxs(surplus))
-        if len(dull):
-            source.reject(prompts.select_idxs(dull))
-        if found.unscored_in_a_row >= config.trainer.max_nonfinite_steps * data.gen_batch_size:
-            _stop_in_an_outage(config.trainer.max_nonfinite_steps, reward_fn)
-        # Without a limit: a whole epoch that added no group will not do so a second time either.
-        in_vain = found.prompts_in_vain >= source.batches_per_epoch * data.gen_batch_size
-        if found.missing == 0 or 0 < most <= found.prompts or in_vain:
-            break
-        prompts = source.take(data.gen_batch_size)
-    metrics |= found.metrics()
-    return found.result(config, step, pad_token_id)
+    def __init__(self, config: PPOConfig, pad_token_id: int) -> None:
+        self._config, self._pad_token_id = config, pad_token_id
 
+    def fill(
+        self,
+        prompts: DataProto,
+        metrics: dict[str, float],
+        generate_and_score: GenerateAndScore,
+        source: PromptSource,
+        reward_fn: Any,
+        step: int,
+    ) -> DataProto:
+        """Return scored responses to `data.train_batch_size` prompts whose responses differ; `prompts` are tried first.
 
-def _stop_in_an_outage(batches: int, reward_fn: Any) -> None:
-    """Answers that nobody can score never differ: without this, an outage would cost an epoch and be called dull data.
+        The batch is smaller only if the limit of generation batches was reached.
+        """
+        data, filter_config = self._config.data, self._config.algorithm.filter_groups
+        kept, uses = _KeptGroups(data.train_batch_size), Counter[str]()
+        # Counted in prompts, not batches: a stream returns only the missing ones, which may be a few.
+        max_prompts = filter_config.max_num_gen_batches * data.gen_batch_size
+        max_unscored = self._config.trainer.max_nonfinite_steps
+        while True:
+            batch_metrics: dict[str, float] = {}
+            groups = with_unique_uids(prompts, uses)
+            batch = generate_and_score(groups, batch_metrics)
+            source.learn_from(batch)
+            surplus, equal = kept.add(batch, groups.non_tensor_batch["uid"], filter_config.metric, batch_metrics)
+            if len(surplus):
+                source.put_back(prompts.select_idxs(surplus))
+            if len(equal):
+                source.reject(prompts.select_idxs(equal))
+            # Unscored responses never differ: without this check, an outage of the reward would cost an epoch and be
+            # reported as unsuitable data. With on_error=zero or fail the user has chosen what happens.
+            unscored = kept.unscored_prompts >= max_unscored * data.gen_batch_size
+            if unscored and getattr(reward_fn, "on_error", None) == "mask":
+                raise no_samples(f"{max_unscored} generation batches", getattr(reward_fn, "last_failure", None))
+            # Without a limit: after a whole epoch without a single group, another epoch would not help.
+            in_vain = kept.prompts_without_group >= source.batches_per_epoch * data.gen_batch_size
+            if kept.missing == 0 or 0 < max_prompts <= kept.prompts or in_vain:
+                break
+            prompts = source.next_batch()
+        metrics |= kept.metrics()
+        return self._batch(kept, step)
 
-    With on_error=zero or fail the user has said what becomes of them.
-    """
-    if getattr(reward_fn, "on_error", None) == "mask":
-        raise no_samples(f"{batches} generation batches", getattr(reward_fn, "last_failure", None))
+    def _batch(self, kept: _KeptGroups, step: int) -> DataProto:
+        tried = f"{kept.prompts} prompts in {kept.batches} generation batches"
+        metric = self._config.algorithm.filter_groups.metric
+        if not kept.parts:
+            raise ValueError(
+                f"algorithm.filter_groups: step {step} tried {tried}, and for none of them the responses differ in"
+                f" {metric!r}: there is nothing to learn from. Look at responses and scores (trainer.rollout_data_dir),"
+                " choose another algorithm.filter_groups.metric, harder or easier data, or set"
+                " algorithm.filter_groups.enable=False."
+            )
+        if kept.missing:
+            logger.warning(
+                "step %d: %s gave %d of %d groups that differ in %s; training continues with these"
+                " (algorithm.filter_groups.max_num_gen_batches)",
+                *(step, tried, kept.taken, kept.wanted, metric),
+            )
+        return concat_rows(kept.parts, self._pad_token_id)
 
 
 @dataclass
-class _Found:
-    """The groups found for one step so far."""
+class _KeptGroups:
+    """The groups kept for one step so far, and statistics over everything that was generated."""
 
     wanted: int
     parts: list[DataProto] = field(default_factory=list)
@@ -111,13 +128,13 @@ class _Found:
     prompts: int = 0
     differing: int = 0
     taken: int = 0
-    prompts_in_vain: int = 0
-    """Since the last group that differed."""
-    unscored_in_a_row: int = 0
-    """Prompts of generation batches of which not one answer could be scored."""
+    prompts_without_group: int = 0
+    """Prompts since the last group that differed."""
+    unscored_prompts: int = 0
+    """Prompts of the last consecutive generation batches in which no response could be scored."""
     scores: list[np.ndarray] = field(default_factory=list)
     dropped_scores: list[np.ndarray] = field(default_factory=list)
-    per_batch: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    batch_metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def missing(self) -> int:
@@ -126,39 +143,39 @@ class _Found:
     def add(
         self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Take what is missing from one generation batch; places in `uids` of prompts that were not needed any more,
-        and of those whose answers do not differ."""
+        """Keep the missing groups of one generation batch. Return the indices in `uids` of surplus prompts, and of
+        prompts whose responses do not differ."""
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
-        answer_uids = row_uids[Trajectories.of(batch).last_rows]
-        differ = differing_answers(batch, answer_uids, metric)
-        kept = np.flatnonzero(np.isin(uids.astype(str), answer_uids[differ].astype(str)))
-        chosen, surplus = kept[: self.missing], kept[self.missing :]
+        trajectory_uids = row_uids[Trajectories.of(batch).last_rows]
+        differ = differing_trajectories(batch, trajectory_uids, metric)
+        differing = np.flatnonzero(np.isin(uids.astype(str), trajectory_uids[differ].astype(str)))
+        chosen, surplus = differing[: self.missing], differing[self.missing :]
         if len(chosen):
             self.parts.append(batch.select_idxs(np.isin(row_uids.astype(str), uids[chosen].astype(str))))
         self.batches += 1
         self.prompts += len(uids)
-        self.differing += len(kept)
+        self.differing += len(differing)
         self.taken += len(chosen)
         failed = batch.non_tensor_batch.get(FAILED)
-        self.unscored_in_a_row = self.unscored_in_a_row + len(uids) if failed is not None and all(failed) else 0
-        self.prompts_in_vain = 0 if len(kept) else self.prompts_in_vain + len(uids)
-        scores = value_per_answer(batch, "score", "algorithm.filter_groups.metric").numpy()
+        self.unscored_prompts = self.unscored_prompts + len(uids) if failed is not None and all(failed) else 0
+        self.prompts_without_group = 0 if len(differing) else self.prompts_without_group + len(uids)
+        scores = trajectory_values(batch, "score", "algorithm.filter_groups.metric").numpy()
         self.scores.append(scores)
         self.dropped_scores.append(scores[~differ])
         for name, value in metrics.items():
-            self.per_batch[name].append(value)
-        return surplus, np.setdiff1d(np.arange(len(uids)), kept)
+            self.batch_metrics[name].append(value)
+        return surplus, np.setdiff1d(np.arange(len(uids)), differing)
 
     def metrics(self) -> dict[str, float]:
-        """Means and counts over everything that was generated, and what became of it."""
+        """Return means and sums over everything that was generated, and how much of it was kept."""
         dropped = np.concatenate(self.dropped_scores)
-        found = {
-            name: float(sum(values) if name.startswith(_COUNTED) else np.mean(values))
-            for name, values in self.per_batch.items()
+        metrics = {
+            name: float(sum(values) if name.startswith(_SUMMED) else np.mean(values))
+            for name, values in self.batch_metrics.items()
         }
         if len(dropped):
-            found["filter_groups/dropped_score_mean"] = float(dropped.mean())
-        return found | {
+            metrics["filter_groups/dropped_score_mean"] = float(dropped.mean())
+        return metrics | {
             "filter_groups/score_mean": float(np.concatenate(self.scores).mean()),
             "filter_groups/num_gen_batches": float(self.batches),
             "filter_groups/kept_share": self.differing / self.prompts,
@@ -166,37 +183,21 @@ class _Found:
             "filter_groups/missing_prompts": float(self.missing),
         }
 
-    def result(self, config: PPOConfig, step: int, pad_token_id: int) -> DataProto:
-        """The step's batch."""
-        tried = f"{self.prompts} prompts in {self.batches} generation batches"
-        metric = config.algorithm.filter_groups.metric
-        if not self.parts:
-            raise ValueError(
-                f"algorithm.filter_groups: step {step} tried {tried}, and for none of them do the answers differ in"
-                f" {metric!r}: there is nothing to learn from. Look at answers and scores (trainer.rollout_data_dir),"
-                " choose another algorithm.filter_groups.metric, harder or easier data, or set"
-                " algorithm.filter_groups.enable=False."
-            )
-        if self.missing:
-            logger.warning(
-                "step %d: %s gave %d of %d groups that differ in %s; training goes on with these"
-                " (algorithm.filter_groups.max_num_gen_batches)", step, tried, self.taken, self.wanted, metric,
-            )  # fmt: skip
-        return concat_rows(self.parts, pad_token_id)
 
-
-def differing_answers(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
-    """[trajectories], bool: whether the answers of its group differ in `metric`; one without tokens is in no group."""
-    values = value_per_answer(batch, metric, "algorithm.filter_groups.metric")
+def differing_trajectories(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
+    """Return [trajectories], bool: whether the responses of its group differ in `metric`. A trajectory without tokens
+    belongs to no group."""
+    values = trajectory_values(batch, metric, "algorithm.filter_groups.metric")
     return Groups(uids, Trajectories.of(batch).mask).differ(values, _TOLERANCE).cpu().numpy()
 
 
-def own_groups(prompts: DataProto, times: Counter[str]) -> DataProto:
-    """A prompt that comes again in one step, in a new epoch, is a group of its own with sampling noise of its own."""
-    names = []
+def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
+    """Return the prompts with unique `uid`: a prompt that occurs again in one step (in a new epoch) is a separate group
+    with its own sampling noise. `uses`: occurrences per `uid` so far, updated."""
+    uids = []
     for uid in map(str, prompts.non_tensor_batch["uid"]):
-        times[uid] += 1
-        names.append(uid if times[uid] == 1 else f"{uid}~{times[uid]}")
-    own = prompts.select()
-    own.non_tensor_batch["uid"] = object_array(names)
-    return own
+        uses[uid] += 1
+        uids.append(uid if uses[uid] == 1 else f"{uid}~{uses[uid]}")
+    unique = prompts.select()
+    unique.non_tensor_batch["uid"] = object_array(uids)
+    return unique

@@ -1,6 +1,6 @@
-"""Generator: generates responses to prompts and scores them, with greedy baselines and dynamic sampling.
+"""Generator: generates responses to prompts and scores them, with greedy baselines.
 
-Finished responses are scored while others are still generated.
+Finished responses are scored while others are still generated (RewardOverlap).
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, s
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
-from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
-from verl.trainer.ppo.agents import require_some_finished, spread_fields
-from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
-from verl.trainer.ppo.finished_rows import FinishedTrajectory
-from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
-from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
+from verl.trainer.ppo.dynamic_sampling import with_unique_uids
+from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.rollout_state import OnFinished, trajectory_names
+from verl.trainer.ppo.row_balancing import local_columns, select_read_by
+from verl.trainer.ppo.scoring import (
+    NoRewards,
+    ToolUseCheck,
+    agent_metrics,
+    log_step_accuracy,
+    require_some_finished,
+    reward_metrics,
+    score_responses,
+    spread_extra_fields,
+    with_turn_rewards,
+)
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW
 from verl.workers.rollout.prompts import with_row_names
@@ -38,7 +46,7 @@ from verl.workers.rollout.prompts import with_row_names
 logger = logging.getLogger(__name__)
 
 # Column of the generation request: False for rows that are generated greedily.
-SAMPLED = "do_sample"
+_DO_SAMPLE = "do_sample"
 Retry = Callable[[Callable[[], Any]], Any]
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
 
@@ -58,15 +66,16 @@ class Generator:
         """`infer(method, batch, role)`: a forward pass of a worker group over a batch, like `WorkerGroups.infer`."""
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
         self._rollouts = rollouts
-        self._scores = config.distillation.scores_answers
-        self.reward_fn = reward_fn if self._scores else NoRewards()
-        self._has_judge = Role.RewardModel in groups.roles and not serves_reward_model(config)
-        self._degrees = scored_by_model(config) or not self._scores
+        self._uses_rewards = config.distillation.scores_answers
+        self.reward_fn = reward_fn if self._uses_rewards else NoRewards()
+        self._has_reward_model = Role.RewardModel in groups.roles and not serves_reward_model(config)
+        self._scores_are_degrees = scored_by_model(config) or not self._uses_rewards
+        """Scores are no verdicts: a response counts as correct only by `acc`."""
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
-        busy = self._has_judge or judge_shares_devices(config)
-        self._overlap = RewardOverlap(config.reward_model.overlap and not busy)
-        self._unfinished = 0
-        self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
+        devices_busy = self._has_reward_model or judge_shares_devices(config)
+        self._overlap = RewardOverlap(config.reward_model.overlap and not devices_busy)
+        self._failed_in_a_row = 0
+        self._tool_use = ToolUseCheck(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:
         """Determine the end tokens of responses, and log them."""
@@ -74,16 +83,16 @@ class Generator:
         template = data.apply_chat_template_kwargs
         self._end_token_ids = answer_ends(policy.model, policy.rollout, self._tokenizer, template)
 
-    def answer_rows(self, prompts: DataProto) -> DataProto:
-        """The rows to generate: `rollout.n` adjacent rows per prompt, and for some estimators a greedy one."""
-        return answer_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
+    def rollout_rows(self, prompts: DataProto) -> DataProto:
+        """Return the rows to generate: `rollout.n` adjacent rows per prompt, and for some estimators a greedy one."""
+        return rollout_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
 
     @property
-    def answers_per_prompt(self) -> int:
-        """Number of rows per prompt in `answer_rows`."""
+    def responses_per_prompt(self) -> int:
+        """Number of rows per prompt in `rollout_rows`."""
         return self._config.actor_rollout_ref.rollout.n + self._greedy
 
-    def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any, retry: Retry) -> DataProto:
+    def generate(self, batch: DataProto, step: int, validate: bool, reward_fn: Any, retry: Retry) -> DataProto:
         """Return a response to every row; `reward_fn` scores finished ones while others are generated.
 
         `retry(call)` runs the call, and again after it has restarted a lost worker.
@@ -93,16 +102,16 @@ class Generator:
             self._groups.replicas.require_all_healthy()
         with self._overlap(reward_fn, batch) as on_finished:
             generated = self._rollouts.generate(request, request.meta_info, on_finished, retry)
-        return self.joined(batch, generated, validate)
+        return self.join_prompt_columns(batch, generated, validate)
 
     def request(self, batch: DataProto, step: int, validate: bool) -> DataProto:
-        """The generation request of these rows: the columns that generation reads, and `meta`."""
+        """Return the generation request of these rows: the columns that generation reads, and `meta`."""
         request = self._request_columns(batch)
         request.meta_info = self.meta(step, validate)
         return request
 
     def meta(self, step: int, validate: bool) -> dict[str, Any]:
-        """`meta_info` of a generation: parameters common to all its rows."""
+        """Return the `meta_info` of a generation: the parameters common to all its rows."""
         return {
             "step": step,
             "seed": self._config.actor_rollout_ref.rollout.seed,
@@ -114,28 +123,27 @@ class Generator:
             "agent_columns": self._groups.agents is not None,
         }
 
-    def joined(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
-        """The generated rows with the columns of the rows of `batch` that they answer."""
+    def join_prompt_columns(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
+        """Return the generated rows with the columns of their prompts, which are the rows of `batch`."""
         if not validate:  # validation reports failed trajectories itself
             # In async mode a batch may consist of a single prompt, all of whose trajectories fail: count over batches.
-            enough = self._config.data.train_batch_size * self.answers_per_prompt
-            self._unfinished = require_some_finished(generated, self._unfinished, enough)
-        answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
-        spread_fields(answers)
-        return answers
+            limit = self._config.data.train_batch_size * self.responses_per_prompt
+            self._failed_in_a_row = require_some_finished(generated, self._failed_in_a_row, limit)
+        rows = generated.union(batch.select_idxs(prompt_rows(batch, generated)).select([], None, []))
+        spread_extra_fields(rows)
+        return rows
 
-    def score_ahead(self, columns: Mapping[str, np.ndarray]) -> Any:
-        """A scorer for responses to rows with these object columns, to be called as they finish; None: they are scored
-        after generation."""
-        return self._overlap.ahead(self.reward_fn, columns)
+    def early_scorer(self, columns: Mapping[str, np.ndarray]) -> Any:
+        """Return a scorer for responses to rows with these object columns, to be called as they finish; None: they are
+        scored after generation."""
+        return self._overlap.early_scorer(self.reward_fn, columns)
 
-    def scored_ahead(self, rows: DataProto, parts: Sequence[Any]) -> None:
-        """Use the results of `parts`, the scorers of the prompts of `rows` in order (from `score_ahead`), for the next
-        `score`."""
-        self._overlap.use(self.reward_fn, rows, parts, self.answers_per_prompt)
+    def use_early_scores(self, rows: DataProto, scorers: Sequence[Any]) -> None:
+        """Use the results of these scorers in the next `score`. They are those of the prompts of `rows`, in order."""
+        self._overlap.use(self.reward_fn, rows, scorers, self.responses_per_prompt)
 
     def _request_columns(self, batch: DataProto) -> DataProto:
-        """The columns that generation reads: engines a few, agents all object columns of their row."""
+        """The columns that generation reads: a few for engines, all object columns for agents."""
         if self._groups.agents is not None:
             tensors = select_read_by(batch, "generate").batch.keys()
             return batch.select(list(tensors), None, [])
@@ -146,9 +154,10 @@ class Generator:
             )
         return select_read_by(batch, "generate")
 
-    def judged(self, batch: DataProto) -> DataProto:
-        """The batch with `rm_scores` if the run has a reward model, which scores the last row of every trajectory."""
-        if not self._has_judge:
+    def add_rm_scores(self, batch: DataProto) -> DataProto:
+        """Add `rm_scores` [batch, response] if the run has a reward model, which scores the last row of every
+        trajectory."""
+        if not self._has_reward_model:
             return batch
         compute_scores, trajectories = self._groups.reward_model.compute_rm_score, Trajectories.of(batch)
         if trajectories.one_row_each:
@@ -163,14 +172,14 @@ class Generator:
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
         """Add `token_level_scores`, the score of each response on its last token (from a reward model and/or functions)
         plus turn rewards, and `answer_scores`, the score without turn rewards; update `metrics`."""
-        batch = self.judged(batch)
+        batch = self.add_rm_scores(batch)
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
-        base_scores, extra = score_answers(local, self.reward_fn)
+        base_scores, extra = score_responses(local, self.reward_fn)
         scores = with_turn_rewards(base_scores, local)
-        scores = scores if self._scores else torch.zeros_like(scores)  # agents may have set scores
+        scores = scores if self._uses_rewards else torch.zeros_like(scores)  # agents may have set scores
         metrics |= (tool_metrics := agent_metrics(local))
-        self._tool_use.see(tool_metrics, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
+        self._tool_use.check(tool_metrics, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
         if self._overlap.share is not None:
             metrics["reward/scored_while_generating"] = self._overlap.share
         if scored_again := getattr(self.reward_fn, "scored_again", 0):
@@ -185,52 +194,45 @@ class Generator:
         trajectories = Trajectories.of(batch)
         if self._greedy:
             metrics["reward/greedy/mean"] = float(trajectories.at_end(batch.batch["reward_baselines"]).mean())
-        say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._degrees, step)
+        log_step_accuracy(batch, extra, self._config.data.reward_fn_key, self._scores_are_degrees, step)
         last_rows = trajectories.last_rows
         metrics |= reward_metrics({name: batch.non_tensor_batch[name][last_rows].tolist() for name in extra})
         return batch
 
-    def fill(
-        self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptSource, step: int
-    ) -> DataProto:
-        """Dynamic sampling: fill the batch of the step with prompts whose responses differ in score; `roll_out`
-        generates and scores responses."""
-        pad = self._tokenizer.pad_token_id
-        return fill_batch(prompts, metrics, roll_out, source, self.reward_fn, self._config, step, pad)
 
-
-def answer_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
-    """`n` adjacent rows per prompt, numbered by `sample_index`; with `greedy`, followed by a greedy one."""
+def rollout_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
+    """Return `n` adjacent rows per prompt, numbered by `sample_index`; with `greedy`, followed by a greedy one."""
     copies = n + greedy
     if "uid" in prompts.non_tensor_batch:
-        prompts = own_groups(prompts, Counter())
+        prompts = with_unique_uids(prompts, Counter())
     rows = prompts.repeat(copies, interleave=True)
     numbers = np.arange(len(rows)) % copies
     rows.non_tensor_batch["sample_index"] = object_array(numbers.tolist())
     if greedy:
-        rows.non_tensor_batch[SAMPLED] = object_array((numbers < n).tolist())
+        rows.non_tensor_batch[_DO_SAMPLE] = object_array((numbers < n).tolist())
     return rows
 
 
-def answered_rows(requested: DataProto, generated: DataProto) -> np.ndarray:
-    """[generated]: index of the requested row that each generated row answers. A trajectory may have several rows."""
+def prompt_rows(requested: DataProto, generated: DataProto) -> np.ndarray:
+    """Return [generated]: index of the requested row of each generated row. A trajectory may have several rows."""
     if "trajectory" not in generated.non_tensor_batch:
         return np.arange(len(requested))
     names = zip(requested.non_tensor_batch["uid"], requested.non_tensor_batch["sample_index"], strict=True)
     row_of = {f"{uid}/{number}": row for row, (uid, number) in enumerate(names)}
     unknown = [name for name in generated.non_tensor_batch["trajectory"] if name not in row_of]
     if unknown:
-        raise ValueError(f"rollout: trajectory {unknown[0]!r} answers none of the {len(requested)} requested rows.")
+        raise ValueError(f"rollout: trajectory {unknown[0]!r} belongs to none of the {len(requested)} requested rows.")
     return np.array([row_of[name] for name in generated.non_tensor_batch["trajectory"]])
 
 
 def split_off_baselines(batch: DataProto) -> DataProto:
-    """The sampled rows of a scored batch; `reward_baselines` [batch] is the score of their prompt's greedy response.
+    """Return the sampled rows of a scored batch; `reward_baselines` [batch] is the score of their prompt's greedy
+    response.
 
     A greedy response that could not be scored counts as 0: every baseline that is independent of the samples is
     unbiased, but has a different variance.
     """
-    sampled = np.array(batch.pop(non_tensor_batch_keys=[SAMPLED]).non_tensor_batch[SAMPLED], dtype=bool)
+    sampled = np.array(batch.pop(non_tensor_batch_keys=[_DO_SAMPLE]).non_tensor_batch[_DO_SAMPLE], dtype=bool)
     uids = np.asarray(batch.non_tensor_batch["uid"])
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     greedy_score: dict[str, float] = defaultdict(float)
@@ -250,18 +252,18 @@ class RewardOverlap:
         self.share: float | None = None
         """Share of the last generation's responses that were submitted for scoring before it ended; None: disabled."""
 
-    def ahead(self, reward_fn: Any, columns: Mapping[str, np.ndarray]) -> Any:
-        """A scorer for responses to rows with these columns, to be called as they finish; None: overlap is disabled or
-        not supported."""
+    def early_scorer(self, reward_fn: Any, columns: Mapping[str, np.ndarray]) -> Any:
+        """Return a scorer for responses to rows with these columns, to be called as they finish; None: overlap is
+        disabled or not supported."""
         supported = self._enabled and hasattr(reward_fn, "score_ahead")
         return reward_fn.score_ahead(columns) if supported else None
 
-    def use(self, reward_fn: Any, batch: DataProto, parts: Sequence[Any], size: int) -> None:
-        """Use the results of `parts`, scorers of `size` rows each, when `reward_fn` scores `batch`."""
+    def use(self, reward_fn: Any, batch: DataProto, scorers: Sequence[Any], size: int) -> None:
+        """Use the results of these scorers, of `size` rows each, when `reward_fn` scores `batch`."""
         self.share = None
-        if parts and all(part is not None for part in parts) and hasattr(reward_fn, "use_ahead"):
+        if scorers and all(scorer is not None for scorer in scorers) and hasattr(reward_fn, "use_ahead"):
             batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
-            self.share = reward_fn.use_ahead(parts, size) / max(1, len(batch))
+            self.share = reward_fn.use_ahead(scorers, size) / max(1, len(batch))
 
     @contextmanager
     def __call__(self, reward_fn: Any, batch: DataProto) -> Iterator[OnFinished]:
@@ -271,8 +273,8 @@ class RewardOverlap:
         Adds a column of row numbers to the batch, by which the reward manager looks up scores that exist already.
         """
         self.share = None
-        ahead = self.ahead(reward_fn, batch.non_tensor_batch)
-        if ahead is None:
+        scorer = self.early_scorer(reward_fn, batch.non_tensor_batch)
+        if scorer is None:
             yield lambda finished: None
             return
         numbers = {name: number for number, name in enumerate(trajectory_names(with_row_names(batch)))}
@@ -285,12 +287,12 @@ class RewardOverlap:
             try:
                 with lock:
                     finished_count += len(finished)
-                    if finished_count < len(batch):  # nothing is generated any more beside the last ones
-                        ahead.add([(numbers[item.name], item.last_tokens) for item in unscored])
+                    if finished_count < len(batch):  # after the last one there is no generation left to overlap with
+                        scorer.add([(numbers[item.name], item.last_tokens) for item in unscored])
             except Exception as error:  # noqa: BLE001 - logged; these are scored after the generation
                 logger.warning("responses are not scored while others are generated: %r", error)
 
         try:
             yield score
         finally:
-            self.share = ahead.submitted / max(1, len(batch))
+            self.share = scorer.submitted / max(1, len(batch))

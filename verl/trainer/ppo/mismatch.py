@@ -1,9 +1,9 @@
-"""The rollout's word against the trainer's: corrected as configured, measured always, said once where it is large."""
+"""RolloutMismatch: old log-probs, and their mismatch with the log-probs of the rollout: measured and corrected."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,17 +12,21 @@ from verl.algos import correct_rollout
 from verl.algos.trajectories import Trajectories
 from verl.config import RolloutCorrectionConfig
 from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import reference_metrics
+from verl.trainer.ppo.row_balancing import local_columns
+from verl.types.schema import columns_read_by
+from verl.utils.torch_functional import masked_mean
 
 logger = logging.getLogger(__name__)
 
-# With bypass_mode the trainer's log-probs of one trajectory in so many are computed, to measure the mismatch.
-_ONE_IN = 16
+# With bypass_mode, the trainer computes log-probs of one in so many trajectories, to measure the mismatch.
+_SAMPLE_EVERY = 16
 # Keys that need the rollout's log-probs.
-_USERS = ("rollout_is", "rollout_rs", "bypass_mode")
-# Of a difference that is corrected, so many times as much is worth a warning.
-_RECKONED_WITH = 10
-# What the same numbers are called as well.
-_OLD_NAMES = {
+_CORRECTION_KEYS = ("rollout_is", "rollout_rs", "bypass_mode")
+# A mismatch that is corrected leads to a warning only if it is this many times the limit.
+_CORRECTED_LIMIT_FACTOR = 10
+# Further names of the same metrics.
+_METRIC_ALIASES = {
     "rollout/log_prob_diff_mean": "rollout_corr/log_prob_diff",
     "rollout/log_prob_diff_p99": "rollout_corr/log_prob_diff_p99",
     "rollout/log_prob_diff_max": "rollout_corr/log_prob_diff_max",
@@ -31,20 +35,53 @@ _OLD_NAMES = {
 
 
 class RolloutMismatch:
-    """Applies `algorithm.rollout_correction` to batches that have the columns it reads (`types.schema`)."""
+    """Applies `algorithm.rollout_correction` to batches.
+
+    The rollout reports log-probs of the full distribution (`rollout_log_probs`) and, if sampling truncates it (top-k,
+    top-p), of the distribution it drew from (`rollout_drawn_log_probs`).
+    """
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self._config = config
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
+
+    def add_old_log_probs(
+        self, batch: DataProto, infer: Callable[[DataProto], DataProto], ranks: int
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Add `old_log_probs` [batch, response]; return the batch and its metrics.
+
+        `infer` runs a forward pass of the current policy on `ranks` ranks. With `bypass_mode` it runs on a sample of
+        the rows only, to measure the mismatch; the other rows use the log-probs of the rollout.
+        """
+        bypass, measured = self._config.bypass_mode, batch
+        if bypass:
+            self.require_one_row_each(batch)
+            rows = self.sample(batch, ranks)
+            measured = batch.select_idxs(rows)
+        result = infer(measured)
+        entropy = result.pop(["entropys"]).batch["entropys"]
+        metrics = {"actor/entropy": float(masked_mean(entropy, measured.batch["response_mask"]))}
+        if not bypass:
+            return batch.union(result), metrics
+        measured, names = measured.union(result), columns_read_by("correction")
+        metrics |= self.correct(measured, local_columns(measured, names, names))
+        batch.batch["old_log_probs"] = self.bypass_log_probs(batch, rows, measured.batch["old_log_probs"])
+        return batch, metrics
+
+    def compare_old_log_probs(self, batch: DataProto) -> dict[str, float]:
+        """Return the metrics of `old_log_probs` that the update itself computed, against reference and rollout."""
+        names = (*columns_read_by("correction"), "ref_log_prob")
+        columns = local_columns(batch, names, names)
+        return reference_metrics(columns) | self.correct(batch, columns)
 
     def correct(self, batch: DataProto, columns: DataProto) -> dict[str, float]:
-        """Weights and mask into `batch`, computed from `columns` (the same rows, on the controller); metrics.
+        """Add importance weights and mask to `batch`; return metrics. `columns`: the same rows, on the controller.
 
-        A sequence is a whole trajectory. Nothing where the rollout gave no log-probs and none are needed.
+        A sequence is a whole trajectory. No effect if the rollout reported no log-probs and none are needed.
         """
-        given, drawn, whole = columns.batch, _drawn(columns), Trajectories.of(columns)
-        full, users = _known(columns, "rollout_log_probs"), [name for name in _USERS if self._config[name]]
-        # Some engines do not know the rest of the distribution.
+        trajectories, drawn = Trajectories.of(columns), _reported(columns, "rollout_drawn_log_probs")
+        full, users = _reported(columns, "rollout_log_probs"), [name for name in _CORRECTION_KEYS if self._config[name]]
+        # Some engines only report log-probs of the truncated distribution.
         only_drawn = full is None and drawn is not None and (self._config.denominator == "drawn" or not users)
         if only_drawn:
             full, drawn = drawn, None
@@ -52,22 +89,22 @@ class RolloutMismatch:
             self._require_unused(users)
             return {}
         correction = correct_rollout(
-            whole.join(given["old_log_probs"]),
-            whole.join(full),
-            whole.mask,
+            trajectories.join(columns.batch["old_log_probs"]),
+            trajectories.join(full),
+            trajectories.mask,
             self._config,
-            None if drawn is None else whole.join(drawn),
+            None if drawn is None else trajectories.join(drawn),
         )
         if correction.weights is not None:
-            batch.batch["rollout_is_weights"] = whole.split(correction.weights)
+            batch.batch["rollout_is_weights"] = trajectories.split(correction.weights)
         if self._config.rollout_rs is not None:
-            batch.batch["response_mask"] = whole.split(correction.response_mask)
-        if not only_drawn:  # else what sampling cut off is part of the difference
-            self._warn(correction.metrics)
-        return correction.metrics | {old: correction.metrics[name] for old, name in _OLD_NAMES.items()}
+            batch.batch["response_mask"] = trajectories.split(correction.response_mask)
+        if not only_drawn:  # otherwise the difference includes the truncation of the distribution
+            self._warn_if_large(correction.metrics)
+        return correction.metrics | {alias: correction.metrics[name] for alias, name in _METRIC_ALIASES.items()}
 
-    def require_whole_sequences(self, batch: DataProto) -> None:
-        """Weights that the update takes itself are of what it sees at once: a row."""
+    def require_one_row_each(self, batch: DataProto) -> None:
+        """The update computes weights with `bypass_mode`, and it only has single rows."""
         over_sequences = self._config.weighs_in_the_loss and self._config.rollout_is == "sequence"
         if over_sequences and not Trajectories.of(batch).one_row_each:
             raise ValueError(
@@ -75,79 +112,78 @@ class RolloutMismatch:
                 " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
             )
 
-    def old_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
-        """[batch, response]: what bypass_mode takes as the old ones: the rollout's, and those of the trainer
-        (`computed`, of these `rows`) for tokens of which the rollout does not know them."""
-        taken, width = self._denominator(batch).clone(), computed.shape[1]  # that of the longest of the rows
-        given = taken[rows, :width]
-        taken[rows, :width] = torch.where(given.isnan(), computed.to(given.dtype), given)
-        return taken
+    def bypass_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
+        """Return the old log-probs [batch, response] of `bypass_mode`: those of the rollout, and for tokens without
+        them those of the trainer (`computed`, for these `rows`)."""
+        log_probs, width = self._denominator(batch).clone(), computed.shape[1]  # that of the longest of the rows
+        reported = log_probs[rows, :width]
+        log_probs[rows, :width] = torch.where(reported.isnan(), computed.to(reported.dtype), reported)
+        return log_probs
 
     def sample(self, batch: DataProto, ranks: int) -> np.ndarray:
-        """Rows to measure on where not all are: of every 16th trajectory, and of one per rank at least; and those with
-        tokens of which the rollout does not know the log-probs."""
-        whole = Trajectories.of(batch)
-        wanted = min(len(whole), max(ranks, len(whole) // _ONE_IN))
-        chosen = np.isin(whole.of_row, np.linspace(0, len(whole) - 1, wanted).round().astype(np.int64))
+        """Return the rows to measure with `bypass_mode`: those of every 16th trajectory, at least one per rank, and
+        those with tokens for which the rollout reported no log-prob."""
+        trajectories = Trajectories.of(batch)
+        count = min(len(trajectories), max(ranks, len(trajectories) // _SAMPLE_EVERY))
+        numbers = np.linspace(0, len(trajectories) - 1, count).round().astype(np.int64)
+        chosen = np.isin(trajectories.of_row, numbers)
         if "rollout_log_probs" in batch.batch.keys():
             chosen |= self._denominator(batch).isnan().any(dim=-1).numpy()
         return np.flatnonzero(chosen)
 
     def _denominator(self, batch: DataProto) -> torch.Tensor:
-        drawn = _drawn(batch) if self._config.denominator == "drawn" else None
+        drawn = _reported(batch, "rollout_drawn_log_probs") if self._config.denominator == "drawn" else None
         return batch.batch["rollout_log_probs"] if drawn is None else drawn
 
     def _require_unused(self, users: Sequence[str]) -> None:
-        missing = "no token that the model sampled has a log-prob of the rollout's"
+        """Raise ValueError if one of these configured keys needs log-probs that the rollout did not report."""
+        missing = "the rollout reported no log-prob for any sampled token"
         for name in users:
             if name == "rollout_is" and self._config.by_itself:
                 continue
             raise ValueError(
                 f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"
-                " pass on the engine's, or set the key to null (bypass_mode: False)."
+                " return the engine's log-probs, or set the key to null (bypass_mode: False)."
             )
-        if "missing" not in self._said:
-            self._said.add("missing")
-            stale = " Stale answers are not weighed, and training is biased by that." if users else ""
-            logger.warning("rollout and training are not compared: %s.%s Said once.", missing, stale)
+        if "missing" not in self._warned:
+            self._warned.add("missing")
+            stale = " Stale responses are not corrected, which biases training." if users else ""
+            logger.warning("rollout and training are not compared: %s.%s Reported once.", missing, stale)
 
-    def _warn(self, metrics: Mapping[str, float]) -> None:
-        # What sampling cuts off was said at start, and is no fault of the engines.
+    def _warn_if_large(self, metrics: Mapping[str, float]) -> None:
+        # Truncation by sampling parameters is reported at the start; here only differences of the engines count.
         measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
         difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
-        if corrected := any(self._config[name] for name in _USERS):
-            limit *= _RECKONED_WITH
-        if difference <= limit or "difference" in self._said:
+        if corrected := any(self._config[name] for name in _CORRECTION_KEYS):
+            limit *= _CORRECTED_LIMIT_FACTOR
+        if difference <= limit or "difference" in self._warned:
             return
-        self._said.add("difference")
-        correct = (
-            " Weigh tokens with algorithm.rollout_correction.rollout_is=token, mask them with rollout_rs=token_k1, or"
-        )
+        self._warned.add("difference")
+        remedy = "Set algorithm.rollout_correction.rollout_is=token or rollout_rs=token_k1, or"
+        if corrected:
+            remedy = "It is corrected, but too large for that: lower trainer.max_staleness, or"
         logger.warning(
-            "rollout and training differ by %.3g in the log-prob of a token on average (more than %g, by"
-            " algorithm.rollout_correction.warn_log_prob_diff): the policy that answered is not quite the one that"
-            " learns.%s give both engines the same precision. Said once; the metrics rollout_corr/* show every step.",
-            difference,
-            limit,
-            " It is corrected, and too far for that: lower trainer.max_staleness, or" if corrected else correct,
+            "rollout and training differ by %.3g in the log-prob of a token on average (limit: %g, by"
+            " algorithm.rollout_correction.warn_log_prob_diff): the policy that generates is not exactly the one that"
+            " is trained. %s use the same precision for both engines. Reported once; the metrics rollout_corr/* show"
+            " every step.",
+            *(difference, limit, remedy),
         )
 
 
-def _drawn(batch: DataProto) -> torch.Tensor | None:
-    return _known(batch, "rollout_drawn_log_probs")
-
-
-def _known(batch: DataProto, name: str) -> torch.Tensor | None:
-    """A column of the rollout's log-probs; None where it is not there, or knows nothing of any token that counts."""
+def _reported(batch: DataProto, name: str) -> torch.Tensor | None:
+    """A column of the rollout's log-probs; None if the batch lacks it, or it is NaN for all tokens that count."""
     column = batch.batch[name] if name in batch.batch.keys() else None
     if column is None or (column.isnan().any() and column[batch.batch["response_mask"].bool()].isnan().all()):
         return None
     return column
 
 
-def sampled_by(batch: DataProto, version: int) -> bool:
-    """Whether this version of the weights sampled every token that counts. One whose version is not known is stale; a
-    rollout that gives no column of them is taken at its word that it has the last ones."""
+def is_on_policy(batch: DataProto, version: int) -> bool:
+    """Return whether all tokens that count were sampled with this version of the weights.
+
+    Tokens of unknown version are stale. A batch without a column of versions is assumed to be on-policy.
+    """
     if "rollout_versions" not in batch.batch.keys():
         return True
     mask = batch.batch["response_mask"].bool()

@@ -1,4 +1,4 @@
-"""Prompts epoch after epoch: in which order, and any number at a time; those first that a step took and did not use."""
+"""Dataloaders of a run, and PromptStream: the training prompts over all epochs, any number at a time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from verl.config import DataConfig
+from verl.config import DataConfig, PPOConfig
+from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.trainer.common.loader import BatchLoader
-from verl.trainer.ppo.arrange import concat_prompts
+from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 
@@ -22,6 +23,28 @@ logger = logging.getLogger(__name__)
 _LAST_FETCH_S = 10.0
 
 
+def create_dataloaders(
+    config: PPOConfig, train: Any, val: Any, collate_fn: Any = None, sampler: Any = None
+) -> tuple[BatchLoader, BatchLoader | None]:
+    """Return the dataloaders of the training dataset and of the validation dataset, if that has rows."""
+    data = config.data
+    loader = make_dataloader(train, data, collate_fn, sampler)
+    if val is None or not len(val):
+        return loader, None
+    return loader, make_dataloader(val, data, collate_fn, batch_size=data.val_batch_size or len(val))
+
+
+def schedule_steps(config: PPOConfig, batches_per_epoch: int) -> int:
+    """Return the number of training steps of the run; set the length of learning-rate schedules that have none."""
+    prompts = batches_per_epoch * config.data.gen_batch_size * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or prompts // config.data.train_batch_size
+    plan = batch_plan(config)
+    for block, update in ((config.actor_rollout_ref.actor, plan.actor), (config.critic, plan.critic)):
+        if update is not None and block.optim.total_training_steps is None:
+            block.optim.total_training_steps = steps * update.optimizer_steps
+    return steps
+
+
 def make_dataloader(
     dataset: Any,
     config: DataConfig,
@@ -29,15 +52,15 @@ def make_dataloader(
     sampler: Any = None,
     batch_size: int | None = None,
 ) -> BatchLoader:
-    """Training batches of `gen_batch_size` prompts in the sampler's order, incomplete last ones dropped; with
-    `batch_size`, all rows in their own order."""
+    """Return a dataloader of training batches: `gen_batch_size` prompts in the order of the sampler, without incomplete
+    last batches. With `batch_size`: of all rows, in the order of the dataset."""
     training = batch_size is None
     size = config.gen_batch_size if batch_size is None else batch_size
     if training and len(dataset) < size:
         key = "data.gen_batch_size" if size != config.train_batch_size else "data.train_batch_size"
         raise ValueError(
-            f"{key} = {size}: data.train_files hold only {len(dataset)} usable prompts."
-            f" Set it to {len(dataset)} or less, or give more data."
+            f"{key} = {size}: data.train_files have only {len(dataset)} usable prompts."
+            f" Set it to {len(dataset)} or less, or use more data."
         )
     if training and sampler is None:
         sampler = make_sampler(config, dataset)
@@ -52,117 +75,124 @@ def make_dataloader(
 
 
 def make_sampler(config: DataConfig, dataset: Any) -> EpochSampler:
-    """Shuffled by `data.seed` every epoch, or in order; resumes where it stopped, at the end of an epoch too."""
+    """Return a sampler that shuffles every epoch by `data.seed`, or keeps the order. It can resume at any batch."""
     return EpochSampler(dataset, config.seed, config.shuffle, batch_size=config.gen_batch_size)
 
 
 class PromptStream:
-    """Draws whole batches from a dataloader and hands out any number of prompts.
+    """Draws batches from a dataloader and returns any number of prompts.
 
-    Its state, beside the dataloader's position, is the prompts that wait: a resumed run goes on with the prompt that an
-    uninterrupted one would take next, none is lost and none comes twice. A batch that is only fetched is in neither.
+    Its state is the position of the dataloader and the queued prompts: a resumed run continues with the prompt that an
+    uninterrupted run would take next. A prefetched batch is part of neither.
     """
 
-    def __init__(self, dataloader: Any, total_epochs: int) -> None:
-        self._dataloader = dataloader
+    def __init__(self, dataloader: Any, total_epochs: int, batch_size: int) -> None:
+        """`batch_size`: number of prompts of `next_batch`."""
+        self._dataloader, self._batch_size = dataloader, batch_size
         self._total_epochs = total_epochs
         self._iterator: Iterator[Any] | None = None
-        self._drawn = 0  # batches, over all epochs
-        self._waiting: DataProto | None = None
-        self._fetches_ahead = isinstance(dataloader, BatchLoader) and not dataloader.learns
+        self._drawn_batches = 0
+        self._queue: DataProto | None = None
+        self._prefetches = isinstance(dataloader, BatchLoader) and not dataloader.learns
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
-        self._fetched: Future[tuple[Any, bool]] | None = None
+        self._prefetched: Future[tuple[Any, bool]] | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch drawn last, from 0."""
-        return max(0, self._drawn - 1) // self.batches_per_epoch
+        """The epoch of the last drawn batch, counted from 0."""
+        return max(0, self._drawn_batches - 1) // self.batches_per_epoch
 
     @property
     def batches_per_epoch(self) -> int:
-        """Of the dataloader."""
+        """Number of batches of the dataloader."""
         return max(1, len(self._dataloader))
 
     @property
-    def waiting(self) -> int:
-        """Prompts that were drawn or put back and are not handed out yet."""
-        return 0 if self._waiting is None else len(self._waiting)
+    def queued(self) -> int:
+        """Number of prompts that were drawn or put back and not returned yet."""
+        return 0 if self._queue is None else len(self._queue)
+
+    def next_batch(self) -> DataProto:
+        """Return the next `batch_size` prompts."""
+        return self.take(self._batch_size)
 
     def take(self, count: int, prefetch: bool = True) -> DataProto:
-        """The next `count` prompts; then begin to fetch the next batch, unless the caller calls `prefetch` later."""
-        while self.waiting < count:
+        """Return the next `count` prompts and prefetch the next batch; with `prefetch=False`, the caller calls
+        `prefetch` later."""
+        while self.queued < count:
             drawn = self._draw()
-            self._waiting = drawn if self._waiting is None else concat_prompts([self._waiting, drawn])
-        assert self._waiting is not None
-        taken, rest = self._waiting[:count], self._waiting[count:]
-        self._waiting = rest if len(rest) else None
+            self._queue = drawn if self._queue is None else concat_prompts([self._queue, drawn])
+        assert self._queue is not None
+        taken, rest = self._queue[:count], self._queue[count:]
+        self._queue = rest if len(rest) else None
         if prefetch:
             self.prefetch()
         return taken
 
     def prefetch(self) -> None:
-        """Begin to fetch the next batch of the dataloader in a thread, if that is possible and not done yet."""
-        if self._fetches_ahead and self._fetched is None:
-            self._fetched = self._thread.submit(self._next_rows)
+        """Start to fetch the next batch of the dataloader in a thread, if it supports that and none is prefetched."""
+        if self._prefetches and self._prefetched is None:
+            self._prefetched = self._thread.submit(self._next_rows)
 
     def put_back(self, prompts: DataProto) -> None:
-        """Prompts that were taken and are to be handed out again, before all others."""
-        self._waiting = prompts if self._waiting is None else concat_prompts([prompts, self._waiting])
+        """Return taken prompts to the front of the queue."""
+        self._queue = prompts if self._queue is None else concat_prompts([prompts, self._queue])
 
     def reject(self, prompts: DataProto) -> None:
-        """Prompts that were taken and taught nothing: they are used up."""
+        """No effect: taken prompts that are not trained are not returned again."""
 
     def learn_from(self, batch: DataProto) -> None:
-        """Show a finished batch to the dataloader's sampler, if that is one that learns."""
+        """Pass a scored batch to a curriculum sampler."""
         sampler = getattr(self._dataloader, "sampler", None)
         if isinstance(sampler, AbstractCurriculumSampler):
             sampler.update(batch)
 
     def loader_state(self) -> dict[str, Any]:
-        """The dataloader's position, to be saved beside `state_dict`: before what is fetched ahead."""
-        fetched = self._fetched is not None and self._fetched.exception() is None
+        """The position of the dataloader before a prefetched batch; saved in addition to `state_dict`."""
+        fetched = self._prefetched is not None and self._prefetched.exception() is None
         return self._dataloader.state_dict(without_last=True) if fetched else self._dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; the dataloader's position is `loader_state`."""
-        waiting = None
-        if self._waiting is not None:
-            waiting = {"tensors": dict(self._waiting.batch.items()), "arrays": dict(self._waiting.non_tensor_batch)}
-        return {"drawn": self._drawn, "waiting": waiting}
+        """The queued prompts as plain data. The position of the dataloader is in `loader_state`."""
+        queue = None
+        if self._queue is not None:
+            queue = {"tensors": dict(self._queue.batch.items()), "arrays": dict(self._queue.non_tensor_batch)}
+        return {"drawn": self._drawn_batches, "waiting": queue}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._iterator, self._fetched, self._drawn = None, None, int(state["drawn"])
-        waiting = state["waiting"]
-        self._waiting = None if waiting is None else DataProto.from_dict(waiting["tensors"], waiting["arrays"])
+        """Restore a `state_dict`."""
+        self._iterator, self._prefetched, self._drawn_batches = None, None, int(state["drawn"])
+        queue = state["waiting"]
+        self._queue = None if queue is None else DataProto.from_dict(queue["tensors"], queue["arrays"])
 
     def close(self) -> None:
-        """At the end of a run: wait for the batch that is being fetched, and end the dataloader's worker processes.
+        """Wait for a prefetch that is running, and stop the dataloader's worker processes.
 
-        The wait is bounded: workers of a dataset that hangs end with this process.
+        The wait is bounded: the workers of a dataset that hangs end with this process.
         """
-        if self._fetched is not None:
-            wait([self._fetched], timeout=_LAST_FETCH_S)
+        if self._prefetched is not None:
+            wait([self._prefetched], timeout=_LAST_FETCH_S)
         self._iterator = None
         if isinstance(self._dataloader, BatchLoader):
             self._dataloader.close()
 
     def _draw(self) -> DataProto:
-        rows, new_epoch = self._next_rows() if self._fetched is None else self._fetched.result()
-        self._fetched = None
+        rows, new_epoch = self._next_rows() if self._prefetched is None else self._prefetched.result()
+        self._prefetched = None
         if new_epoch:
-            epoch = self._drawn // self.batches_per_epoch + 1
+            epoch = self._drawn_batches // self.batches_per_epoch + 1
             logger.info("Epoch %d/%d", epoch, max(epoch, self._total_epochs))
-        self._drawn += 1
+        self._drawn_batches += 1
         return DataProto.from_single_dict(rows)
 
     def _next_rows(self) -> tuple[Any, bool]:
-        """A batch of the dataloader, and whether it is the first of an epoch."""
+        """The next batch of the dataloader, and whether it is the first of an epoch."""
         rows = None if self._iterator is None else next(self._iterator, None)
         if rows is not None:
             return rows, False
-        for _ in range(2):  # of an epoch that a smaller batch was in the middle of, less than one may be left
+        # After a resume with a larger batch size, the rest of an epoch may be less than one batch: try the next epoch.
+        for _ in range(2):
             self._iterator = iter(self._dataloader)
             if (rows := next(self._iterator, None)) is not None:
                 return rows, True
-        raise ValueError("data.sampler: an epoch without a single whole batch. Make it yield more rows.")
+        raise ValueError("data.sampler: an epoch has less than one batch. Make the sampler yield more rows.")

@@ -21,24 +21,28 @@ from verl.trainer.common.phases import Phases, memory_gb
 from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
-from verl.trainer.ppo.advantage import apply_kl_penalty, check_bootstrap, compute_advantage, compute_response_mask
-from verl.trainer.ppo.dynamic_sampling import PromptSource
-from verl.trainer.ppo.engine_probe import EngineProbe
+from verl.trainer.ppo.advantage import (
+    add_advantage_columns,
+    apply_kl_penalty,
+    check_bootstrap,
+    compute_advantage,
+    compute_response_mask,
+)
+from verl.trainer.ppo.dynamic_sampling import DynamicSampling, PromptSource
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
-from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
+from verl.trainer.ppo.mismatch import RolloutMismatch, is_on_policy
+from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
 from verl.trainer.ppo.recovery import WorkerRecovery
+from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.run_data import run_loaders, schedule_steps
-from verl.trainer.ppo.run_record import RunRecord
-from verl.trainer.ppo.state import TrainerState
+from verl.trainer.ppo.state import RunRecord, TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.trainer_attributes import TrainerAttributes
-from verl.trainer.ppo.training_columns import add_advantage_columns, add_old_log_probs, compare_old_log_probs
 from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
-from verl.trainer.ppo.weight_sync import WeightSync
+from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils.tracking import Tracking
 
 __all__ = [
@@ -59,9 +63,9 @@ _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 class RayPPOTrainer(TrainerAttributes):
     """The controller of a run. Its phases are methods that a subclass may override.
 
-    It composes collaborators (`groups`, `rollouts`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`,
-    `recovery`, `state`, `record`) and never passes itself to them. A collaborator that needs a phase receives the
-    method as a callable, so it runs the version of the subclass.
+    It composes collaborators (`groups`, `rollouts`, `generator`, `dynamic_sampling`, `validator`, `teachers`,
+    `mismatch`, `weight_sync`, `recovery`, `state`, `record`) and never passes itself to them. A collaborator that needs
+    a phase receives the method as a callable, so it runs the version of the subclass.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -108,7 +112,7 @@ class RayPPOTrainer(TrainerAttributes):
     # ---------------------------------------------------------------- setup
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
-        loaders = run_loaders(self.config, train_dataset, val_dataset, collate_fn, train_sampler)
+        loaders = create_dataloaders(self.config, train_dataset, val_dataset, collate_fn, train_sampler)
         self.train_dataloader = loaders[0]
         self.val_dataloader: Any = loaders[1]
         self.total_training_steps = schedule_steps(self.config, len(self.train_dataloader))
@@ -127,10 +131,11 @@ class RayPPOTrainer(TrainerAttributes):
         probe = EngineProbe(config, tokenizer, groups, self.rollouts)
         self.weight_sync = WeightSync(groups, probe, config.trainer.partial_kv)
         self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
-        self.generator = Generator(config, tokenizer, groups, self.rollouts, reward_fn, self._balanced)
-        self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.failures)
+        self.generator = Generator(config, tokenizer, groups, self.rollouts, reward_fn, self._infer)
+        self.validator = Validator(config, tokenizer, groups, self.generator.add_rm_scores, self.failures)
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
+        self.dynamic_sampling = DynamicSampling(config, tokenizer.pad_token_id)
         self._guard = StepGuard(config.trainer.max_nonfinite_steps, update_remedies(config))
         self._weight_guard = WeightGuard(config, self._guard, self.state.resume_from)
         self._preemption = Preemption(config.trainer.save_within)
@@ -146,10 +151,8 @@ class RayPPOTrainer(TrainerAttributes):
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
             self.weight_sync.connect()
             if serves_reward_model(self.config):
-                from verl.trainer.ppo.served_judge import ServedJudge  # a web server
-
-                judge = ServedJudge(self.groups, judge_shares_devices(self.config))
-                self.reward_fn, self.val_reward_fn = judge.start(self.reward_fn, self.val_reward_fn)
+                server = RewardModelServer(self.groups, judge_shares_devices(self.config))
+                self.reward_fn, self.val_reward_fn = server.start(self.reward_fn, self.val_reward_fn)
 
     def _create_actor_rollout_worker_group(self) -> Any:
         """Return the worker group of the policy (of its trainer, if generation has its own devices). Override it to
@@ -239,7 +242,7 @@ class RayPPOTrainer(TrainerAttributes):
         )
         metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
-        metrics |= self._flow_metrics()
+        metrics |= self._utilization_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
         self.record.add(self.phases.seconds, metrics)
         self._log_metrics(metrics, step)
@@ -253,7 +256,7 @@ class RayPPOTrainer(TrainerAttributes):
     def _new_phases(self) -> Phases:
         return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
 
-    def _flow_metrics(self) -> dict[str, float]:
+    def _utilization_metrics(self) -> dict[str, float]:
         """Return the idle times of generation and training, if they run concurrently."""
         return {}
 
@@ -296,20 +299,20 @@ class RayPPOTrainer(TrainerAttributes):
                 batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
             with self.phases("ref", self.ref_policy_wg):
-                batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
+                batch = batch.union(self._infer(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
         if self.config.distillation.enabled:
             with self.phases("teacher", self.groups.teacher):
-                batch = batch.union(self.teachers.columns(batch, self._balanced))
+                batch = batch.union(self.teachers.columns(batch, self._infer))
         if self.use_critic:
             with self.phases("values", self.critic_wg):
-                batch = batch.union(self._balanced(self.critic_wg.compute_values, batch, "critic"))
+                batch = batch.union(self._infer(self.critic_wg.compute_values, batch, "critic"))
         with self.phases("adv"):
             batch = self._compute_advantage(batch, metrics)
         if self.use_critic:
             with self.phases("update_critic", self.critic_wg):
                 metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
             self._guard.took_update(metrics, "critic")
-        if self._actor_learns:
+        if self._updates_actor:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
             self.policy_version += self._guard.took_update(metrics, "actor")
@@ -319,14 +322,14 @@ class RayPPOTrainer(TrainerAttributes):
     # ---------------------------------------------------------------- phases
 
     @property
-    def _actor_learns(self) -> bool:
+    def _updates_actor(self) -> bool:
         # `global_steps` is 0 if a script calls `_train_step` without `fit`.
         return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
     def _update_computes_old_log_probs(self, batch: DataProto) -> bool:
         """Return whether the update makes one optimizer step on the policy that sampled the batch: its forward pass
         then computes the old log-probs and the entropy."""
-        return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
+        return self._updates_actor and from_update(self.config) and is_on_policy(batch, self.policy_version)
 
     def _sync_weights(self) -> None:
         """Send the weights of the current policy version to the rollout engines."""
@@ -343,33 +346,34 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _next_prompts(self) -> DataProto:
         """Return the prompts of the next step."""
-        return self.prompts.take(self.config.data.gen_batch_size)
+        return self.prompts.next_batch()
 
     def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Return the batch of the step: scored responses to these prompts. With dynamic sampling, groups without reward
         variance are replaced by responses to further prompts."""
         if self.config.algorithm.filter_groups.enable:
-            return self.generator.fill(
-                prompts, metrics, self._generate_and_score, self._prompt_source, self.global_steps
+            source, reward_fn = self._prompt_source, self.reward_fn
+            return self.dynamic_sampling.fill(
+                prompts, metrics, self._generate_and_score, source, reward_fn, self.global_steps
             )
         return self._generate_and_score(prompts, metrics)
 
     def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Return scored responses to the prompts."""
-        with self.phases("gen", *self.groups.answering):
+        with self.phases("gen", *self.groups.generating):
             batch = self._generate(prompts)
         with self.phases("reward", self.rm_wg):
             return self._compute_reward(batch, metrics)
 
     def _generate(self, batch: DataProto) -> DataProto:
         """Return `rollout.n` responses to every prompt; the rows of one prompt are adjacent."""
-        return self._generate_rows(self.generator.answer_rows(batch), validate=False)
+        return self._generate_rows(self.generator.rollout_rows(batch), validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
         """Return a response to every row, for training or with the sampling parameters of validation."""
         reward_fn = self.val_reward_fn if validate else self.reward_fn
         retry = self.recovery.retry_on_worker_loss
-        return self.generator.answer(batch, self.global_steps, validate, reward_fn, retry)
+        return self.generator.generate(batch, self.global_steps, validate, reward_fn, retry)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """Add `token_level_scores`: the score of each response on its last token, by reward model and/or functions."""
@@ -377,10 +381,9 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add `old_log_probs`: log-probs of the responses under the policy before the update."""
-        infer = partial(self._balanced, self.actor_wg.compute_log_prob, role="actor")
-        ranks = self.groups.dp_sizes["actor"]
-        batch, old_log_prob_metrics = add_old_log_probs(batch, self.config, self.mismatch, infer, ranks)
-        metrics |= old_log_prob_metrics
+        infer = partial(self._infer, self.actor_wg.compute_log_prob, role="actor")
+        batch, batch_metrics = self.mismatch.add_old_log_probs(batch, infer, self.groups.dp_sizes["actor"])
+        metrics |= batch_metrics
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
@@ -396,7 +399,7 @@ class RayPPOTrainer(TrainerAttributes):
         """Update a model on the batch and return the metrics; columns computed by the update are added to it."""
         return self.groups.update(method, batch, role, self.global_steps)
 
-    def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
+    def _infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """Return the columns that a forward pass without update computes, with rows balanced over the ranks."""
         return self.recovery.retry_on_worker_loss(self.groups.infer, method, batch, role)
 
@@ -412,8 +415,8 @@ class RayPPOTrainer(TrainerAttributes):
         """Update the sampler and write the dumps of the step."""
         self._last_batch = batch
         if self._old_log_probs_from_update:
-            metrics |= compare_old_log_probs(batch, self.mismatch)
-        if not self.config.algorithm.filter_groups.enable:  # `fill_batch` shows the sampler every generated batch
+            metrics |= self.mismatch.compare_old_log_probs(batch)
+        if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes every batch
             self.prompts.learn_from(batch)
         self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
 

@@ -15,10 +15,10 @@ from verl.single_controller.base.errors import WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.hang_limits import RESTART
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transfer
+from verl.trainer.ppo.worker_groups import WorkerGroups
 
 __all__ = ["MAX_RESTARTS_PER_STEP", "WorkerRecovery"]
 
@@ -86,7 +86,7 @@ class WorkerRecovery:
     def _restart(self, engine: bool, roles: frozenset[Role]) -> None:
         """Restart the processes of the engines only (`engine`), or the worker processes of these roles."""
         if engine:
-            self._groups.revive_engines()
+            self._groups.restart_engines()
         else:
             self._groups.restart(roles)
         if Role.Rollout in roles:

@@ -1,7 +1,7 @@
 """RolloutManager: the trainer's interface to generation.
 
 Each consumer (a sync step, an async stream, validation, the engine probe) opens a job, submits rows to it and collects
-finished trajectories; `finished_rows.join_rows` converts these to a batch.
+finished trajectories; `rollout_jobs.join_rows` converts these to a batch.
 
 Hosts (`LoopHost`) execute the jobs: the first rollout rank of each replica generates single-turn rows, loop workers run
 agents. The manager keeps every unfinished row with its last reported partial output. If a host is lost, its rows are
@@ -16,7 +16,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -27,20 +26,20 @@ import numpy as np
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
-from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.ray.stored import StoredRows
-from verl.trainer.ppo.finished_rows import FinishedTrajectory, finished_trajectories, join_rows
-from verl.trainer.ppo.groups import WorkerGroups, select_read_by
-from verl.trainer.ppo.rollout_state import (
-    HostLoss,
-    HostState,
-    Kind,
+from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState, RolloutHosts
+from verl.trainer.ppo.rollout_jobs import (
+    FinishedTrajectory,
     ManagedJob,
     OnFinished,
     SubmittedRow,
+    finished_trajectories,
+    join_rows,
     trajectory_names,
 )
+from verl.trainer.ppo.row_balancing import select_read_by
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import Output
 from verl.types.rollout import HostReply
 from verl.utils.progress import expect, pulse, tick
@@ -51,37 +50,28 @@ __all__ = ["RolloutManager"]
 
 logger = logging.getLogger(__name__)
 
-# Timeout of one `host.collect` call of a collector thread.
-_COLLECT_S = 2.0
 # Interval in which a waiting trainer checks for cancellation.
 _WAKE_S = 0.5
-# Maximum number of hosts that are called at the same time.
-_CALLS_AT_ONCE = 32
 
 
 class RolloutManager:
-    """Called by the trainer's thread; one collector thread per host receives replies.
-
-    Only `open` and `close` use the compute lane of the ranks.
-    """
+    """Called by the trainer's thread. Only `open` and `close` use the compute lane of the ranks."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._config, self._groups = config, groups
-        self._hosts: list[HostState] = []
+        self._hosts = RolloutHosts(groups, self._receive, self._lose)
         self._needs_open = False
         """A host or a replica was lost; `open` determines which."""
         self._jobs: dict[str, ManagedJob] = {}
         self._serial = itertools.count()
         self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
-        self._lock = threading.Lock()
-        """Held while a reply is processed and while hosts are closed: no reply of a closed host is processed."""
 
     # ---------------------------------------------------------------- opening and closing
 
     @property
     def is_open(self) -> bool:
-        return bool(self._hosts)
+        return bool(self._hosts.all)
 
     def open(self) -> None:
         """Open generation on engines and loop workers until `close`. No effect if it is open and no host was lost.
@@ -89,9 +79,9 @@ class RolloutManager:
         After a WorkerError and recovery, call it again: rows of lost hosts are submitted to the current ones and resume
         from their last partial outputs.
         """
-        if self._hosts and not self._needs_open:
+        if self.is_open and not self._needs_open:
             return
-        if self._hosts:
+        if self.is_open:
             self._groups.require_engines()
         self._needs_open = False  # a loss from here on sets it again
         try:
@@ -102,38 +92,23 @@ class RolloutManager:
 
     def _connect(self) -> None:
         """Open all hosts, start the new ones, and send the rows without a host."""
-        replicas = self._groups.open_generation()
-        hosts = [self._host("engine", handle, host_id) for handle, host_id in replicas]
-        handles = [handle for handle, _ in replicas]
-        agents = self._groups.agents
-        for rank in range(0 if agents is None else agents.world_size):
-            handle = agents.handle(rank)
-            hosts.append(self._host("agent", handle, handle.ask("open_host", handles)))
-        lost = [host for host in self._hosts if host not in hosts]
-        self._hosts = hosts
-        self._release_rows(lost)
-        for host in hosts:
+        self._release_rows(self._hosts.connect())
+        for host in self._hosts.all:
             if host.closed:
-                self._start(host)
+                for job in self._jobs.values():
+                    host.handle.ask("host.start", job.name, job.meta)
+                self._hosts.start_collecting(host)
         for job in self._jobs.values():
             self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
 
     def close(self) -> None:
         """End all jobs and close generation; raise the error of a failed engine, if there is one."""
-        hosts, self._hosts = self._hosts, []
         self._jobs.clear()
-        self.abandon(hosts)
-        for host in hosts:
-            if host.kind == "agent":
-                _ask_if_alive(host, "close_host")
-        if hosts or self._groups.generation_open:
-            self._groups.close_generation()
+        self._hosts.close()
 
-    def abandon(self, hosts: Sequence[HostState] | None = None) -> None:
-        """Process no further replies of these hosts (default: all), for example because the run has failed."""
-        with self._lock:
-            for host in self._hosts if hosts is None else hosts:
-                host.closed = True
+    def abandon(self) -> None:
+        """Process no further replies, because the run has failed."""
+        self._hosts.abandon()
 
     def cancel_waiting(self) -> None:
         """Make `collect` raise CallCancelled from now on. Thread-safe."""
@@ -149,7 +124,7 @@ class RolloutManager:
         """
         job = ManagedJob(f"job-{next(self._serial)}", dict(meta), on_finished)
         self._jobs[job.name] = job
-        self._ask_all([(host, "host.start", job.name, job.meta) for host in self._hosts])
+        self._hosts.call_all([(host, "host.start", job.name, job.meta) for host in self._hosts.all])
         return job.name
 
     def submit(
@@ -162,7 +137,7 @@ class RolloutManager:
         """
         known = self._jobs[job]
         names = self._add_rows(known, rows, partials or {})
-        assigned = dict.fromkeys(names, self._hosts[replica]) if replica is not None and self._hosts else {}
+        assigned = dict.fromkeys(names, self._hosts.all[replica]) if replica is not None and self.is_open else {}
         self._send(known, names, assigned)
         return names
 
@@ -222,13 +197,13 @@ class RolloutManager:
             if row is not None and row.host is not None:
                 by_host.setdefault(row.host, []).append(name)
         for host, names in by_host.items():
-            self._ask(host, "host.cancel", job, names)
+            self._hosts.call(host, "host.cancel", job, names)
 
     def partials(self, job: str) -> dict[str, Output]:
         """Return current partial outputs of unfinished rows in their first model call, by id. Generation continues."""
         rows = list(self._jobs[job].rows.items())
         outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
-        for host in self._hosts:
+        for host in self._hosts.all:
             try:
                 outputs |= host.handle.ask("host.partials", job)
             except WorkerError as error:  # the next `collect` raises it; the last reported outputs are returned
@@ -238,9 +213,9 @@ class RolloutManager:
     def finish(self, job: str) -> None:
         """End a job; its unfinished rows are cancelled."""
         self._jobs.pop(job, None)
-        for host in self._hosts:
+        for host in self._hosts.all:
             if not host.closed:
-                _ask_if_alive(host, "host.finish", job)
+                self._hosts.call_if_alive(host, "host.finish", job)
 
     # ---------------------------------------------------------------- one batch
 
@@ -304,11 +279,12 @@ class RolloutManager:
         names = self._add_rows(known, rows, {})
         expect(len(rows))
         assigned: dict[str, HostState] = {}
-        for kind in ("engine", "agent"):
-            own = [name for name in names if known.rows[name].kind == kind]
-            hosts = [host for host in self._hosts if host.kind == kind]
-            for host, places in zip(hosts, np.array_split(np.arange(len(own)), len(hosts) or 1), strict=False):
-                assigned |= {own[place]: host for place in places}
+        kinds: tuple[HostKind, ...] = ("engine", "agent")
+        for kind in kinds:
+            of_kind = [name for name in names if known.rows[name].kind == kind]
+            hosts = self._hosts.of_kind(kind)
+            for host, indices in zip(hosts, np.array_split(np.arange(len(of_kind)), len(hosts) or 1), strict=False):
+                assigned |= {of_kind[index]: host for index in indices}
         self._send(known, names, assigned)
         return names
 
@@ -330,7 +306,7 @@ class RolloutManager:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context of a wait for trajectories: hang detection monitors the worker groups and can end the wait."""
-        groups = [group for group in self._groups.answering if hasattr(group, "processes")]
+        groups = [group for group in self._groups.generating if hasattr(group, "processes")]
         outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
         try:
             yield
@@ -347,7 +323,7 @@ class RolloutManager:
     @property
     def engine_count(self) -> int:
         """Number of engine replicas; 0 if generation is not open."""
-        return sum(host.kind == "engine" for host in self._hosts)
+        return len(self._hosts.of_kind("engine"))
 
     @property
     def loop_capacity(self) -> int | None:
@@ -355,9 +331,9 @@ class RolloutManager:
         agent = self._config.actor_rollout_ref.rollout.agent
         if self._groups.is_single_turn(agent.default_agent_loop):
             return None
-        return agent.max_concurrent_requests * sum(host.kind == "agent" for host in self._hosts)
+        return agent.max_concurrent_requests * len(self._hosts.of_kind("agent"))
 
-    def _kinds(self, rows: DataProto) -> list[Kind]:
+    def _kinds(self, rows: DataProto) -> list[HostKind]:
         """The kind of host of each row: rollout ranks for single-turn rows, loop workers for agents."""
         agents = rows.non_tensor_batch.get("agent_name")
         default = self._config.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -365,49 +341,32 @@ class RolloutManager:
         single = {name: self._groups.is_single_turn(name) for name in set(names)}
         return ["engine" if single[name] else "agent" for name in names]
 
-    def _host(self, kind: Kind, handle: RankHandle, host_id: str) -> HostState:
-        """The host with this id. If the connection to it was lost although its process lives, it is reset: what it got
-        is not known, and a call for results may still be under way."""
-        known = next((host for host in self._hosts if host.id == host_id), None)
-        if known is not None and not known.closed:
-            return known
-        return HostState(kind, handle, host_id if known is None else handle.ask("host.reset"))
-
-    def _start(self, host: HostState) -> None:
-        """Open all jobs on a new host, and start its collector thread."""
-        for job in self._jobs.values():
-            host.handle.ask("host.start", job.name, job.meta)
-        host.closed = False
-        threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
-
     def _release_rows(self, lost: Sequence[HostState]) -> None:
         """Unassign the rows of lost hosts; they will resume from their last partial outputs."""
-        self.abandon(lost)
         for row in self._unfinished():
             if row.host in lost:
                 row.host = None
                 row.parts = [] if (partial := row.partial) is None else [resumable(partial)]
         if any(host.kind == "agent" for host in lost):  # loop workers are restarted together
-            for host in self._hosts:
-                if host.kind == "engine":
-                    _ask_if_alive(host, "host.abort_clients")
+            for host in self._hosts.of_kind("engine"):
+                self._hosts.call_if_alive(host, "host.abort_clients")
 
     def _send(
         self, job: ManagedJob, names: Sequence[str], assigned: Mapping[str, HostState] = MappingProxyType({})
     ) -> None:
         """Send rows to the hosts in `assigned`, others by load, all rows of a prompt to the same host. If generation is
         not open, `open` sends them."""
-        if not self._hosts:
+        if not self.is_open:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
         loads = Counter(row.host for row in self._unfinished()) if len(assigned) < len(rows) else Counter()
-        homes: dict[tuple[Kind, str], HostState] = {}
+        group_hosts: dict[tuple[HostKind, str], HostState] = {}
         by_host: dict[tuple[int, int], tuple[HostState, DataProto, list[str]]] = {}
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
-            if name not in assigned and group not in homes:
-                homes[group] = self._least_loaded(row.kind, loads)
-            host = row.host = assigned[name] if name in assigned else homes[group]
+            if name not in assigned and group not in group_hosts:
+                group_hosts[group] = self._least_loaded(row.kind, loads)
+            host = row.host = assigned[name] if name in assigned else group_hosts[group]
             loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
         calls = []
@@ -419,37 +378,19 @@ class RolloutManager:
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
             resumed = {name: partial for name, partial in partials.items() if partial.token_ids}
             calls.append((host, "host.submit", job.name, part, resumed))
-        self._ask_all(calls)
+        self._hosts.call_all(calls)
 
     def _unfinished(self) -> list[SubmittedRow]:
         """The unfinished rows of all jobs."""
         return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
-    def _least_loaded(self, kind: Kind, loads: Mapping[HostState | None, int]) -> HostState:
+    def _least_loaded(self, kind: HostKind, loads: Mapping[HostState | None, int]) -> HostState:
         """`loads`: number of unfinished rows of each host."""
-        return min((host for host in self._hosts if host.kind == kind), key=lambda host: loads.get(host, 0))
-
-    def _ask_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """`_ask` with each of these arguments, all at the same time: a host needs milliseconds to start its rows."""
-        if len(calls) > 1 and self.uses_ray:
-            with ThreadPoolExecutor(min(len(calls), _CALLS_AT_ONCE), "rollout-ask") as pool:
-                for call in [pool.submit(self._ask, *arguments) for arguments in calls]:
-                    call.result()
-        else:
-            for arguments in calls:
-                self._ask(*arguments)
-
-    def _ask(self, host: HostState, method: str, *args: Any) -> None:
-        """Call a method of a host. If the host is lost, the next `collect` raises the error, unless `open` has replaced
-        the host by then."""
-        try:
-            host.handle.ask(method, *args)
-        except WorkerError as error:
-            host.closed = True  # also if it lives: it lacks what this call was to tell it
-            self._lose(host, error)
+        return min(self._hosts.of_kind(kind), key=lambda host: loads.get(host, 0))
 
     def _lose(self, host: HostState, error: Exception | None) -> None:
-        """Report to all jobs that a host was lost with this error, or that it reported a lost engine (None)."""
+        """Report to all jobs that a host was lost with this error, or that it reported a lost engine (None). The next
+        `collect` raises it, unless `open` has replaced the host by then."""
         self._needs_open = True
         for job in list(self._jobs.values()):
             job.inbox.put(HostLoss(host, error))
@@ -460,7 +401,7 @@ class RolloutManager:
         Every host of a lost group reports the loss, to all jobs, and it is recovered once: reports of hosts that were
         replaced are ignored. So is the death of a rank that was restarted meanwhile, for example by a weight sync.
         """
-        if loss.host not in self._hosts and (loss.error is None or isinstance(loss.error, WorkerError)):
+        if loss.host not in self._hosts.all and (loss.error is None or isinstance(loss.error, WorkerError)):
             return
         self._groups.require_engines()
         was_restarted = loss.host.kind == "engine" and isinstance(loss.error, WorkerDiedError)
@@ -474,34 +415,18 @@ class RolloutManager:
             if call.given_up is not None:
                 raise call.given_up
 
-    # ---------------------------------------------------------------- collector threads
-
-    def _collect_from(self, host: HostState) -> None:
-        keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
-        while not host.closed:
-            try:
-                reply, rows = host.handle.ask_rows("host.collect", host.id, _COLLECT_S, keep_partials)
-                self._receive(host, reply, rows)
-            except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
-                if not host.closed:
-                    host.closed = True
-                    self._lose(host, error)
-                return
-            if (reply.failure is not None or reply.closed) and not host.closed:
-                host.closed = True
-                self._lose(host, None)
-
     def _receive(self, host: HostState, reply: HostReply, rows: StoredRows | None) -> None:
+        """Process a reply, in the collector thread of its host."""
         if reply.pulses != host.pulses:
             host.pulses = reply.pulses
             pulse()
         finished: list[FinishedTrajectory] = []
-        with self._lock:
+        with self._hosts.lock:
             if host.closed:
                 return  # its rows are submitted again, or their results are discarded
-            for name, pieces in reply.partials.items():
-                if (job_of_partials := self._jobs.get(name)) is not None:
-                    _add_partials(job_of_partials, pieces)
+            for job_name, partials in reply.partials.items():
+                if (job_of_partials := self._jobs.get(job_name)) is not None:
+                    job_of_partials.add_partials(partials)
             job = self._jobs.get(reply.job or "")
             if job is not None and rows is not None:
                 received = finished_trajectories(reply, rows)
@@ -511,17 +436,3 @@ class RolloutManager:
             job.inbox.put(finished)
         if reply.lost_replica is not None:
             self._lose(host, None)
-
-
-def _add_partials(job: ManagedJob, pieces: Mapping[str, Output]) -> None:
-    for name, piece in pieces.items():
-        if (row := job.rows.get(name)) is not None:
-            row.parts.append(piece)
-
-
-def _ask_if_alive(host: HostState, method: str, *args: Any) -> None:
-    """Call a method that ends work; a lost host has none left."""
-    try:
-        host.handle.ask(method, *args)
-    except WorkerError as error:
-        logger.debug("%s of %s: %s", method, host.handle, error)

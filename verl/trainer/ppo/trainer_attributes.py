@@ -6,9 +6,9 @@ from typing import Any
 
 from verl.trainer.common.run_start import RunStart
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.state import TrainerState
+from verl.trainer.ppo.worker_groups import WorkerGroups
 
 __all__ = ["TrainerAttributes"]
 

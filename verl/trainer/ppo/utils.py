@@ -1,4 +1,4 @@
-"""Roles of a run, which of them it needs, and whose trainer it is."""
+"""Roles of worker groups, and which of them a run has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.config.load import Config, load_config
 
 
 class Role(Enum):
-    """What a worker group does. `str(role)` is its name in the group and the worker's `role` argument."""
+    """Role of a worker group. `str(role)` is the spawn prefix and the worker's `role` argument."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -28,23 +28,25 @@ class Role(Enum):
 
 
 def need_critic(config: Config) -> bool:
-    """Whether the estimator needs values (or the configuration asks for a critic)."""
+    """Return whether the run has a critic: the estimator needs values, or the configuration enables it."""
     return load_config(config, check_files=False).critic.enable
 
 
 def need_reference_policy(role_worker_mapping: Mapping[Role, Any]) -> bool:
-    """Whether a reference policy was registered: `RefPolicy`, or `ActorRolloutRef`, which contains one."""
+    """Return whether a reference policy was registered: `RefPolicy`, or `ActorRolloutRef`, which contains one."""
     return not {Role.RefPolicy, Role.ActorRolloutRef}.isdisjoint(role_worker_mapping)
 
 
 def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
-    """Whether a reward model was registered."""
+    """Return whether a reward model was registered."""
     return Role.RewardModel in role_worker_mapping
 
 
 def require_mode(config: PPOConfig, modes: Collection[str], trainer: str) -> None:
-    """Refuse a run that the class `trainer`, which is for these modes, would train in another way."""
+    """Raise ValueError if the trainer class `trainer`, which supports these modes, does not support `trainer.mode`."""
     mode = config.trainer.mode
     if mode not in modes:
         other = "ppo.ray_trainer.RayPPOTrainer" if mode == "sync" else "asynchronous.trainer.AsyncPPOTrainer"
-        raise ValueError(f"trainer.mode: {mode}, and {trainer} is for {' or '.join(modes)}. Use verl.trainer.{other}.")
+        raise ValueError(
+            f"trainer.mode: {mode}, but {trainer} supports {' or '.join(modes)}. Use verl.trainer.{other}."
+        )

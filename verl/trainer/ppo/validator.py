@@ -16,16 +16,16 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, beside_ours, ground_truths, write_jsonl
 from verl.trainer.common.failures import NonFatalFailures
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.groups import WorkerGroups
-from verl.trainer.ppo.reward import (
-    answer_scores,
-    right_answers,
-    say_right,
-    score_answers,
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.scoring import (
+    correct_responses,
+    log_accuracy,
+    response_scores,
+    score_responses,
     unfinished_agents,
     with_turn_rewards,
 )
-from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED
 
@@ -51,12 +51,12 @@ class Validator:
         config: PPOConfig,
         tokenizer: Any,
         groups: WorkerGroups,
-        judge: BatchToBatch,
+        add_rm_scores: BatchToBatch,
         failures: NonFatalFailures,
     ) -> None:
-        """`judge` adds the scores of the reward model to a batch, if the run has one."""
+        """`add_rm_scores` adds the scores of the reward model to a batch, if the run has one."""
         self._config, self._tokenizer, self._groups = config, tokenizer, groups
-        self._judge, self._failures = judge, failures
+        self._add_rm_scores, self._failures = add_rm_scores, failures
 
     def run(
         self,
@@ -72,9 +72,9 @@ class Validator:
         `generate` returns a response to every row of a batch.
         """
         batches = (DataProto.from_single_dict(rows) for rows in loader)
-        samples = joined([self._answered(batch, generate, reward_fn, status) for batch in batches])
+        samples = join_samples([self._generate_and_score(batch, generate, reward_fn, status) for batch in batches])
         self.show(samples, step, tracking)
-        return sample_metrics(samples, judged=scored_by_model(self._config))
+        return sample_metrics(samples, scores_are_degrees=scored_by_model(self._config))
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
         """Log sampled responses to the trackers; write all of them to JSONL if a folder is set."""
@@ -88,45 +88,49 @@ class Validator:
         if (folder := config.validation_data_dir) is not None:
             more = samples.get("more", [{}] * len(rows))
             names = ("data_source", "uid", *(name for name in samples if name not in (*_DESCRIPTIONS, "reward")))
-            said = _rows(beside_ours({name: samples[name] for name in names}))
-            dumped = [{"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, said, strict=True)]
+            extra = _rows(beside_ours({name: samples[name] for name in names}))
+            dumped = [
+                {"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, extra, strict=True)
+            ]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
             if config.val_only:  # the files are the purpose of such a run: failures are fatal
                 write()
             else:
                 self._failures.dump("trainer.validation_data_dir", folder, step, write)
 
-    def _answered(self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine) -> Samples:
+    def _generate_and_score(
+        self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine
+    ) -> Samples:
         """Generate and score one batch; return prompts, responses, `reward` and the extra columns of the reward."""
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         batch = batch.repeat(n, interleave=True)
         batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-        with status.phase("validation rollout", *self._groups.answering):
-            answered = generate(batch)
+        with status.phase("validation rollout", *self._groups.generating):
+            generated = generate(batch)
         with status.phase("validation reward", self._groups.reward_model):
-            answered = self._judge(answered)
-            local = answered.fetch() if hasattr(answered, "fetch") else answered
-            base_scores, extra = score_answers(local, reward_fn)
+            generated = self._add_rm_scores(generated)
+            local = generated.fetch() if hasattr(generated, "fetch") else generated
+            base_scores, extra = score_responses(local, reward_fn)
             scores = with_turn_rewards(base_scores, local)
-        key, columns, whole = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
-        ends = whole.last_rows
+        key, columns, trajectories = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
+        rows = trajectories.last_rows
         texts = answer_texts(local, self._tokenizer)
-        said = {name: [values[row] for row in ends] for name, values in extra.items()}
+        extra_values = {name: [values[row] for row in rows] for name, values in extra.items()}
         if "num_turns" in columns:
-            said["num_turns"] = columns["num_turns"][ends].tolist()
-        rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), reward_fn)
-        samples = said | {
+            extra_values["num_turns"] = columns["num_turns"][rows].tolist()
+        rewards = known_scores(trajectories.sum(scores.sum(-1)).tolist(), extra_values.get(FAILED), reward_fn)
+        samples = extra_values | {
             "prompt": [text.pop("input") for text in texts],
             "answer": [text.pop("output") for text in texts],
             "gts": ground_truths(local),
             "more": texts,
-            "uid": columns["uid"][ends].tolist(),
-            "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
+            "uid": columns["uid"][rows].tolist(),
+            "data_source": columns[key][rows].tolist() if key in columns else ["unknown"] * len(trajectories),
             "reward": rewards,
-            "answer_score": answer_scores(base_scores.sum(-1), whole, extra.get(FAILED)),
+            "answer_score": response_scores(base_scores.sum(-1), trajectories, extra.get(FAILED)),
         }
         if "agent_metrics" in columns:
-            samples |= with_unfinished(samples, unfinished_agents(local, whole), scored_by_model(self._config))
+            samples |= with_unfinished(samples, unfinished_agents(local, trajectories), scored_by_model(self._config))
         return samples
 
 
@@ -134,12 +138,12 @@ def _rows(columns: Samples) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def with_unfinished(samples: Samples, unfinished: Sequence[bool], judged: bool) -> Samples:
+def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_degrees: bool) -> Samples:
     """`reward` and `acc` with agents that failed or were aborted as wrong, and the column `agent_failed`.
 
-    Their reward is 0, or None with a reward model (`judged`): 0 has no meaning on its scale.
+    Their reward is 0, or None with `scores_are_degrees` (of a reward model), on whose scale 0 has no meaning.
     """
-    failed_reward = None if judged else 0.0
+    failed_reward = None if scores_are_degrees else 0.0
     rewards = [
         failed_reward if failed else reward for reward, failed in zip(samples["reward"], unfinished, strict=True)
     ]
@@ -157,13 +161,13 @@ def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: A
     return [None if missing else score for score, missing in zip(scores, failed, strict=True)]
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
+def join_samples(parts: Sequence[Samples]) -> Samples:
     """Concatenate the columns of all batches; None for columns that a batch lacks (rewards differ by data source)."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: [v for part in parts for v in part.get(name, [None] * len(part["uid"]))] for name in names}
 
 
-def sample_metrics(samples: Samples, judged: bool) -> dict[str, float]:
+def sample_metrics(samples: Samples, scores_are_degrees: bool) -> dict[str, float]:
     """Return the statistics of every score per data source, and the accuracy where responses are right or wrong."""
     metrics, infos = {}, {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
     for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
@@ -174,6 +178,6 @@ def sample_metrics(samples: Samples, judged: bool) -> dict[str, float]:
                 metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
     unfinished = [bool(failed) for failed in samples.get(_UNFINISHED, ())]
     scores = samples.get("answer_score", samples["reward"])
-    right = right_answers(samples["data_source"], scores, samples.get("acc"), judged, unfinished)
-    say_right(right)
-    return metrics | {f"val/{source}/accuracy": sum(answers) / len(answers) for source, answers in right.items()}
+    correct = correct_responses(samples["data_source"], scores, samples.get("acc"), scores_are_degrees, unfinished)
+    log_accuracy(correct)
+    return metrics | {f"val/{source}/accuracy": sum(flags) / len(flags) for source, flags in correct.items()}

@@ -57,7 +57,7 @@ class AnswerCheck:
         columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
         uids = [self._prompts.uid(place // self._config.data.val_n) for place in range(len(texts))]
         columns |= {"uid": uids, "data_source": [sample.data_source for sample in samples]}
-        return sample_metrics(columns | {"reward": [score.value for score in scores]}, judged=False)
+        return sample_metrics(columns | {"reward": [score.value for score in scores]}, scores_are_degrees=False)
 
     def _batch(self) -> DataProto:
         """`val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.group_state import (
     GroupState,
-    ages,
     from_plain,
     group_shape,
     load_buffer,
+    oldest_step,
     save_buffer,
     to_plain,
 )
+from verl.trainer.asynchronous.rollout_buffer import PromptGroup, RolloutBuffer
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import load_plain, save_plain
@@ -37,9 +37,9 @@ def test_a_group_is_as_old_as_its_oldest_known_token():
     steps = {3: 10, 4: 11, 5: 14}
     finished = [trajectory("p", 0, [4, 4, 5]), trajectory("p", 1, [5, -1]), trajectory("p", 2, [])]
     assert [one.versions for one in finished] == [(4, 5), (5,), ()]
-    assert ages([one.versions for one in finished], steps, default=9) == (11, 1)
-    assert ages([(2, 5)], steps, default=9) == (9, 1)
-    assert ages([()], steps, default=9) == (9, 0)
+    assert oldest_step([one.versions for one in finished], steps, default=9) == (11, 1)
+    assert oldest_step([(2, 5)], steps, default=9) == (9, 1)
+    assert oldest_step([()], steps, default=9) == (9, 0)
 
 
 def test_finished_trajectories_and_partial_outputs_survive_a_checkpoint(tmp_path: Path):
@@ -60,18 +60,18 @@ def test_finished_trajectories_and_partial_outputs_survive_a_checkpoint(tmp_path
 
 
 def test_a_finished_group_with_a_trajectory_that_cannot_be_stored_is_in_flight_again(tmp_path: Path):
-    buffer = Buffer(groups_per_batch=2, max_staleness=2, strategy="drop")
+    buffer = RolloutBuffer(groups_per_batch=2, max_staleness=2, strategy="drop")
     for serial, tool in enumerate(["plain", object()]):
-        group = Group(serial, f"p{serial}", 1, 3, rows=GroupState(f"p{serial}", PROMPT, 4))
-        buffer.sent(group)
+        group = PromptGroup(serial, f"p{serial}", 1, 3, state=GroupState(f"p{serial}", PROMPT, 4))
+        buffer.add(group)
         finished = trajectory(group.uid, 0, [3], tool=tool)
-        group.rows.finished[finished.name] = finished
-        buffer.finished(group, 3, 0)
+        group.state.finished[finished.name] = finished
+        buffer.mark_finished(group, 3, 0)
     save_plain(save_buffer(buffer, lambda finished: finished), tmp_path / "buffer.pt")
-    loaded = Buffer(groups_per_batch=2, max_staleness=2, strategy="drop")
+    loaded = RolloutBuffer(groups_per_batch=2, max_staleness=2, strategy="drop")
     load_buffer(loaded, load_plain(tmp_path / "buffer.pt"))
-    assert [(group.uid, list(group.rows.finished)) for group in loaded.ready()] == [("p0", ["p0/0"])]
-    assert [(group.uid, list(group.rows.finished)) for group in loaded.in_flight()] == [("p1", [])]
+    assert [(group.uid, list(group.state.finished)) for group in loaded.finished_groups()] == [("p0", ["p0/0"])]
+    assert [(group.uid, list(group.state.finished)) for group in loaded.in_flight()] == [("p1", [])]
 
 
 def test_an_older_state_has_only_the_number_of_responses():

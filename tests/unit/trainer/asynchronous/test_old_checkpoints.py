@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.fixtures.async_checkpoint import values
-from verl.trainer.asynchronous.buffer import Buffer
 from verl.trainer.asynchronous.group_state import group_shape as read_made_with
 from verl.trainer.asynchronous.group_state import load_buffer
-from verl.trainer.asynchronous.group_state import prompts_of as read_prompts
+from verl.trainer.asynchronous.group_state import saved_prompts as read_prompts
+from verl.trainer.asynchronous.rollout_buffer import RolloutBuffer
 from verl.utils.plain_store import load_plain
 
 FILE = Path(values.__file__).parent / "trainer.pt"
@@ -27,16 +27,16 @@ ENTRY = {"name": "name", "prompt": "prompt", "step": "step", "made": "finished",
 """Field name in a group's `rows` in the file -> attribute name today."""
 
 
-def restored(state: dict[str, Any]) -> tuple[Buffer, dict[int, Any]]:
+def restored(state: dict[str, Any]) -> tuple[RolloutBuffer, dict[int, Any]]:
     """The buffer after a restart, and its groups by serial."""
-    buffer = Buffer(groups_per_batch=2, max_staleness=2, strategy="drop")
+    buffer = RolloutBuffer(groups_per_batch=2, max_staleness=2, strategy="drop")
     load_buffer(buffer, state["answers"]["buffer"])
-    return buffer, {group.serial: group for group in (*buffer.in_flight(), *buffer.ready())}
+    return buffer, {group.serial: group for group in (*buffer.in_flight(), *buffer.finished_groups())}
 
 
 def entry(group: Any, name: str) -> Any:
     """A field of what the trainer keeps for a group."""
-    return getattr(group.rows, ENTRY[name])
+    return getattr(group.state, ENTRY[name])
 
 
 # ---------------------------------------------------------------- checks
@@ -73,8 +73,8 @@ def test_every_field_of_a_group_is_read(state: dict[str, Any], content: dict[str
     group = groups[content["serial"]]
     for name in ("serial", "sent_at", "oldest", "partial", "promised"):
         assert getattr(group, RENAMED.get(name, name)) == content[name], name
-    assert group.answers == values.ANSWERS
-    assert (group in buffer.ready()) == (content["serial"] in values.FINISHED)
+    assert group.response_count == values.ANSWERS
+    assert (group in buffer.finished_groups()) == (content["serial"] in values.FINISHED)
 
     prompt = entry(group, "prompt")
     assert prompt.non_tensor_batch["index"].tolist() == [content["data_row"]]
@@ -98,13 +98,13 @@ def test_counts_and_serials_continue(state: dict[str, Any]):
     buffer, groups = restored(state)
     assert dict(buffer.counts) == values.COUNTS
     assert sorted(groups) == [content["serial"] for content in values.GROUPS]
-    assert [group.serial for group in buffer.ready()] == values.FINISHED
+    assert [group.serial for group in buffer.finished_groups()] == values.FINISHED
     saved = state["answers"]["buffer"]
     assert saved["last_serial"] == values.LAST_SERIAL
     # A prompt that was dropped once is waited for the next time it is sent.
     (dropped,) = saved["again"]
     again = type(groups[5])(values.LAST_SERIAL + 1, dropped, values.ANSWERS, 5)
-    buffer.sent(again)
+    buffer.add(again)
     assert again.promised
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.trainer.asynchronous.utilization import IdleShares, Setup, Utilization, tuning_advice
+from verl.trainer.asynchronous.utilization import AsyncSetup, IdleShares, Utilization, tuning_advice
 
 
 def test_shares_are_the_waiting_phases_and_the_load_beside_the_largest_one():
@@ -36,7 +36,7 @@ def test_loading_models_and_a_first_validation_are_no_idle_time_of_the_rollout()
 
 def test_answers_that_wait_for_their_turn_do_not_make_the_rollout_busier():
     now = [0.0]
-    utilization = Utilization(lambda: now[0], at_once=4)
+    utilization = Utilization(lambda: now[0], max_concurrent=4)
     assert utilization.shares() is None, "no step yet"
     for seconds, in_flight in enumerate((100, 50, 4, 2)):
         now[0] = float(seconds)
@@ -49,7 +49,10 @@ def test_answers_that_wait_for_their_turn_do_not_make_the_rollout_busier():
     assert shares.rollout == pytest.approx(1 - (4 + 4 + 4 + 2) / 16)
 
 
-OWN, SHARED = Setup("async", 2, True, True, reached=2), Setup("async", 2, True, False, reached=2)
+OWN, SHARED = (
+    AsyncSetup("async", 2, True, True, trained_staleness=2),
+    AsyncSetup("async", 2, True, False, trained_staleness=2),
+)
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -69,10 +72,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (0.4, 0.4, SHARED._replace(evenness=0.5), "trainer.max_staleness=3"),
         (0.4, 0.4, SHARED._replace(evenness=0.9), "trainer.mode=sync"),
         (0.0, 0.5, SHARED._replace(evenness=0.9), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-        (0.4, 0.4, OWN._replace(reached=1), "trainer.n_gpus_per_node up"),
+        (0.4, 0.4, OWN._replace(trained_staleness=1), "trainer.n_gpus_per_node up"),
     ],
 )
-def test_the_advice_names_the_key_that_would_help(trainer: float, rollout: float, run: Setup, named: str):
+def test_the_advice_names_the_key_that_would_help(trainer: float, rollout: float, run: AsyncSetup, named: str):
     advice = tuning_advice(IdleShares(trainer, rollout), run)
     assert named in advice
     assert f"{trainer:.0%}" in advice

@@ -16,7 +16,7 @@ from verl.config import ConfigError, load_config
 from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.state import started
+from verl.trainer.ppo.state import check_run_start
 from verl.utils import disk
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.disk import UncachedFile
@@ -52,7 +52,7 @@ def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
 
 def problems(arguments: list[str]) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
-        started(load_config(None, arguments), {})
+        check_run_start(load_config(None, arguments), {})
     return {problem.key: problem.why for problem in caught.value.problems}
 
 
@@ -89,7 +89,7 @@ def test_checkpoints_that_will_not_fit_are_refused_with_the_sizes(task, small_di
     kept = ("trainer.save_freq=1", "trainer.total_training_steps=9")
     found = problems(command(task, small_disk, *kept, "trainer.max_actor_ckpt_to_keep=1"))
     assert f"its disk {small_disk} (tmpfs) has 3.1" in found["trainer.default_local_dir"]
-    started(load_config(None, command(task, small_disk, *kept)), {}).close()
+    check_run_start(load_config(None, command(task, small_disk, *kept)), {}).close()
 
 
 def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(task, small_disk, caplog):

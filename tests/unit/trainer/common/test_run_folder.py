@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import ConfigError, load_config
-from verl.trainer.ppo.state import started
+from verl.trainer.ppo.state import check_run_start
 from verl.utils.checkpoint import ownership, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
 from verl.utils.checkpoint.steps import move_aside, step_of
@@ -57,16 +57,16 @@ def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task,
         assert held.stdout is not None
         held.stdout.readline()
         with pytest.raises(ConfigError) as caught:
-            started(load_config(None, command(task, tmp_path)), {})
+            check_run_start(load_config(None, command(task, tmp_path)), {})
         (problem,) = caught.value.problems
         assert problem.key == "trainer.default_local_dir"
         assert f"another run is writing there: host {ownership.socket.gethostname()}, pid {held.pid}" in problem.why
         only_reads = command(task, tmp_path, "trainer.val_only=True", f"data.val_files={task['val']}")
-        started(load_config(None, only_reads), {}).close()
+        check_run_start(load_config(None, only_reads), {}).close()
     finally:
         held.kill()
         held.wait()
-    started(load_config(None, command(task, tmp_path)), {}).close()
+    check_run_start(load_config(None, command(task, tmp_path)), {}).close()
 
 
 def test_a_trainer_holds_its_folder_to_the_end_and_no_longer(task, tmp_path):
@@ -95,7 +95,7 @@ def test_steps_stay_in_place_where_the_run_does_not_start(task, tmp_path):
     (tmp_path / "a_file").write_text("")
     keys = ("trainer.resume_mode=disable", f"trainer.rollout_data_dir={tmp_path / 'a_file'}")
     with pytest.raises(ConfigError, match=r"trainer.rollout_data_dir"):
-        started(load_config(None, command(task, tmp_path, *keys)), {})
+        check_run_start(load_config(None, command(task, tmp_path, *keys)), {})
     assert (tmp_path / "checkpoints" / "global_step_7").is_dir()
 
 
@@ -105,7 +105,7 @@ def test_by_key_a_used_folder_and_its_copies_are_refused(task, tmp_path):
     save_copied_step(tmp_path / "elsewhere", 3, copies)
     keys = ("trainer.resume_mode=disable", "trainer.used_dir=refuse", f"trainer.default_hdfs_dir={copies}")
     with pytest.raises(ConfigError) as caught:
-        started(load_config(None, command(task, tmp_path, *keys)), {})
+        check_run_start(load_config(None, command(task, tmp_path, *keys)), {})
     problems = {problem.key: problem for problem in caught.value.problems}
     assert "global_step_7" in problems["trainer.default_local_dir"].why
     assert "global_step_3" in problems["trainer.default_hdfs_dir"].why
@@ -118,7 +118,7 @@ def test_copies_of_an_earlier_run_are_moved_aside_whole(task, tmp_path, caplog, 
     copies = f"{scheme}{tmp_path / 'copies'}"
     save_copied_step(tmp_path / "elsewhere", 3, copies)
     keys = ("trainer.resume_mode=disable", f"trainer.default_hdfs_dir={copies}")
-    start = started(load_config(None, command(task, tmp_path, *keys)), {})
+    start = check_run_start(load_config(None, command(task, tmp_path, *keys)), {})
     assert start.resume_from is None
     start.close()
     fs, inside = filesystem_of(copies)

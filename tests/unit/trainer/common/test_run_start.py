@@ -17,7 +17,7 @@ from tests.support.training_harness import make_task, make_trainer, overrides, r
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.problems import Problem
 from verl.trainer.common.run_start import run_parts
-from verl.trainer.ppo.state import started
+from verl.trainer.ppo.state import check_run_start
 from verl.trainer.rm.trainer import RMTrainer
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.workers.engine.common import checkpoint_compatibility
@@ -64,7 +64,7 @@ def saved_lora(task, tmp_path_factory) -> Path:
 
 def problems(command: list[str]) -> list[Problem]:
     try:
-        started(load_config(None, command), {})
+        check_run_start(load_config(None, command), {})
     except ConfigError as error:
         return error.problems
     return []

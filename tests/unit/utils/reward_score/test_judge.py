@@ -76,7 +76,7 @@ def test_the_template_has_question_answer_and_what_the_row_knows(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward_model.judge.template='{% if %}'", "is no Jinja"),
+        ("reward_model.judge.template='{% if %}'", "invalid Jinja"),
         ("reward_model.judge.template=/nowhere/ask.txt", "No such file"),
         ("reward_model.judge.pattern=score", "has no group"),
         ("reward_model.judge.low=10", "is not below"),

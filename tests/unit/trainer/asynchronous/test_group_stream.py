@@ -16,8 +16,8 @@ import torch
 from tests.support.scripted_hosts import ScriptedGroups, scripted_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.asynchronous.group_stream import GroupStream
-from verl.trainer.ppo import rollout_manager
-from verl.trainer.ppo.generator import answer_rows
+from verl.trainer.ppo import rollout_hosts
+from verl.trainer.ppo.generator import rollout_rows
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.workers.rollout import loop_host
 
@@ -46,10 +46,10 @@ class Prompts:
 class Generator:
     """Rows and requests like those of the real one; responses are not scored."""
 
-    answers_per_prompt = ANSWERS
+    responses_per_prompt = ANSWERS
 
-    def answer_rows(self, prompts: DataProto) -> DataProto:
-        return answer_rows(prompts, ANSWERS, greedy=False)
+    def rollout_rows(self, prompts: DataProto) -> DataProto:
+        return rollout_rows(prompts, ANSWERS, greedy=False)
 
     def meta(self, step: int, validate: bool) -> dict[str, Any]:
         return {"step": step, "seed": 7, "pad_token_id": 0}
@@ -57,7 +57,7 @@ class Generator:
     def request(self, rows: DataProto, step: int, validate: bool) -> DataProto:
         return rows
 
-    def score_ahead(self, rows: DataProto) -> None:
+    def early_scorer(self, rows: DataProto) -> None:
         return None
 
 
@@ -71,13 +71,14 @@ class Run:
         source, waiting = Prompts(), contextlib.nullcontext
         recovery = SimpleNamespace(retry_on_worker_loss=self.groups.retry)
         self.rollouts = RolloutManager(config, self.groups)
-        parts: Any = (config, self.rollouts, Generator(), lambda: source, 100, waiting, recovery)
+        state = SimpleNamespace(prompts=source)
+        parts: Any = (config, self.rollouts, Generator(), state, 100, waiting, recovery)
         self.stream = GroupStream(*parts)
         self.reported = 0
         self.stream.utilization.set_in_flight = self._report  # type: ignore[method-assign]
         self._receive, self.stream._receive = self.stream._receive, self._finish_a_group  # type: ignore[method-assign]
-        self._dropped = self.stream._buffer.dropped
-        self.stream._buffer.dropped = self._drop_while_trajectories_finish  # type: ignore[method-assign]
+        self._dropped = self.stream._buffer.drop_stale
+        self.stream._buffer.drop_stale = self._drop_while_trajectories_finish  # type: ignore[method-assign]
         self.drops = 0
 
     def _report(self, count: int) -> None:
@@ -102,9 +103,9 @@ class Run:
 
     def _drop_while_trajectories_finish(self, version: int) -> Any:
         """Trajectories of a group that is about to be dropped finish after the trainer has received the others."""
-        old = [group for group in self.stream._buffer.in_flight() if version - group.born > 1]
+        old = [group for group in self.stream._buffer.in_flight() if version - group.base_version > 1]
         running = set(self.unfinished)
-        names = [name for group in old for name in group.rows.trajectories(ANSWERS) if name in running]
+        names = [name for group in old for name in group.state.trajectory_names(ANSWERS) if name in running]
         self.finish([name for name in names if self.rng.random() < 0.4])
         dropped = self._dropped(version)
         self.drops += len(dropped)
@@ -133,7 +134,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_manager, "_COLLECT_S", 0.02)
+    monkeypatch.setattr(rollout_hosts, "_COLLECT_S", 0.02)
     monkeypatch.setattr(loop_host, "_COALESCE_S", 0.0)
 
 
@@ -145,7 +146,7 @@ def test_every_trajectory_is_counted_once_while_groups_are_dropped_and_hosts_are
             run.stream.begin_step(step, step)
             if run.stream._job is not None:
                 run.check()
-            run.stream.take(BATCH)
+            run.stream.next_batch()
             run.check()
             run.finish_some()
             run.check()

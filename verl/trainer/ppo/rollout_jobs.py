@@ -1,9 +1,11 @@
-"""Finished trajectories on the controller: headers and references to rows, joined to batches without copies."""
+"""Jobs of the RolloutManager: submitted rows, finished trajectories, and their rows as a batch without copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import queue
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,26 @@ from verl.single_controller.ray.stored import (
     take_rows,
     with_bundle,
 )
+from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState
+from verl.types.request import Output
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Status, Trajectory
 from verl.workers.rollout.output import empty_experts, trajectories_from_rows
+from verl.workers.rollout.partial_outputs import join_outputs
 from verl.workers.rollout.prompts import sampling_params
 from verl.workers.rollout.rollout_job import RolloutJob
 
-__all__ = ["FinishedTrajectory", "finished_trajectories", "join_rows", "read_trajectories", "store_trajectories"]
+__all__ = [
+    "FinishedTrajectory",
+    "ManagedJob",
+    "OnFinished",
+    "SubmittedRow",
+    "finished_trajectories",
+    "join_rows",
+    "read_trajectories",
+    "store_trajectories",
+    "trajectory_names",
+]
 
 # Not taken from a host's reply: the batch has these columns from its prompts.
 _PROMPT_COLUMNS = ("uid", "sample_index")
@@ -59,6 +74,57 @@ class FinishedTrajectory:
     part: RowsPart
     first_row: int
     row_count: int
+
+
+OnFinished = Callable[[Sequence[FinishedTrajectory]], None]
+"""Called by the collector thread of a host."""
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedRow:
+    """A submitted row that has not finished."""
+
+    batch: DataProto
+    """The submitted batch; this row is at `index`."""
+    index: int
+    prompt_length: int
+    kind: HostKind
+    parts: list[Output] = field(default_factory=list)
+    """Consecutive parts of its output, as reported. Joining them with every report would cost their whole length."""
+    host: HostState | None = None
+    """None: not sent yet, or its host was lost."""
+
+    @property
+    def partial(self) -> Output | None:
+        """Its output so far."""
+        return join_outputs(list(self.parts), self.prompt_length) if self.parts else None
+
+
+@dataclass(slots=True, eq=False)
+class ManagedJob:
+    """A job with its unfinished rows, and the events that its consumer has not collected yet."""
+
+    name: str
+    meta: Mapping[str, Any]
+    on_finished: OnFinished
+    rows: dict[str, SubmittedRow] = field(default_factory=dict)
+    inbox: queue.SimpleQueue[list[FinishedTrajectory] | HostLoss] = field(default_factory=queue.SimpleQueue)
+
+    def add_partials(self, outputs: Mapping[str, Output]) -> None:
+        """Append newly reported output of unfinished rows."""
+        for name, output in outputs.items():
+            if (row := self.rows.get(name)) is not None:
+                row.parts.append(output)
+
+
+def trajectory_names(rows: DataProto) -> list[str]:
+    """Return the ids of these rows, from their columns `uid` and `sample_index`; ValueError if two are equal."""
+    columns = rows.non_tensor_batch
+    names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
+    if len(set(names)) < len(names):
+        repeated = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"rollout: several rows are named {repeated!r}. Each needs its own uid or sample_index.")
+    return names
 
 
 def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:

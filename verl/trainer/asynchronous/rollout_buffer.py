@@ -1,4 +1,4 @@
-"""Buffer: bookkeeping of prompt groups: which are in flight, which are finished, which form the next batch.
+"""RolloutBuffer: bookkeeping of prompt groups: which are in flight, which are finished, which form the next batch.
 
 A version is the number of trained batches; the trainer takes one batch per version. A group sent at version `v` is
 trained at version `v + max_staleness` at the latest. Admission guarantees it: groups in flight, finished or in the
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Buffer", "Group"]
+__all__ = ["PromptGroup", "RolloutBuffer"]
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
 """Reasons why a too old group was dropped: not finished; finished, but batches were full; sent by over-sampling."""
@@ -26,41 +26,44 @@ STALE = "stale_samples"
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class PromptGroup:
     """The responses to one prompt, from submission to training."""
 
     serial: int
     """Number in the order of submission; a prompt that is sent again gets a new one."""
     uid: str
-    answers: int
-    """Number of responses."""
+    response_count: int
     sent_at: int
     """The version at which it was submitted."""
     oldest: int | None = None
     """Version of its oldest sampled token; None until it is finished."""
     partial: int = 0
     """Number of responses with tokens of several weight versions."""
-    rows: Any = None
+    state: Any = None
     """Data of the caller."""
     promised: bool = False
     """Guaranteed to be trained in time: batches wait for it."""
 
     @property
-    def born(self) -> int:
+    def base_version(self) -> int:
         """The version from which its staleness counts."""
         return self.sent_at if self.oldest is None else self.oldest
 
 
+_SAVED_NAMES = {"response_count": "answers", "state": "rows"}
+"""Fields of a PromptGroup that have another name in checkpoints."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Used:
+class _TrainedGroup:
     """Data of a group that is being trained, for metrics."""
 
     staleness: int
-    answers: int
+    response_count: int
     partial: int
 
 
-class Buffer:
+class RolloutBuffer:
     """Plain bookkeeping without clock, threads or tensors. The module docstring states its guarantees."""
 
     def __init__(
@@ -77,75 +80,78 @@ class Buffer:
         """
         self._per_batch, self._max_staleness, self._in_order = groups_per_batch, max_staleness, in_order
         self._waits, self._surplus, self._batches = strategy == "wait", surplus, batches
-        self._out: dict[int, Group] = {}
-        self._finished: dict[int, Group] = {}
+        self._in_flight: dict[int, PromptGroup] = {}
+        self._finished: dict[int, PromptGroup] = {}
         self._promised = 0
-        """Number of promised groups in `_out` and `_finished`, counted here so that `sent` takes constant time."""
+        """Number of promised groups in `_in_flight` and `_finished`, counted here so that `add` takes constant time."""
         self._last_serial = -1
-        self._again: set[str] = set()
+        self._dropped_uids: set[str] = set()
         """The `uid` of dropped prompts that were not sent again yet."""
-        self._batch_of = -1
-        self._batch: dict[int, _Used] = {}
+        self._batch_version = -1
+        self._batch: dict[int, _TrainedGroup] = {}
         self.counts: Counter[str] = Counter()
         """Totals of the run: `dropped/<reason>`, `rejected`, `stale_samples`."""
         self._reported: Counter[str] = Counter()
         """`counts` at the last call of `metrics`."""
-        self.reached = 0
+        self.max_trained_staleness = 0
         """The largest staleness that was trained."""
 
-    def room(self, version: int) -> int:
+    def capacity(self, version: int) -> int:
         """Number of prompts that may be sent now."""
         batches = self._max_staleness + 1
         if self._batches is not None:
             batches = min(batches, self._batches - version)
         if batches <= 0:
             return 0
-        answered = len(self._finished) + len(self._training(version))
-        most = batches * self._per_batch - len(self._out)
+        finished = len(self._finished) + len(self._training(version))
+        most = batches * self._per_batch - len(self._in_flight)
         # Finished groups beyond the next batch only age, so no more prompts are sent.
-        return max(0, min(most, 2 * self._per_batch) + self._surplus - answered)
+        return max(0, min(most, 2 * self._per_batch) + self._surplus - finished)
 
-    def sent(self, group: Group) -> None:
+    def add(self, group: PromptGroup) -> None:
         """Add a group that was submitted."""
         if group.serial <= self._last_serial:
             raise ValueError(f"group {group.serial}: sent after {self._last_serial}. Number groups as they are sent.")
         self._last_serial = group.serial
-        was_dropped = group.uid in self._again
-        self._again.discard(group.uid)
+        was_dropped = group.uid in self._dropped_uids
+        self._dropped_uids.discard(group.uid)
         # Promised groups must fit into the batches up to the last one that may train this group.
         promised = self._promised + len(self._training(group.sent_at))
         group.promised = (self._waits or was_dropped) and promised < (self._max_staleness + 1) * self._per_batch
         self._promised += group.promised
-        self._out[group.serial] = group
+        self._in_flight[group.serial] = group
 
-    def finished(self, group: Group, oldest: int, partial: int = 0, rows: Any = None) -> None:
-        """Mark a group as finished. `oldest`: version of its oldest token. `partial`: see `Group.partial`."""
-        del self._out[group.serial]
+    def mark_finished(self, group: PromptGroup, oldest: int, partial: int = 0) -> None:
+        """Mark a group as finished. `oldest`: version of its oldest token. `partial`: see `PromptGroup.partial`."""
+        del self._in_flight[group.serial]
         # After a skipped update two versions have the same weights, but tokens cannot be older than the request.
         group.oldest, group.partial = max(oldest, group.sent_at), partial
-        group.rows = group.rows if rows is None else rows
         self._finished[group.serial] = group
 
-    def dropped(self, version: int) -> list[Group]:
+    def drop_stale(self, version: int) -> list[PromptGroup]:
         """Remove and return groups that have become too old, finished or not; the caller puts their prompts back. Call
         it once per version."""
-        old = [group for group in self._all() if version - group.born > self._max_staleness]
+        old = [group for group in self._all() if version - group.base_version > self._max_staleness]
         for group in old:
             reason = FINISHED if group.serial in self._finished else IN_FLIGHT
-            self.give_up(group, SURPLUS if self._waits or self._in_order else reason)
-            self._again.add(group.uid)
+            if self._waits or self._in_order:
+                reason = SURPLUS
+            (self._finished if group.serial in self._finished else self._in_flight).pop(group.serial)
+            self._promised -= group.promised
+            self.counts[f"dropped/{reason}"] += 1
+            self._dropped_uids.add(group.uid)
         return old
 
-    def take(self, version: int, count: int | None = None) -> list[Group] | None:
-        """Take the groups that the batch of this version still needs (or `count`), in serial order; None: wait for
-        groups in flight."""
-        count = self._per_batch - len(self._training(version)) if count is None else count
+    def take(self, version: int) -> list[PromptGroup] | None:
+        """Take the groups that the batch of this version still needs, in serial order; None: wait for groups in
+        flight."""
+        count = self._per_batch - len(self._training(version))
         if len(self._finished) < count:
             return None
-        fresh = [group for group in self._all() if version - group.born <= self._max_staleness]
+        fresh = [group for group in self._all() if version - group.base_version <= self._max_staleness]
         if self._in_order:
             chosen = fresh[:count]
-            if any(group.serial in self._out for group in chosen):
+            if any(group.serial in self._in_flight for group in chosen):
                 return None
         else:
             required = self._required(fresh, version, count)
@@ -158,47 +164,41 @@ class Buffer:
         self._use(chosen, version)
         return chosen
 
-    def reject(self, groups: Iterable[Group]) -> None:
+    def reject(self, groups: Iterable[PromptGroup]) -> None:
         """Exclude finished groups, taken or not, from training. They are not sent again; other prompts may be sent
         instead."""
         for group in groups:
             if self._finished.pop(group.serial, None) is not None:
                 self._promised -= group.promised
             if (used := self._batch.pop(group.serial, None)) is not None and used.staleness:
-                self.counts[STALE] -= used.answers
+                self.counts[STALE] -= used.response_count
             self.counts["rejected"] += 1
 
-    def give_up(self, group: Group, why: str) -> None:
-        """Remove a group, finished or in flight; the caller puts its prompt back. `why`: reason in `counts`."""
-        (self._finished if group.serial in self._finished else self._out).pop(group.serial)
-        self._promised -= group.promised
-        self.counts[f"dropped/{why}"] += 1
-
-    def in_flight(self) -> list[Group]:
+    def in_flight(self) -> list[PromptGroup]:
         """Groups that are not finished."""
-        return list(self._out.values())
+        return list(self._in_flight.values())
 
-    def ready(self) -> list[Group]:
-        """Finished groups that were not taken yet."""
+    def finished_groups(self) -> list[PromptGroup]:
+        """Finished groups that were not taken yet, in serial order."""
         return sorted(self._finished.values(), key=lambda group: group.serial)
 
     def metrics(self, version: int) -> dict[str, float]:
         """Metrics of the batch of this version, and of groups dropped and rejected since the last call."""
         used = list(self._training(version).values())
-        answers = sum(group.answers for group in used)
-        partial = sum(group.partial for group in used) / max(1, answers)
+        responses = sum(group.response_count for group in used)
+        partial = sum(group.partial for group in used) / max(1, responses)
         metrics = {
             "async/queue_depth": float(len(self._finished)),
-            "async/in_flight": float(len(self._out)),
-            "async/staleness/mean": sum(group.staleness * group.answers for group in used) / max(1, answers),
+            "async/in_flight": float(len(self._in_flight)),
+            "async/staleness/mean": sum(group.staleness * group.response_count for group in used) / max(1, responses),
             "async/staleness/max": float(max((group.staleness for group in used), default=0)),
             "async/partial_share": partial,
             "fully_async/partial/partial_ratio": partial,
             "fully_async/count/stale_samples_processed": float(self.counts[STALE]),
         }
         for age in range(self._max_staleness + 1):
-            of_age = sum(group.answers for group in used if group.staleness == age)
-            metrics[f"async/staleness/share_{age}"] = of_age / max(1, answers)
+            of_age = sum(group.response_count for group in used if group.staleness == age)
+            metrics[f"async/staleness/share_{age}"] = of_age / max(1, responses)
         new = self.counts - self._reported
         self._reported = self.counts.copy()
         reasons = ["rejected", *(f"dropped/{why}" for why in (IN_FLIGHT, FINISHED, SURPLUS)), *new]
@@ -206,46 +206,48 @@ class Buffer:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`). Groups
-        of the batch being trained are not included."""
+        of the batch that is being trained are not included."""
         return {
-            "groups": [{item.name: getattr(group, item.name) for item in fields(group)} for group in self._all()],
+            "groups": [_saved_fields(group) for group in self._all()],
             "finished": list(self._finished),
             "last_serial": self._last_serial,
-            "again": sorted(self._again),
+            "again": sorted(self._dropped_uids),
             "counts": dict(self.counts),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. Groups that are not in its `finished` are in flight: the caller submits them again, as the
         same groups."""
-        groups, finished = [Group(**saved) for saved in state["groups"]], set(state["finished"])
-        self._out = {group.serial: group for group in groups if group.serial not in finished}
+        groups, finished = [_from_saved_fields(saved) for saved in state["groups"]], set(state["finished"])
+        self._in_flight = {group.serial: group for group in groups if group.serial not in finished}
         self._finished = {group.serial: group for group in groups if group.serial in finished}
-        for group in self._out.values():  # including finished groups whose trajectories could not be saved
+        for group in self._in_flight.values():  # including finished groups whose trajectories could not be saved
             group.oldest, group.partial = None, 0
         self._promised = sum(group.promised for group in groups)
-        self._last_serial, self._again = state["last_serial"], set(state["again"])
-        self._batch_of, self._batch = -1, {}
+        self._last_serial, self._dropped_uids = state["last_serial"], set(state["again"])
+        self._batch_version, self._batch = -1, {}
         self.counts, self._reported = Counter(state["counts"]), Counter(state["counts"])
 
-    def _all(self) -> list[Group]:
-        return sorted([*self._out.values(), *self._finished.values()], key=lambda group: group.serial)
+    def _all(self) -> list[PromptGroup]:
+        return sorted([*self._in_flight.values(), *self._finished.values()], key=lambda group: group.serial)
 
-    def _training(self, version: int) -> dict[int, _Used]:
+    def _training(self, version: int) -> dict[int, _TrainedGroup]:
         """Groups of the batch of this version, by serial."""
-        return self._batch if self._batch_of == version else {}
+        return self._batch if self._batch_version == version else {}
 
-    def _use(self, chosen: Iterable[Group], version: int) -> None:
+    def _use(self, chosen: Iterable[PromptGroup], version: int) -> None:
         self._batch = self._training(version)
-        self._batch_of = version
+        self._batch_version = version
         for group in chosen:
             del self._finished[group.serial]
             self._promised -= group.promised
-            self._batch[group.serial] = used = _Used(version - group.born, group.answers, group.partial)
-            self.counts[STALE] += used.answers if used.staleness else 0
-            self.reached = max(self.reached, used.staleness)
+            self._batch[group.serial] = used = _TrainedGroup(
+                version - group.base_version, group.response_count, group.partial
+            )
+            self.counts[STALE] += used.response_count if used.staleness else 0
+            self.max_trained_staleness = max(self.max_trained_staleness, used.staleness)
 
-    def _required(self, fresh: list[Group], version: int, count: int) -> set[Group] | None:
+    def _required(self, fresh: list[PromptGroup], version: int, count: int) -> set[PromptGroup] | None:
         """Finished groups that the batch must have so that all promised groups are trained in time; None if such a
         group is still in flight.
 
@@ -253,12 +255,21 @@ class Buffer:
         batches.
         """
         promised = [group for group in fresh if group.promised]
-        chosen: set[Group] = set()
-        for last in sorted({group.born + self._max_staleness for group in promised}):
-            until = [group for group in promised if group.born + self._max_staleness <= last]
+        chosen: set[PromptGroup] = set()
+        for last in sorted({group.base_version + self._max_staleness for group in promised}):
+            until = [group for group in promised if group.base_version + self._max_staleness <= last]
             missing = min(len(until) - self._per_batch * (last - version), count) - len(chosen)
             ready = [group for group in until if group.serial in self._finished and group not in chosen]
             if missing > len(ready):
                 return None
             chosen |= set(ready[: max(0, missing)])
         return chosen
+
+
+def _saved_fields(group: PromptGroup) -> dict[str, Any]:
+    return {_SAVED_NAMES.get(item.name, item.name): getattr(group, item.name) for item in fields(group)}
+
+
+def _from_saved_fields(saved: Mapping[str, Any]) -> PromptGroup:
+    names = {saved_name: name for name, saved_name in _SAVED_NAMES.items()}
+    return PromptGroup(**{names.get(name, name): value for name, value in saved.items()})

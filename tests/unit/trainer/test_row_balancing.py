@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
+from verl.trainer.ppo.row_balancing import balance_metrics, balance_rows, mini_batches_by_prompt, row_costs
 from verl.utils.balancing import SequenceCost
 
 
@@ -31,15 +31,15 @@ def test_a_mini_batch_holds_the_same_rows_whatever_the_number_of_ranks(prompts, 
     assert np.concatenate(minis).tolist() == list(range(sum(prompts)))
     assert [len(set(uids[rows])) for rows in minis][:-1] == [size] * (len(minis) - 1)
     costs = np.random.default_rng(0).integers(1, 100, len(uids)).astype(float)
-    arranged = arrange(costs, minis, ranks, balance)
-    assert sum(arranged.sizes) * ranks == len(arranged.order)
-    fillers = np.split(arranged.filler.reshape(ranks, -1), np.cumsum(arranged.sizes)[:-1], axis=1)
-    for rows, here, filler in zip(minis, arranged.on_ranks(ranks), fillers, strict=True):
+    balanced = balance_rows(costs, minis, ranks, balance)
+    assert sum(balanced.sizes) * ranks == len(balanced.order)
+    fillers = np.split(balanced.filler.reshape(ranks, -1), np.cumsum(balanced.sizes)[:-1], axis=1)
+    for rows, here, filler in zip(minis, balanced.on_ranks(ranks), fillers, strict=True):
         assert sorted(here[~filler]) == rows.tolist()
         assert filler.sum() == -len(rows) % ranks
         assert set(costs[here[filler]]) <= {costs[rows].min()}, "the cheapest row fills up"
-    sent = DataProto.from_dict({"row": torch.from_numpy(arranged.order)})
-    assert arranged.results(sent).batch["row"].tolist() == list(range(len(uids)))
+    sent = DataProto.from_dict({"row": torch.from_numpy(balanced.order)})
+    assert balanced.restore_order(sent).batch["row"].tolist() == list(range(len(uids)))
 
 
 def test_rows_of_a_prompt_need_not_stand_together():
@@ -48,10 +48,10 @@ def test_rows_of_a_prompt_need_not_stand_together():
 
 def test_balancing_evens_out_tokens_over_ranks():
     costs = np.array([100, 1, 100, 1, 100, 1, 100, 1])
-    (plain,) = arrange(costs, equal_runs(8, 1), 2, balance=False).on_ranks(2)
-    (even,) = arrange(costs, equal_runs(8, 1), 2, balance=True).on_ranks(2)
+    (plain,) = balance_rows(costs, equal_runs(8, 1), 2, balance=False).on_ranks(2)
+    (even,) = balance_rows(costs, equal_runs(8, 1), 2, balance=True).on_ranks(2)
     skewed = np.array([100, 100, 100, 100, 1, 1, 1, 1])
-    (balanced,) = arrange(skewed, equal_runs(8, 1), 2, balance=True).on_ranks(2)
+    (balanced,) = balance_rows(skewed, equal_runs(8, 1), 2, balance=True).on_ranks(2)
     assert costs[plain].sum(1).tolist() == [202, 202]
     assert costs[even].sum(1).tolist() == [202, 202]
     assert skewed[balanced].sum(1).tolist() == [202, 202]
@@ -76,9 +76,9 @@ def test_balancing_by_cost_does_not_put_the_long_rows_on_one_rank():
     lengths = np.array([800, 100, 100, 100, 100, 100, 100, 100])
     by_tokens, by_cost = (SequenceCost(1.0, 0.0, pair)(lengths) for pair in (0.0, 1.0))
     minis = equal_runs(8, 1)
-    found = evenness(by_cost, minis, arrange(by_cost, minis, 2, balance=True), 2)
+    found = balance_metrics(by_cost, minis, balance_rows(by_cost, minis, 2, balance=True), 2)
     assert 1 <= found["global_seqlen/balanced_max_over_mean"] <= found["global_seqlen/max_over_mean"]
-    plain = evenness(by_tokens, minis, arrange(by_tokens, minis, 2, balance=False), 2)
+    plain = balance_metrics(by_tokens, minis, balance_rows(by_tokens, minis, 2, balance=False), 2)
     assert plain["global_seqlen/max_over_mean"] == pytest.approx(1100 / 750)
 
 
@@ -86,6 +86,8 @@ def test_evenness_is_taken_where_ranks_wait_for_each_other():
     """Over the whole step both ranks do 4; in every mini-batch one of them does 3 of 4."""
     costs = np.array([3.0, 1.0, 1.0, 3.0])
     two, one = equal_runs(4, 2), equal_runs(4, 1)
-    found = evenness(costs, two, arrange(costs, two, 2, balance=False), 2)
+    found = balance_metrics(costs, two, balance_rows(costs, two, 2, balance=False), 2)
     assert found["global_seqlen/balanced_max_over_mean"] == pytest.approx(1.5)
-    assert evenness(costs, one, arrange(costs, one, 2, balance=False), 2)["global_seqlen/max_over_mean"] == 1.0
+    assert (
+        balance_metrics(costs, one, balance_rows(costs, one, 2, balance=False), 2)["global_seqlen/max_over_mean"] == 1.0
+    )

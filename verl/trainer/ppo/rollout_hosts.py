@@ -1,0 +1,151 @@
+"""RolloutHosts: connections of the RolloutManager to hosts (`LoopHost`): calls, collector threads and lost hosts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.single_controller.base.errors import WorkerError
+from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.ray.stored import StoredRows
+from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.types.rollout import HostReply
+
+__all__ = ["HostKind", "HostLoss", "HostState", "RolloutHosts"]
+
+logger = logging.getLogger(__name__)
+
+# Timeout of one `host.collect` call of a collector thread.
+_COLLECT_S = 2.0
+# Maximum number of hosts that are called at the same time.
+_MAX_CONCURRENT_CALLS = 32
+
+HostKind = Literal["engine", "agent"]
+"""engine: the first rollout rank of a replica, for single-turn rows. agent: a loop worker."""
+
+
+@dataclass(slots=True, eq=False)
+class HostState:
+    kind: HostKind
+    handle: RankHandle
+    id: str
+    closed: bool = True
+    """No thread collects from it: not started yet, lost, or closed."""
+    pulses: int = 0
+    """Progress counter of its last reply."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLoss:
+    """A host was lost. `error` is None if it reported a lost engine: `require_engines` raises the engine's error."""
+
+    host: HostState
+    error: Exception | None
+
+
+class RolloutHosts:
+    """One collector thread per host receives replies. Only `connect` and `close` use the compute lane of the ranks."""
+
+    def __init__(
+        self,
+        groups: WorkerGroups,
+        on_reply: Callable[[HostState, HostReply, StoredRows | None], None],
+        on_lost: Callable[[HostState, Exception | None], None],
+    ) -> None:
+        """`on_reply` is called by collector threads; `on_lost` with a lost host and its error (see `HostLoss`)."""
+        self._groups, self._on_reply, self._on_lost = groups, on_reply, on_lost
+        self.all: list[HostState] = []
+        self.lock = threading.Lock()
+        """Held while a reply is processed and while hosts are closed: no reply of a closed host is processed."""
+
+    def of_kind(self, kind: HostKind) -> list[HostState]:
+        return [host for host in self.all if host.kind == kind]
+
+    def connect(self) -> list[HostState]:
+        """Open generation on engines and loop workers. Return the hosts that were lost since the last call; new hosts
+        are `closed` until `start_collecting`."""
+        replicas = self._groups.open_generation()
+        hosts = [self._host("engine", handle, host_id) for handle, host_id in replicas]
+        handles = [handle for handle, _ in replicas]
+        agents = self._groups.agents
+        for rank in range(0 if agents is None else agents.world_size):
+            handle = agents.handle(rank)
+            hosts.append(self._host("agent", handle, handle.ask("open_host", handles)))
+        lost = [host for host in self.all if host not in hosts]
+        self.all = hosts
+        self.abandon(lost)
+        return lost
+
+    def _host(self, kind: HostKind, handle: RankHandle, host_id: str) -> HostState:
+        """Return the host with this id. If the connection to it was lost although its process lives, it is reset: it is
+        unknown which calls it received, and a call for results may still be running."""
+        known = next((host for host in self.all if host.id == host_id), None)
+        if known is not None and not known.closed:
+            return known
+        return HostState(kind, handle, host_id if known is None else handle.ask("host.reset"))
+
+    def start_collecting(self, host: HostState) -> None:
+        """Start the collector thread of a new host."""
+        host.closed = False
+        threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
+
+    def abandon(self, hosts: Sequence[HostState] | None = None) -> None:
+        """Process no further replies of these hosts (default: all)."""
+        with self.lock:
+            for host in self.all if hosts is None else hosts:
+                host.closed = True
+
+    def close(self) -> None:
+        """Close all hosts and generation; raise the error of a failed engine, if there is one."""
+        hosts, self.all = self.all, []
+        self.abandon(hosts)
+        for host in hosts:
+            if host.kind == "agent":
+                self.call_if_alive(host, "close_host")
+        if hosts or self._groups.generation_open:
+            self._groups.close_generation()
+
+    def call_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """`call` with each of these arguments, concurrently: a host needs milliseconds to start its rows."""
+        if len(calls) > 1 and self._groups.uses_ray:
+            with ThreadPoolExecutor(min(len(calls), _MAX_CONCURRENT_CALLS), "rollout-call") as pool:
+                for future in [pool.submit(self.call, *arguments) for arguments in calls]:
+                    future.result()
+        else:
+            for arguments in calls:
+                self.call(*arguments)
+
+    def call(self, host: HostState, method: str, *args: Any) -> None:
+        """Call a method of a host; a WorkerError is reported to `on_lost`."""
+        try:
+            host.handle.ask(method, *args)
+        except WorkerError as error:
+            host.closed = True  # also if it lives: it has not received this call
+            self._on_lost(host, error)
+
+    def call_if_alive(self, host: HostState, method: str, *args: Any) -> None:
+        """Call a method that ends work; errors are ignored, since a lost host has no work left."""
+        try:
+            host.handle.ask(method, *args)
+        except WorkerError as error:
+            logger.debug("%s of %s: %s", method, host.handle, error)
+
+    def _collect_from(self, host: HostState) -> None:
+        """Run by the collector thread of a host."""
+        keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
+        while not host.closed:
+            try:
+                reply, rows = host.handle.ask_rows("host.collect", host.id, _COLLECT_S, keep_partials)
+                self._on_reply(host, reply, rows)
+            except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
+                if not host.closed:
+                    host.closed = True
+                    self._on_lost(host, error)
+                return
+            if (reply.failure is not None or reply.closed) and not host.closed:
+                host.closed = True
+                self._on_lost(host, None)

@@ -1,0 +1,171 @@
+"""Assignment of rows to ranks (balancing moves rows only within a mini-batch); column selection and concatenation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.algos.trajectories import Trajectories
+from verl.protocol import DataProto, object_array
+from verl.single_controller.ray import BatchRef
+from verl.types.schema import COLUMNS, Call, columns_read_by
+from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, ceildiv, get_seqlen_balanced_partitions
+
+
+@dataclass(frozen=True)
+class BalancedRows:
+    """An order of rows whose equal split gives every rank its part of mini-batch 0, then of mini-batch 1, and so on."""
+
+    order: np.ndarray
+    """[sent]: index in the batch of each row to send."""
+    filler: np.ndarray
+    """[sent], bool: a copy of a row of the same mini-batch, sent to make the ranks' parts equal."""
+    sizes: list[int]
+    """Number of rows that each rank has of each mini-batch."""
+
+    def take(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """Return the rows to send, with the named tensors. Filler rows get `response_mask` 0; if trajectories have
+        several rows, `trajectory_tokens` is added, computed from the current mask."""
+        order, trajectories = torch.from_numpy(self.order), Trajectories.of(batch)
+        sent = batch.select(list(names), []).select_idxs(self.order)
+        if self.filler.any():
+            mask = batch.batch["response_mask"][order]
+            mask[torch.from_numpy(self.filler)] = 0
+            sent.batch["response_mask"] = mask
+        if not trajectories.one_row_each:
+            sent.batch["trajectory_tokens"] = trajectories.tokens()[order]
+        return sent
+
+    def restore_order(self, results: DataProto) -> DataProto:
+        """Return the results for the sent rows in the order of the batch, without fillers."""
+        real = np.flatnonzero(~self.filler)
+        return results.select_idxs(real[np.argsort(self.order[real])])
+
+    def on_ranks(self, ranks: int) -> list[np.ndarray]:
+        """Return, per mini-batch, the rows of each rank: [ranks, rows]."""
+        return np.split(self.order.reshape(ranks, -1), np.cumsum(self.sizes)[:-1], axis=1)
+
+
+def row_costs(batch: DataProto, cost: SequenceCost = COST_PER_TOKEN) -> np.ndarray:
+    """Return the compute cost of every row for a model of this shape, including attention: float64 [rows]."""
+    if isinstance(batch, BatchRef) and batch.lengths is not None:
+        return cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response)
+    attention = batch.batch["attention_mask"]
+    width = batch.batch["responses"].shape[1] if "responses" in batch.batch.keys() else 0
+    responses = attention[:, attention.shape[1] - width :]
+    return cost(attention.sum(-1).cpu().numpy(), responses.sum(-1).cpu().numpy())
+
+
+def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> list[np.ndarray]:
+    """Return the rows of each mini-batch: those of the first `prompts` prompts, of the next ones, and so on; `uids`
+    [rows]."""
+    _, first, inverse = np.unique(np.asarray(uids).astype(str), return_index=True, return_inverse=True)
+    number = np.argsort(np.argsort(first))[inverse.reshape(-1)]
+    return [np.flatnonzero(number // prompts == mini) for mini in range(ceildiv(len(first), prompts))]
+
+
+def balance_rows(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: int, balance: bool) -> BalancedRows:
+    """Distribute the rows of every mini-batch over the ranks in equal numbers; with `balance`, with similar cost.
+
+    If they do not divide evenly, copies of the cheapest row are added as fillers. Mini-batches do not depend on the
+    number of ranks, so results do not either.
+    """
+    per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    fillers: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for members in mini_batches:
+        missing = -len(members) % ranks
+        filled = np.concatenate([members, np.repeat(members[np.argmin(costs[members])], missing)])
+        parts: Sequence[Sequence[int] | np.ndarray] = np.split(np.arange(len(filled)), ranks)
+        if balance and ranks > 1:
+            parts = get_seqlen_balanced_partitions(costs[filled].tolist(), ranks, equal_size=True)
+        for rank, part in enumerate(parts):
+            places = np.asarray(part, dtype=np.int64)
+            per_rank[rank].append(filled[places])
+            fillers[rank].append(places >= len(members))
+    order = np.concatenate([part for parts in per_rank for part in parts])
+    filler = np.concatenate([part for parts in fillers for part in parts])
+    return BalancedRows(order, filler, [len(part) for part in per_rank[0]])
+
+
+def balance_metrics(
+    costs: np.ndarray, mini_batches: Sequence[np.ndarray], balanced: BalancedRows, ranks: int
+) -> dict[str, float]:
+    """Return the largest cost of a rank over the mean cost, without and with balancing; 1 is perfectly balanced.
+
+    It is computed per mini-batch, since ranks synchronize at the end of each.
+    """
+
+    def ratio(minis: list[list[np.ndarray]]) -> float:
+        """`minis`: per mini-batch, the rows of every rank."""
+        work = np.array([[costs[rows].sum() for rows in parts] for parts in minis])
+        return float(work.max(1).sum() / max(work.mean(1).sum(), 1e-12))
+
+    return {
+        "global_seqlen/max_over_mean": ratio([np.array_split(members, ranks) for members in mini_batches]),
+        "global_seqlen/balanced_max_over_mean": ratio([list(parts) for parts in balanced.on_ranks(ranks)]),
+    }
+
+
+def select_read_by(batch: DataProto, *calls: Call) -> DataProto:
+    """Return the columns that these calls read, without metadata."""
+    names = columns_read_by(*calls)
+    tensors, objects = batch.batch.keys(), batch.non_tensor_batch
+    return batch.select([n for n in names if n in tensors], [n for n in names if n in objects], [])
+
+
+def local_columns(batch: DataProto, names: Iterable[str], objects: Iterable[str] | None = None) -> DataProto:
+    """Return the named columns that the batch has, on the controller. `objects`: names of object columns; None: all."""
+    arrays = batch.non_tensor_batch
+    tensors = {name: batch.batch[name] for name in names if name in batch.batch.keys()}
+    kept = {name: arrays[name] for name in (arrays if objects is None else objects) if name in arrays}
+    return DataProto.from_dict(tensors, kept, batch.meta_info)
+
+
+def concat_rows(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
+    """Concatenate batches that may be padded to different widths (BatchRefs are padded when they are read). An object
+    column that a part lacks is None in its rows: columns of agents and rewards differ."""
+    if len(parts) == 1:
+        return parts[0]
+    parts = _with_same_objects(parts)
+    if not isinstance(parts[0], BatchRef) and "responses" in parts[0].batch.keys():
+        sizes = [(part.batch["prompts"].shape[1], part.batch["responses"].shape[1]) for part in parts]
+        width = [max(widths) for widths in zip(*sizes, strict=True)]
+        parts = [_padded(part, size, width, pad_token_id) for part, size in zip(parts, sizes, strict=True)]
+    return DataProto.concat(parts)
+
+
+def concat_prompts(parts: Sequence[DataProto]) -> DataProto:
+    """Concatenate batches of prompts without responses. Those of a checkpoint may have another `data.max_prompt_length`
+    and other columns: all are padded to the widest, and missing object columns are None."""
+    parts = _with_same_objects(parts)
+    widths = {part.batch["input_ids"].shape[1] for part in parts if "input_ids" in part.batch.keys()}
+    if len(widths) > 1:
+        width = max(widths)
+        parts = [_padded(part, (part.batch["input_ids"].shape[1], 0), (width, 0), 0) for part in parts]
+    return DataProto.concat(parts)
+
+
+def _with_same_objects(parts: Sequence[DataProto]) -> Sequence[DataProto]:
+    names = {name for part in parts for name in part.non_tensor_batch}
+    if all(names == set(part.non_tensor_batch) for part in parts):
+        return parts
+    parts = [part.select() for part in parts]
+    for part in parts:
+        for name in names - set(part.non_tensor_batch):
+            part.non_tensor_batch[name] = object_array([None] * len(part))
+    return parts
+
+
+def _padded(part: DataProto, size: Sequence[int], width: Sequence[int], pad_token_id: int) -> DataProto:
+    """Pad prompts on the left and responses on the right, from `size` to `width`, both (prompt, response)."""
+    left, right = width[0] - size[0], width[1] - size[1]
+    sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}
+    wider = part.select()
+    for name, value in part.batch.items() if left or right else ():
+        if name in COLUMNS and COLUMNS[name].axis in sides:
+            fill = pad_token_id if (filler := COLUMNS[name].filler) is None else filler
+            wider.batch[name] = torch.nn.functional.pad(value, sides[COLUMNS[name].axis], value=fill)
+    return wider
