@@ -83,13 +83,13 @@ class Tracker:
 
 
 LOGGERS = {
-    "console": Tracker("verl.utils.tracking.console:Console"),
-    "tensorboard": Tracker("verl.utils.tracking.tensorboard:TensorBoard", "tensorboard"),
-    "wandb": Tracker("verl.utils.tracking.wandb:Wandb", "wandb"),
-    "mlflow": Tracker("verl.utils.tracking.mlflow:MLflow", "mlflow"),
-    "swanlab": Tracker("verl.utils.tracking.swanlab:SwanLab", "swanlab"),
-    "trackio": Tracker("verl.utils.tracking.trackio:Trackio", "trackio"),
-    "file": Tracker("verl.utils.tracking.file:JsonFiles"),
+    "console": Tracker("verl.utils.tracking.local:Console"),
+    "tensorboard": Tracker("verl.utils.tracking.local:TensorBoard", "tensorboard"),
+    "wandb": Tracker("verl.utils.tracking.hosted:Wandb", "wandb"),
+    "mlflow": Tracker("verl.utils.tracking.hosted:MLflow", "mlflow"),
+    "swanlab": Tracker("verl.utils.tracking.hosted:SwanLab", "swanlab"),
+    "trackio": Tracker("verl.utils.tracking.hosted:Trackio", "trackio"),
+    "file": Tracker("verl.utils.tracking.local:JsonFiles"),
 }
 
 LOSS_AGG_MODES = (
@@ -190,20 +190,20 @@ class ToolFormat:
     """Its parser."""
 
 
-def _tool_format(name: str, parser: str) -> ToolFormat:
-    return ToolFormat(f"verl.utils.tool_calls.{name}:{parser}")
+def _tool_format(parser: str) -> ToolFormat:
+    return ToolFormat(f"verl.utils.tool_calls:{parser}")
 
 
-# Which models write each of them: the first line of its file.
+# The docstrings of the parsers name the models that write each format.
 TOOL_FORMATS = {
-    "hermes": _tool_format("hermes", "HermesParser"),
-    "openai": _tool_format("openai", "OpenAIParser"),
-    "qwen3_coder": _tool_format("qwen3_coder", "Qwen3CoderParser"),
-    "llama3_json": _tool_format("llama3_json", "Llama3JsonParser"),
-    "glm": _tool_format("glm", "GlmParser"),
-    "kimi": _tool_format("kimi", "KimiParser"),
-    "deepseek": _tool_format("deepseek", "DeepSeekParser"),
-    "gemma": _tool_format("gemma", "GemmaParser"),
+    "hermes": _tool_format("HermesParser"),
+    "openai": _tool_format("OpenAIParser"),
+    "qwen3_coder": _tool_format("Qwen3CoderParser"),
+    "llama3_json": _tool_format("Llama3JsonParser"),
+    "glm": _tool_format("GlmParser"),
+    "kimi": _tool_format("KimiParser"),
+    "deepseek": _tool_format("DeepSeekParser"),
+    "gemma": _tool_format("GemmaParser"),
 }
 TOOL_FORMAT_SYNONYMS = {"qwen": "hermes", "gpt-oss": "openai", "harmony": "openai"}
 # Isolation of the local sandbox, weakest first (`verl.sandbox.REQUIRE`).

@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
-from verl.utils.tracking.console import Console
+from verl.utils.tracking.local import Console
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
 METRICS = {"timing/step": 3.25, "actor/loss": torch.tensor(0.234), "reward/mean": np.float64(0.35), "kl/mean": 0.002}
@@ -204,7 +204,7 @@ def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(tmp
     with caplog.at_level("WARNING", logger="verl"):
         tracking.log({"x": 2}, 2)
     assert tracking.failures == {"file": 1}
-    assert "file did not take a record" in caplog.text
+    assert "file lost a record" in caplog.text
     assert "step 2: x=2" in capsys.readouterr().out
     tracking.close()
     tracking.close()
@@ -217,7 +217,7 @@ def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
     monkeypatch.setattr(Console, "close", away)
     with Tracking("p", "r", ["console"]):
         pass
-    assert "console did not close: OSError('no route to host')" in caplog.text
+    assert "closing console failed: OSError('no route to host')" in caplog.text
 
 
 def test_unknown_backend_names_the_nearest():

@@ -28,8 +28,7 @@ from verl.utils.text_workers import (
     text_length,
     tokenizer_loader,
 )
-from verl.utils.tool_calls import Parser
-from verl.utils.tool_calls.hermes import HermesParser
+from verl.utils.tool_calls import HermesParser, Parser
 
 __all__ = ["Generate", "Model", "Session"]
 

@@ -12,8 +12,7 @@ from typing import Any
 from verl.inference.grammar import text_grammar
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.request_models import ChatRequest, FunctionChoice
-from verl.utils.tool_calls.call import json_call
-from verl.utils.tool_calls.hermes import CLOSE, OPEN
+from verl.utils.tool_calls import HERMES_CLOSE, HERMES_OPEN, parse_json_call
 
 __all__ = ["ToolText", "forced_call", "strict_grammar"]
 
@@ -28,11 +27,11 @@ def forced_call(request: ChatRequest) -> str:
     if not request.tools:
         raise ApiError("tool_choice: needs tools to choose from.", "tool_choice")
     if not isinstance(choice, FunctionChoice):
-        return f'{OPEN}\n{{"name": "'
+        return f'{HERMES_OPEN}\n{{"name": "'
     names = [tool.function.name for tool in request.tools]
     if choice.function.name not in names:
         raise ApiError(f"tool_choice: should be one of the tools ({', '.join(names)[:200]}).", "tool_choice")
-    return f'{OPEN}\n{{"name": {json.dumps(choice.function.name)}{_ARGUMENTS}'
+    return f'{HERMES_OPEN}\n{{"name": {json.dumps(choice.function.name)}{_ARGUMENTS}'
 
 
 def strict_grammar(request: ChatRequest) -> str | None:
@@ -65,12 +64,12 @@ class ToolText:
         """What is sure by now: text, and calls as the API words them. White space around calls is dropped."""
         self._held += text
         said, calls = "", []
-        while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
+        while (start := self._held.find(HERMES_OPEN)) >= 0:
+            end = self._held.find(HERMES_CLOSE, start)
             if end < 0 and not last:
                 break
-            stop = len(self._held) if end < 0 else end + len(CLOSE)
-            call = _call(self._held[start + len(OPEN) : stop if end < 0 else end])
+            stop = len(self._held) if end < 0 else end + len(HERMES_CLOSE)
+            call = _call(self._held[start + len(HERMES_OPEN) : stop if end < 0 else end])
             said += self._held[:stop] if call is None else self._held[:start].rstrip()
             if call is not None:
                 calls.append({"index": self.calls, **call})
@@ -86,11 +85,11 @@ class ToolText:
 
 def _begun(text: str) -> int:
     """How many characters at the end may begin a call."""
-    return next((count for count in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:count])), 0)
+    return next((count for count in range(len(HERMES_OPEN) - 1, 0, -1) if text.endswith(HERMES_OPEN[:count])), 0)
 
 
 def _call(text: str) -> dict[str, Any] | None:
-    call = json_call(text)
+    call = parse_json_call(text)
     if call.error is not None:
         return None
     function = {"name": call.name, "arguments": call.arguments}

@@ -1,4 +1,4 @@
-"""One `log(data, step)` for any number of trackers, all of them checked before training starts."""
+"""Tracking: one `log(data, step)` for any number of trackers, all of them checked before training starts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from verl.config.names import LOGGERS
 from verl.config.problems import closest
 from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
-from verl.utils.tracking.console import Console
-from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 logger = logging.getLogger(__name__)
 
-# A service that is away keeps its client waiting for ever: then the run is given up as any that hangs.
-_CLOSING_S = 1200.0
+# The client of an unreachable service may wait forever: after this time the run counts as hanging.
+_CLOSE_TIMEOUT_S = 1200.0
 
 # Metrics that every tracker except the console also gets under a short name.
 SHORT_NAMES = {
@@ -33,15 +31,71 @@ SHORT_NAMES = {
     "actor/grad_norm": "grad_norm",
 }
 
+
+class TrackedRun(NamedTuple):
+    """The run that a tracker records."""
+
+    project: str
+    experiment: str
+    config: Mapping[str, Any]
+    first_step: int | None = None
+    """The first step it will log: existing records from there on are of repeated steps, or of another run. None:
+    unknown."""
+
+    tracking_dir: str | None = None
+    """`trainer.tracking_dir`; None: ./runs/<project>/<experiment>."""
+
+    @property
+    def directory(self) -> Path:
+        """The folder of local trackers. By default `tensorboard --logdir ./runs/` shows every run."""
+        return Path("runs") / self.project / self.experiment if self.tracking_dir is None else Path(self.tracking_dir)
+
+
+class Generation(NamedTuple):
+    """One response to a validation prompt."""
+
+    input: str
+    output: str
+    score: Any
+
+
+class Tracker:
+    """Base class of trackers. Values of `data` are plain Python; a tracker ignores those it cannot show."""
+
+    on_console: ClassVar[bool] = False
+    """Written for a person at a terminal: without short names, and with a few generations only."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        raise NotImplementedError
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        raise NotImplementedError
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise ValueError, before training, if it could not be opened."""
+
+    @classmethod
+    def folder(cls, run: TrackedRun) -> Path | None:
+        """Return the folder on this machine that it writes to; None: it writes to none."""
+        return None
+
+
 TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
 
 
 class Tracking:
-    """Sends metrics to every backend asked for.
+    """Sends metrics to all chosen trackers.
 
-    `default_backend`: one name or several of console, file, tensorboard, wandb, mlflow, swanlab, trackio. `config` (a
-    dataclass, DictConfig or dict) is stored with the run where the backend can. A backend that fails while training
-    runs (a full disk, a tracker's server) costs its own record: a warning, counted in `failures`, never the run.
+    `default_backend`: one or several of console, file, tensorboard, wandb, mlflow, swanlab, trackio. `config` (a
+    dataclass, DictConfig or dict) is stored with the run by trackers that can. A tracker that fails during training (a
+    full disk, an unreachable server) loses its own record: a warning, counted in `failures`; the run continues.
     """
 
     def __init__(
@@ -53,14 +107,15 @@ class Tracking:
         first_step: int | None = None,
         tracking_dir: str | None = None,
     ) -> None:
-        """`tracking_dir`: the folder of local backends (default: ./runs/<project_name>/<experiment_name>).
+        """`tracking_dir`: the folder of local trackers (default: ./runs/<project_name>/<experiment_name>).
 
-        `first_step`: the first step that will be logged, where the run knows it: 0 of a new one, N + 1 of a run
-        resumed from step N. Records from there on, of steps that are done again, are superseded where a backend can."""
+        `first_step`: the first step that will be logged, if known: 0 of a new run, N + 1 of one resumed from step N.
+        Trackers that can replace existing records from there on.
+        """
         names = check_backends(default_backend)
-        run = Run(project_name, experiment_name, _plain_config(config), first_step, tracking_dir)
+        run = TrackedRun(project_name, experiment_name, _plain_config(config), first_step, tracking_dir)
         self.failures: Counter[str] = Counter()
-        self._backends: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
+        self._trackers: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record one step's metrics: name → number (Python, numpy or a one-element tensor).
@@ -69,23 +124,23 @@ class Tracking:
         """
         plain = {key: _plain_value(value) for key, value in data.items()}
         both = {short: plain[key] for key, short in SHORT_NAMES.items() if key in plain} | plain
-        self._each(lambda backend: backend.log(plain if isinstance(backend, Console) else both, int(step)))
+        self._for_each(lambda tracker: tracker.log(plain if tracker.on_console else both, int(step)))
 
     def log_generations(self, samples: Iterable[Sequence[Any]], step: int, on_console: int | None = None) -> None:
         """Record validation samples, (input, output, score) each; a console shows the first `on_console` of them."""
-        rows = [Generation(str(given), str(answer), _plain_value(score)) for given, answer, score in samples]
+        rows = [Generation(str(prompt), str(response), _plain_value(score)) for prompt, response, score in samples]
         few = rows[:on_console]
-        self._each(lambda backend: backend.log_generations(few if isinstance(backend, Console) else rows, int(step)))
+        self._for_each(lambda tracker: tracker.log_generations(few if tracker.on_console else rows, int(step)))
 
     def close(self) -> None:
-        """Finish every backend; safe to call twice."""
-        while self._backends:
-            name, backend = self._backends.popitem()
+        """Close every tracker; safe to call twice."""
+        while self._trackers:
+            name, tracker = self._trackers.popitem()
             try:
-                with pulsing(_CLOSING_S):  # what is left is sent now
-                    backend.close()
-            except Exception as error:  # noqa: BLE001 - said; a tracker must not end a training run
-                logger.warning("tracking: %s did not close: %r", name, error)
+                with pulsing(_CLOSE_TIMEOUT_S):  # pending records are sent now
+                    tracker.close()
+            except Exception as error:  # noqa: BLE001 - logged; a tracker must not end a training run
+                logger.warning("tracking: closing %s failed: %r", name, error)
 
     def __enter__(self) -> Tracking:
         return self
@@ -95,42 +150,45 @@ class Tracking:
     ) -> None:
         self.close()
 
-    def _each(self, record: Callable[[Tracker], None]) -> None:
-        for name, backend in self._backends.items():
+    def _for_each(self, record: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
             try:
-                record(backend)
-            except Exception as error:  # noqa: BLE001 - counted and said; a tracker must not end a training run
+                record(tracker)
+            except Exception as error:  # noqa: BLE001 - counted and logged; a tracker must not end a training run
                 self.failures[name] += 1
-                logger.warning("tracking: %s did not take a record (failure %d): %r", name, self.failures[name], error)
+                logger.warning("tracking: %s lost a record (failure %d): %r", name, self.failures[name], error)
 
 
 class ValidationGenerationsLogger:
     """Shows validation samples in the trackers: `log(loggers, samples, step)`.
 
-    `loggers` is the run's `Tracking`, or backend names, which are then opened once under the given names.
+    `loggers` is the run's `Tracking`, or names of trackers, which are then opened once under the given names.
     """
 
     def __init__(self, project_name: str = "verl", experiment_name: str = "validation") -> None:
         self._names = (project_name, experiment_name)
-        self._own: dict[tuple[str, ...], Tracking] = {}
+        self._opened: dict[tuple[str, ...], Tracking] = {}
 
     def log(self, loggers: Tracking | str | Sequence[str], samples: Iterable[Sequence[Any]], step: int) -> None:
         """Record samples of (input, output, score)."""
         if not isinstance(loggers, Tracking):
             names = tuple(_as_names(loggers))
-            if names not in self._own:
-                self._own[names] = Tracking(*self._names, default_backend=names)
-            loggers = self._own[names]
+            if names not in self._opened:
+                self._opened[names] = Tracking(*self._names, default_backend=names)
+            loggers = self._opened[names]
         loggers.log_generations(samples, step)
 
     def close(self) -> None:
-        """Close what was opened here; a `Tracking` that was passed in stays open."""
-        while self._own:
-            self._own.popitem()[1].close()
+        """Close the trackers opened here; a `Tracking` that was passed in stays open."""
+        while self._opened:
+            self._opened.popitem()[1].close()
 
 
 def check_backends(default_backend: str | Sequence[str]) -> list[str]:
-    """The backend names, each once, or a ValueError: unknown, not installed, not logged in. Opens nothing."""
+    """Return the names of the trackers, each once. ValueError: unknown, not installed or not logged in.
+
+    Opens no tracker.
+    """
     names = list(dict.fromkeys(_as_names(default_backend)))
     for name in names:
         if name not in LOGGERS:
@@ -148,22 +206,28 @@ def check_backends(default_backend: str | Sequence[str]) -> list[str]:
 
 
 def tracking_problems(default_backend: str | Sequence[str]) -> list[str]:
-    """What `check_backends` would raise, of every backend."""
-    found = []
+    """Return the error messages of `check_backends` for all trackers."""
+    problems = []
     for name in dict.fromkeys(_as_names(default_backend)):
         try:
             check_backends(name)
         except ValueError as error:
-            found.append(str(error).removeprefix("trainer.logger: ").rstrip("."))
-    return found
+            problems.append(str(error).removeprefix("trainer.logger: ").rstrip("."))
+    return problems
 
 
 def tracking_folders(trainer_config: Any) -> list[Path]:
-    """The folders on this machine that the trackers of a run write to."""
-    trainer = trainer_config
-    run = Run(trainer.project_name, trainer.experiment_name, {}, tracking_dir=trainer.tracking_dir)
+    """Return the folders on this machine that the trackers of a run write to."""
+    run = TrackedRun(
+        trainer_config.project_name, trainer_config.experiment_name, {}, tracking_dir=trainer_config.tracking_dir
+    )
     names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in LOGGERS]
     return [folder for name in names if (folder := TRACKERS[name].folder(run)) is not None]
+
+
+def numbers_in(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries of `data` that are numbers."""
+    return {key: value for key, value in data.items() if isinstance(value, int | float)}
 
 
 def _as_names(default_backend: str | Sequence[str]) -> list[str]:
@@ -179,7 +243,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """The config as nested dicts of plain values, whatever it came as."""
+    """The config as nested dicts of plain values."""
     if config is None:
         return {}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -189,7 +189,7 @@ def test_a_malformed_call_says_what_is_wrong(name):
         ('{"name": 3}', "a call is"),
         ('{"name": "f", "arguments": [1]}', "Invalid JSON in arguments for 'f': they must be an object"),
         ('{"name": "f", "arguments": "x"}', "Invalid JSON in arguments for 'f': Expecting value"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is no JSON"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is not valid JSON"),
         ('{"name": "f", "arguments": {"x": ' + "[" * 100_000, "Invalid JSON in arguments for 'f': "),
         ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "Invalid JSON in arguments for 'f': "),
     ],

@@ -1,0 +1,236 @@
+"""Trackers on this machine: the console, JSON lines and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from verl.utils.disk import atomic_write
+from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in
+
+# The most important metrics, shown first under the short names used in the documentation.
+_HEADLINE = {
+    "reward/mean": "reward_mean",
+    "kl/mean": "kl",
+    "actor/loss": "actor_loss",
+    "critic/loss": "critic_loss",
+    "train/loss": "train_loss",
+    "val/loss": "val_loss",
+    "val/accuracy": "val_accuracy",
+}
+_SAMPLE_CHARS = 200
+
+
+class Console(Tracker):
+    """Writes to standard output: the headline first, then a line per group of metrics; coloured on a terminal."""
+
+    on_console: ClassVar[bool] = True
+
+    def __init__(self, run: TrackedRun | None = None, stream: TextIO | None = None) -> None:
+        self._given_stream = stream
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        headline = [f"{short}={_text(data[key])}" for key, short in _HEADLINE.items() if key in data]
+        rest = {key: _text(data[key]) for key in sorted(data) if key not in _HEADLINE}
+        if self._stream.isatty():
+            self._print_grouped(f"step {step}", headline, rest)
+        else:
+            self._write(f"step {step}: " + "\n  ".join(_plain_lines(headline, rest)))
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        for sample in samples:
+            prompt, response = _one_line(sample.input), _one_line(sample.output)
+            self._write(f"step {step}: validation sample, score={_text(sample.score)}: {prompt} -> {response}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    @property
+    def _stream(self) -> TextIO:
+        # Looked up each time: programs (and pytest) replace sys.stdout while they run.
+        return self._given_stream or sys.stdout
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _print_grouped(self, title: str, headline: list[str], rest: Mapping[str, str]) -> None:
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        groups: dict[str, list[str]] = {}
+        for key, value in rest.items():
+            group, _, name = key.rpartition("/")
+            groups.setdefault(group, []).append(f"{name}={value}")
+        table = Table.grid(padding=(0, 2))
+        for group, entries in groups.items():
+            table.add_row(Text(f"  {group}", style="cyan"), Text("  ".join(entries)))
+        console = RichConsole(file=self._stream)
+        console.print(Text.assemble((title, "bold"), "  ", ("  ".join(headline), "green")))
+        console.print(table)
+
+
+class JsonFiles(Tracker):
+    """`metrics.jsonl` (one object per step), `generations.jsonl` (one per sample) and `config.json`.
+
+    Each record is one unbuffered write, so a killed run keeps every step. If `first_step` is known, records of that
+    step and later ones (of repeated steps, or of another run of the same name) move to `<name>.superseded.jsonl`;
+    metrics logged for the step before it are added to its record. NaN and infinities, which JSON lacks, are the strings
+    "nan", "inf", "-inf": `float(value)` reads all.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        directory, first_step = run.directory, run.first_step
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(_json(run.config, indent=2) + "\n", encoding="utf-8")
+        self._metrics = _JsonLines(directory / "metrics.jsonl")
+        self._generations = _JsonLines(directory / "generations.jsonl")
+        if first_step is not None:
+            self._metrics.supersede(first_step)
+            self._generations.supersede(first_step)
+        self._resumed_step = None if first_step is None else first_step - 1
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        record = {"step": step, "time": round(time.time(), 3), "data": dict(data)}
+        if step == self._resumed_step and self._metrics.merge_into_last(record):
+            return
+        self._metrics.append([record])
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self._generations.append([{"step": step, **sample._asdict()} for sample in samples])
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._generations.close()
+
+    @classmethod
+    def folder(cls, run: TrackedRun) -> Path | None:
+        return run.directory
+
+
+class _JsonLines:
+    """Appends objects to a file that is created with the first one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._file is None:
+            # Unbuffered: one record is one write.
+            self._file = self._path.open("ab", buffering=0)
+            self._end_torn_line()
+        for row in rows:
+            self._file.write((_json(row) + "\n").encode())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def supersede(self, first_step: int) -> None:
+        """Move records of this step and later ones, and lines that are no records, to the superseded file."""
+        if not self._path.is_file():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
+        if len(kept) < len(lines):
+            old = self._path.with_name(f"{self._path.stem}.superseded{self._path.suffix}")
+            with old.open("ab") as file:
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if line not in kept)
+            self._rewrite(kept)
+
+    def merge_into_last(self, record: Mapping[str, Any]) -> bool:
+        """Add the data to the last record if that is of the same step; return whether it is."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
+        if not lines or _step_of(lines[-1]) != record["step"]:
+            return False
+        last = json.loads(lines[-1])
+        last["data"] |= record["data"]
+        self.close()
+        self._rewrite([*lines[:-1], (_json(last) + "\n").encode()])
+        return True
+
+    def _rewrite(self, lines: Sequence[bytes]) -> None:
+        with atomic_write(self._path) as stream:
+            stream.writelines(lines)
+
+    def _end_torn_line(self) -> None:
+        """Terminate an incomplete last line of a killed run: otherwise the next record would continue it."""
+        with self._path.open("rb") as file:
+            if file.seek(0, 2) and file.seek(-1, 2) is not None and file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+
+class TensorBoard(Tracker):
+    """A folder for `tensorboard --logdir`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(run.directory), purge_step=run.first_step)
+        self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```")
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        for key, value in numbers_in(data).items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        for index, sample in enumerate(samples):
+            text = f"score {sample.score}\n\n```\n{sample.input}\n```\n\n```\n{sample.output}\n```"
+            self._writer.add_text(f"val/generations/{index}", text, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    @classmethod
+    def folder(cls, run: TrackedRun) -> Path | None:
+        return run.directory
+
+
+def _plain_lines(headline: list[str], rest: Mapping[str, str]) -> list[str]:
+    """Metrics under their full names, so that a log can be searched for them."""
+    groups: dict[str, list[str]] = {"": headline} if headline else {}
+    for key, value in rest.items():
+        groups.setdefault(key.partition("/")[0], []).append(f"{key}={value}")
+    return [", ".join(entries) for entries in groups.values()]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _one_line(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _SAMPLE_CHARS else flat[: _SAMPLE_CHARS - 1] + "…"
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None for an incomplete line."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str, indent=indent)
+
+
+def _strict(value: Any) -> Any:
+    """The value with non-finite floats as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(entry) for entry in value]
+    return value
