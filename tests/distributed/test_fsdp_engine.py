@@ -22,7 +22,7 @@ from tests.support.fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_wo
 from tests.support.lora_cases import adapter_values, lora_engine, nudged, peft_gradients
 from tests.support.reads import files_read
 from tests.support.tiny import save_tiny_model, tiny_model
-from verl.utils.checkpoint.manifest import expect_records, find_problems, write_manifest
+from verl.utils.checkpoint.manifest import find_problems, prepare_records, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def one_rank(tmp_path_factory):
     engine = make_engine(str(folder / "model"), **CHANGES)
     steps(engine, data, 2)
     engine.save(folder / "one")
-    expect_records(folder / "two")
+    prepare_records(folder / "two")
     steps(engine, data, 2)
     adapted = lora_engine(str(folder / "model"))
     steps(adapted, data, 2)

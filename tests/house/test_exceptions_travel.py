@@ -59,7 +59,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "DriverError": lambda kind: kind("cuMemAlloc_v2 failed: out of memory", 2),
     "FolderTakenError": lambda kind: kind(Path("/checkpoints"), None),
     "HttpError": lambda kind: kind(404, "no such path"),
-    "PromptRefused": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
+    "PromptRejected": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
     "Unreadable": lambda kind: kind("is no number", "Set a number"),
     "ApiError": lambda kind: kind("no such model", "model", 404, "model_not_found"),
     "_Refused": lambda kind: kind(413, "too long"),

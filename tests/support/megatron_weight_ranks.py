@@ -18,7 +18,7 @@ from tests.support.megatron_ranks import KINDS, LAYOUTS, MODELS, WEIGHTS_ONLY, m
 from tests.support.memory import TensorBytes
 from tests.support.tiny import tiny_model
 from verl.types.weights import TensorSlice
-from verl.utils.checkpoint.manifest import expect_records, write_manifest
+from verl.utils.checkpoint.manifest import prepare_records, write_manifest
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common import sharded_checkpoint
 
@@ -223,7 +223,7 @@ def killed(rank: int, ranks: int, folder: str) -> None:
     _steps(engine, 1)
     for step in (1, 2):
         place = Path(folder) / f"global_step_{step}"
-        expect_records(place)
+        prepare_records(place)
         dist.barrier()
         if (rank, step) == (1, 2):
             write = sharded_checkpoint._Writer.write_data

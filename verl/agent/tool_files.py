@@ -18,8 +18,7 @@ from verl.tools.function_tool import marked_functions
 from verl.tools.mcp_base_tool import MCPBaseTool
 from verl.tools.mcp_servers import McpServers
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.utils.class_lists import ClassEntry, read_class_list, told
-from verl.utils.import_utils import UserModule
+from verl.utils.import_utils import ClassEntry, UserModule, error_text, read_class_list
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 TOOLS, FUNCTIONS = f"{MULTI_TURN}.tool_config_path", f"{MULTI_TURN}.function_tool_path"
@@ -79,7 +78,7 @@ def parse_tool_files(config: MultiTurnConfig, report: Report) -> ToolFiles:
         try:
             functions = UserModule.read(config.function_tool_path)
         except FileNotFoundError as error:
-            report.problem(FUNCTIONS, config.function_tool_path, told(error), "Correct the path")
+            report.problem(FUNCTIONS, config.function_tool_path, error_text(error), "Correct the path")
     entries = []
     if config.tool_config_path is not None:
         listed = read_class_list(TOOLS, config.tool_config_path, "tools", ("tool_schema", "mcp"), report)
@@ -92,7 +91,7 @@ def parse_tool_files(config: MultiTurnConfig, report: Report) -> ToolFiles:
 def build_tools(files: ToolFiles, servers: McpServers) -> list[BaseTool]:
     """The tools; ConfigError tells everything that keeps one of them from being made."""
     report = Report()
-    made = [(tool, entry.base.place) for entry in files.entries for tool in _build_entry(entry, servers, report)]
+    made = [(tool, entry.base.location) for entry in files.entries for tool in _build_entry(entry, servers, report)]
     if files.functions is not None:
         made += [(tool, FUNCTIONS) for tool in _build_functions(files.functions, report)]
     first: dict[str, str] = {}
@@ -106,29 +105,31 @@ def build_tools(files: ToolFiles, servers: McpServers) -> list[BaseTool]:
 
 
 def _read_schema(base: ClassEntry, report: Report) -> OpenAIFunctionToolSchema | None:
-    schema = base.rest.get("tool_schema")
+    schema = base.options.get("tool_schema")
     try:
         return None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
     except ValueError as error:
-        report.problem(f"{base.place}.tool_schema", schema, told(error), "Write it as an OpenAI function schema")
+        report.problem(
+            f"{base.location}.tool_schema", schema, error_text(error), "Write it as an OpenAI function schema"
+        )
         return None
 
 
 def _read_mcp(base: ClassEntry, beside: Path, report: Report) -> McpPart | None:
-    part = base.rest.get("mcp")
+    part = base.options.get("mcp")
     kind = base.config["type"] if "type" in base.config else "native" if part is None else "mcp"
     if kind == "native":
         return None
     if kind != "mcp":
-        report.problem(f"{base.place}.config.type", kind, "there is no such type", "Write native or mcp")
+        report.problem(f"{base.location}.config.type", kind, "there is no such type", "Write native or mcp")
         return None
     path = part.get("mcp_servers_config_path") if isinstance(part, Mapping) else None
-    key = f"{base.place}.mcp.mcp_servers_config_path"
+    key = f"{base.location}.mcp.mcp_servers_config_path"
     if not isinstance(part, Mapping) or not isinstance(path, str):
         report.problem(key, path, "it is missing", "Write mcp: {mcp_servers_config_path: servers.json}")
         return None
     for name in set(part) - set(_MCP_KEYS):
-        report.problem(f"{base.place}.mcp.{name}", part[name], "unknown key", f"Known: {', '.join(_MCP_KEYS)}")
+        report.problem(f"{base.location}.mcp.{name}", part[name], "unknown key", f"Known: {', '.join(_MCP_KEYS)}")
     selected = part.get("tool_selected_list")
     servers = _read_servers(key, path, beside, report)
     return None if servers is None else McpPart(servers, None if selected is None else tuple(selected))
@@ -141,7 +142,7 @@ def _read_servers(key: str, path: str, beside: Path, report: Report) -> dict[str
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = str(error.strerror) if isinstance(error, OSError) else f"is not JSON ({told(error)})"
+        why = str(error.strerror) if isinstance(error, OSError) else f"is not JSON ({error_text(error)})"
         report.problem(key, path, why, f"It is looked for here and in {beside.absolute()}")
         return None
     servers = content.get("mcpServers") if isinstance(content, Mapping) else None
@@ -176,8 +177,8 @@ def _build_entry(entry: ToolEntry, servers: McpServers, report: Report) -> list[
             return [found(entry.base.config, entry.schema)]
         return _build_mcp(found, entry.base, entry.mcp, servers, report)
     except Exception as error:  # noqa: BLE001 (a user's constructor; reported)
-        why = f"it cannot be made: {type(error).__name__}: {told(error)}"
-        report.problem(f"{entry.base.place}.class_name", str(entry.base.path), why, "Correct its config or its code")
+        why = f"it cannot be made: {type(error).__name__}: {error_text(error)}"
+        report.problem(f"{entry.base.location}.class_name", str(entry.base.path), why, "Correct its config or its code")
         return []
 
 
@@ -193,7 +194,9 @@ def _build_mcp(
             schemas = server.list_tools()
         except Exception as error:  # noqa: BLE001 (a server's; reported)
             fix = "Start it, or correct the servers file"
-            report.problem(f"{base.place}.mcp ({name})", server.address, f"it does not answer: {told(error)}", fix)
+            report.problem(
+                f"{base.location}.mcp ({name})", server.address, f"it does not answer: {error_text(error)}", fix
+            )
             continue
         listed += [schema.function.name for schema in schemas]
         for schema in schemas:
@@ -204,7 +207,7 @@ def _build_mcp(
     missing = sorted(set(mcp.selected or ()) - set(listed))
     if missing and listed:
         why, fix = "no server has such a tool", f"There are: {', '.join(sorted(listed))}"
-        report.problem(f"{base.place}.mcp.tool_selected_list", ", ".join(missing), why, fix)
+        report.problem(f"{base.location}.mcp.tool_selected_list", ", ".join(missing), why, fix)
     return tools
 
 
@@ -212,7 +215,7 @@ def _build_functions(module: UserModule, report: Report) -> list[BaseTool]:
     try:
         tools = marked_functions(module.load())
     except (RuntimeError, ValueError) as error:
-        report.problem(FUNCTIONS, module.path, told(error), "Correct the file")
+        report.problem(FUNCTIONS, module.path, error_text(error), "Correct the file")
         return []
     if not tools:
         report.problem(

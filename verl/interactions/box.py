@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from verl.config.problems import Report
 from verl.interactions.base import BaseInteraction
-from verl.utils.class_lists import ClassEntry, read_class_list, told
 from verl.utils.concurrency import accepted_keywords, call_user_function, wait_with_timeout
+from verl.utils.import_utils import ClassEntry, error_text, read_class_list
 
 logger = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
@@ -38,14 +38,14 @@ class InteractionBox:
             found = entry.load(BaseInteraction, report)
             if found is None:
                 continue
-            name = str(entry.rest["name"]) if "name" in entry.rest else found.__name__
+            name = str(entry.options["name"]) if "name" in entry.options else found.__name__
             if name in made:
-                report.problem(f"{entry.place}.name", name, "another one has this name", "Give each its own")
+                report.problem(f"{entry.location}.name", name, "another one has this name", "Give each its own")
             try:
                 made[name] = found({"name": name, **entry.config})
             except Exception as error:  # noqa: BLE001 (a user's constructor; reported)
-                why = f"it cannot be made: {type(error).__name__}: {told(error)}"
-                report.problem(f"{entry.place}.class_name", str(entry.path), why, "Correct its config or its code")
+                why = f"it cannot be made: {type(error).__name__}: {error_text(error)}"
+                report.problem(f"{entry.location}.class_name", str(entry.path), why, "Correct its config or its code")
         report.raise_if_any()
         return cls(made, seconds)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from verl.utils.torch_archive import TensorPlace, dimensions, read_archive
+from verl.utils.torch_archive import TensorLocation, dimensions, read_archive
 from verl.workers.engine.common.hf_export import DTYPE_NAMES
 
 Box: TypeAlias = tuple[range, ...]
@@ -232,7 +232,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     return read_archive(path, _stored, start, length)
 
 
-def _stored(place: TensorPlace) -> Stored:
+def _stored(place: TensorLocation) -> Stored:
     if place.contiguous:
         return FileTensor(place.path, place.position, place.shape, place.dtype)
     return StridedTensor(FileTensor(place.path, place.position, (place.span,), place.dtype), place.shape, place.stride)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from verl.search import bm25, dense
 from verl.search.corpus import Corpus, Document
-from verl.utils.fs import cache_root, copy_to_local, expand_path, made_once
+from verl.utils.fs import cache_root, copy_to_local, create_once, expand_path
 
 __all__ = [
     "MAX_QUERIES",
@@ -173,7 +173,7 @@ def _built(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable
         logger.info("indexed in %.1f s", time.monotonic() - begin)
 
     home.mkdir(parents=True, exist_ok=True)
-    return Path(made_once(target, timed))
+    return Path(create_once(target, timed))
 
 
 def _files_of(folder: Path) -> list[Any]:

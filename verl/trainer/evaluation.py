@@ -17,13 +17,7 @@ from verl.config import EvalConfig, SFTConfig
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import (
-    Rule,
-    data_source_rules,
-    ground_truth_of,
-    ground_truth_rule,
-    refuse_problems,
-)
+from verl.utils.dataset.problems import Rule, data_source_rules, ground_truth_of, ground_truth_rule, raise_problems
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score import known_data_sources
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
@@ -47,7 +41,7 @@ def evaluate(config: EvalConfig) -> Metrics:
     """
     data = config.data
     rows = Rows(find_files(data.path))
-    refuse_problems(rows, [_answers_rule(data.response_key), *reward_rules(config)])
+    raise_problems(rows, [_answers_rule(data.response_key), *reward_rules(config)])
     prompts, samples = _samples(rows, config)
     scores = scored(config, samples)
     names = dict.fromkeys(name for score in scores for name in score.extra)

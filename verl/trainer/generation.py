@@ -25,9 +25,8 @@ from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
-from verl.utils.dataset.prompt_tokens import PromptTokens, encode_prompts
 from verl.utils.dataset.rows import ArrowPart, Part, Rows
-from verl.utils.dataset.tokens import truncated
+from verl.utils.dataset.tokens import PromptTokens, encode_prompts, truncate
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
@@ -133,7 +132,7 @@ class _Prompts:
 
     def _ids(self, row: int) -> np.ndarray:
         data = self.config.data
-        return truncated(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
+        return truncate(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
 
 
 def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, missing: list[int]) -> None:

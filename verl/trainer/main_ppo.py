@@ -31,7 +31,7 @@ from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
 from verl.utils.exceptions import annotate_error
-from verl.utils.logging_setup import shown_messages
+from verl.utils.logging_setup import messages_on_stderr
 from verl.utils.lost_terminal import outlive_terminal
 from verl.utils.process_tree import with_descendants
 from verl.utils.resources import freeze_gc
@@ -52,7 +52,7 @@ def _main(config: DictConfig) -> None:
     run_ppo(config, supervised=True)
 
 
-@shown_messages()
+@messages_on_stderr()
 def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = False) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish.
 

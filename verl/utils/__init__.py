@@ -1,4 +1,4 @@
-"""Leaves: small modules that know nothing of the rest of verl. Names here load on first use: importing it is free."""
+"""Modules without dependencies on the rest of verl, except its configuration. Names here are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sampling noise by counter: a pure function of (sample key, position, token), never of a generator's state.
+"""Counter-based sampling noise: a pure function of (sample key, position, token), without a generator's state.
 
-The same sample meets the same noise whatever batch, rank, device or resumed run it is drawn in. Bits are equal on every
-device; the two logarithms that make them Gumbel-distributed may differ in the last place between CPU and GPU.
+A sample gets the same noise in any batch, on any rank or device, and in a resumed run. The random bits are equal on
+every device; the two logarithms that make them Gumbel-distributed may differ in the last bit between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import torch
 
 __all__ = ["GOLDEN_64", "engine_seed", "gumbel_noise", "mix_64", "sample_keys"]
 
-# 2^64 / golden ratio: neighbouring positions land far apart before they are mixed.
+# 2^64 / golden ratio: maps neighbouring positions far apart before they are mixed.
 GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
 _GOLDEN_32 = 0x9E3779B1 - 2**32
 
 
 def sample_keys(seed: int, step: int, uid: str, sample_index: int) -> int:
-    """The 64-bit (signed) key of one sample: run seed, training step, prompt, and which of its n answers."""
+    """Return the signed 64-bit key of one sample: of run seed, training step, prompt and sample index."""
     identity = f"{int(seed)}/{int(step)}/{int(sample_index)}/{uid}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
 
 
 def engine_seed(key: int, generated: int) -> int:
-    """Of another project's engine, whose noise begins with the call: what goes on after so many tokens gets its own."""
+    """Return the seed of a call of a third-party engine, whose noise restarts with each call.
+
+    `generated`: tokens of the response so far, so that a resumed response gets new noise.
+    """
     return (key + generated * 0x9E3779B97F4A7C15) % (2**63 - 1)
 
 
@@ -40,7 +43,7 @@ def gumbel_noise(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> tor
     tokens = torch.arange(vocab, dtype=torch.int32, device=keys.device) * _GOLDEN_32
     bits = _mix_32_(tokens ^ low)
     bits = _mix_32_(bits.add_(high))
-    # Small integers are exact in float32: resolution is where it matters, as a uniform near 0 is a large noise.
+    # Small integers are exact in float32, so uniforms near 0, which become large noise, have full resolution.
     uniform = bits.bitwise_and_(2**31 - 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 

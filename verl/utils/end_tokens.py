@@ -41,12 +41,12 @@ class EndTokens:
     def described(self, tokenizer: Any, ignore_eos: bool = False) -> str:
         """One line for the log."""
         if not self.named_by:
-            return "no token ends an answer: each goes on to its length limit. Set rollout.stop_token_ids to have one."
+            return "no token ends a response: all reach their length limit. Set rollout.stop_token_ids."
         ids = sorted(self.named_by)
         tokens = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
         shown = ", ".join(f"{token} = {number} ({', '.join(self.named_by[number])})" for number, token in tokens)
-        only = "rollout.ignore_eos = True: only those of stop_token_ids end an answer" if ignore_eos else ""
-        return f"end tokens: {shown}. {only or 'Each of them ends an answer'}."
+        only = "rollout.ignore_eos = True: only those of stop_token_ids end a response" if ignore_eos else ""
+        return f"end tokens: {shown}. {only or 'Each of them ends a response'}."
 
 
 def find_end_tokens(
@@ -56,7 +56,7 @@ def find_end_tokens(
     template_kwargs: Mapping[str, Any] | None = None,
     stop_token_ids: Iterable[int] = (),
 ) -> EndTokens:
-    """Those of the generation config, the model config, the tokenizer, its chat template and `stop_token_ids`.
+    """Collect the end tokens of generation config, model config, tokenizer, chat template and `stop_token_ids`.
 
     `path` is the model's folder, `model_config` its Hugging Face config; if both are None, only the tokenizer and its
     template are used. The template contributes the added tokens that it writes right after an answer and after a tool

@@ -1,4 +1,4 @@
-"""Copy, make and look for paths on any file system fsspec knows (`hdfs://`, `s3://`, …) and on local disk."""
+"""Copy files, create folders and check paths on any file system of fsspec (`hdfs://`, `s3://`, …) and on local disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.utils.fs import filesystem_of
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file or folder at `path`."""
+    """Return whether a file or folder exists at `path`."""
     fs, inside = filesystem_of(os.fspath(path))
     return bool(fs.exists(inside))
 
@@ -22,16 +22,16 @@ def makedirs(path: str | os.PathLike[str], exist_ok: bool = True) -> None:
 
 
 def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
-    """Copy a file or a whole folder between any two file systems, as `cp -r` does; returns where it is now.
+    """Copy a file or folder between any two file systems, as `cp -r` does; returns the new path.
 
-    Into `dst` when that is an existing folder or ends with a slash, else to the name `dst`.
+    Into `dst` if that is an existing folder or ends with a slash, else to the name `dst`.
     """
     source_url, target_url = os.fspath(src), os.fspath(dst)
     source_fs, source = filesystem_of(source_url)
     target_fs, target = filesystem_of(target_url)
     source = source.rstrip("/")
     if not source_fs.exists(source):
-        raise ValueError(f"src: there is nothing at {source_url!r}. Check the path.")
+        raise ValueError(f"src: {source_url!r} does not exist. Check the path.")
     if target_url.endswith("/") or target_fs.isdir(target):
         name = posixpath.basename(source)
         target, target_url = posixpath.join(target, name), posixpath.join(target_url, name)
@@ -39,8 +39,8 @@ def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
     if source_fs.isdir(source):
         target_fs.makedirs(target, exist_ok=True)
     for file in files:
-        place = target + file[len(source) :]
-        target_fs.makedirs(posixpath.dirname(place), exist_ok=True)
-        with source_fs.open(file, "rb") as reader, target_fs.open(place, "wb") as writer:
+        path = target + file[len(source) :]
+        target_fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        with source_fs.open(file, "rb") as reader, target_fs.open(path, "wb") as writer:
             shutil.copyfileobj(reader, writer, length=16 * 2**20)
     return target_url

@@ -1,4 +1,4 @@
-"""What a process shows: one logging setup (rich on a terminal, plain lines elsewhere), no warning nobody can act on."""
+"""Logging of a process: one setup (rich on a terminal, plain lines elsewhere), and filters for useless warnings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TextIO
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-# (kind, how the message begins). A warning that names a remedy, or that is about a user's own code, is never here.
-UNACTIONABLE: tuple[tuple[type[Warning], str], ...] = (
+# (category, beginning of the message). Never warnings with a remedy or about users' code.
+HIDDEN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # torch renames its collectives, and calls them by the old name itself.
     (FutureWarning, "`torch.distributed.all_gather_into_tensor` is deprecated"),
     (FutureWarning, "`torch.distributed.reduce_scatter_tensor` is deprecated"),
@@ -25,8 +25,8 @@ UNACTIONABLE: tuple[tuple[type[Warning], str], ...] = (
 def setup_logging(level: str | int | None = None, stream: TextIO | None = None) -> logging.Logger:
     """Give the `verl` logger its one handler; calling again replaces it, so entry points and workers may all call.
 
-    `level` defaults to the environment variable VERL_LOGGING_LEVEL, then INFO. Only the `verl` logger is touched: what
-    other libraries and the user's own code log stays theirs. Warnings that nobody can act on are hidden.
+    `level` defaults to the environment variable VERL_LOGGING_LEVEL, then INFO. Only the `verl` logger is changed: what
+    other libraries and users' code log is unchanged. `HIDDEN_WARNINGS` are hidden.
     """
     logger = logging.getLogger("verl")
     logger.setLevel(_level_from_environment() if level is None else _parse_level(level))
@@ -40,16 +40,16 @@ def setup_logging(level: str | int | None = None, stream: TextIO | None = None) 
 
 
 def quiet_warnings() -> None:
-    """Hide the UNACTIONABLE in this process; every program and every worker of ours calls it once."""
-    for kind, beginning in UNACTIONABLE:
+    """Hide `HIDDEN_WARNINGS` in this process; every program and every worker calls it once."""
+    for kind, beginning in HIDDEN_WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(beginning), category=kind)
 
 
 @contextmanager
-def shown_messages() -> Iterator[None]:
-    """While inside, what `verl` logs is shown, as it is, on stderr: for a caller who has set up no logging at all.
+def messages_on_stderr() -> Iterator[None]:
+    """Write the messages of the `verl` logger to stderr inside the block, if logging is not set up.
 
-    A handler that is there, on `verl` or above it, stays as it is.
+    Existing handlers, of `verl` or the root logger, are not changed.
     """
     logger = logging.getLogger("verl")
     if logger.hasHandlers():

@@ -1,4 +1,4 @@
-"""Small things about models: positions and masks of their inputs, their configuration, their size."""
+"""Helpers for models: position ids and masks of inputs, changes of the configuration, parameter count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count attended tokens only: `mask` [..., seq] of 0/1 → [..., seq], 0 on leading padding."""
+    """Return position ids that count attended tokens only: `mask` [..., seq] of 0/1 → [..., seq], 0 on left padding."""
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
@@ -23,15 +23,15 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> torch.Tensor:
-    """An attention mask [batch, seq] as batches have it: some padding, a run of valid tokens, padding again.
+    """Return a random attention mask [batch, seq]: left padding, valid tokens, right padding.
 
-    The ratios are of `seq`. At least one token of every row is valid. Numbers come from torch's global generator.
+    The ratios are relative to `seq`. At least one token of every row is valid. Uses torch's global generator.
     """
     import torch
 
     if not 0 <= min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 or not 0 <= max_ratio_of_left_padding <= 1:
         raise ValueError(
-            "create_random_mask: ratios are from 0 to 1, the least of valid tokens not above the most; got"
+            "create_random_mask: ratios are from 0 to 1, and the minimum of valid tokens is at most the maximum; got"
             f" {min_ratio_of_valid_token}, {max_ratio_of_valid_token} and {max_ratio_of_left_padding} of left padding."
         )
     rows, length = input_ids.shape
@@ -39,24 +39,24 @@ def create_random_mask(
     most = max(least, int(max_ratio_of_valid_token * length))
     valid = torch.randint(least, most + 1, (rows, 1))
     left = torch.minimum(torch.randint(0, int(max_ratio_of_left_padding * length) + 1, (rows, 1)), length - valid)
-    place = torch.arange(length)
-    return ((place >= left) & (place < left + valid)).to(device=input_ids.device, dtype=torch.long)
+    position = torch.arange(length)
+    return ((position >= left) & (position < left + valid)).to(device=input_ids.device, dtype=torch.long)
 
 
 def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
-    """Set fields of a model's configuration in place; a dict sets fields of the configuration inside it."""
+    """Set fields of a model's configuration in place; a dict sets fields of a nested configuration."""
     for name, value in override_config_kwargs.items():
-        inside = getattr(module_config, name, None)
-        if isinstance(value, Mapping) and inside is not None and not isinstance(inside, Mapping):
-            update_model_config(inside, value)
-        elif isinstance(value, Mapping) and isinstance(inside, Mapping):
-            setattr(module_config, name, {**inside, **value})
+        nested = getattr(module_config, name, None)
+        if isinstance(value, Mapping) and nested is not None and not isinstance(nested, Mapping):
+            update_model_config(nested, value)
+        elif isinstance(value, Mapping) and isinstance(nested, Mapping):
+            setattr(module_config, name, {**nested, **value})
         else:
             setattr(module_config, name, value)
 
 
 def print_model_size(model: torch.nn.Module, name: str | None = None) -> None:
-    """Log how many parameters the model has."""
+    """Log the number of parameters of a model."""
     count = sum(parameter.numel() for parameter in model.parameters())
     scale, unit = next(((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= size), (1, ""))
     logger.info("%s: %.4g%s parameters", name or type(model).__name__, count / scale, unit)

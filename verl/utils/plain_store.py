@@ -1,8 +1,8 @@
-"""Write nested plain data (tensors, arrays, containers, scalars) to one file that loads without running pickled code.
+"""Write nested plain data (tensors, arrays, containers, scalars) to one file that loads without executing pickled code.
 
-The file is what `torch.save` writes; it is read back by `torch_archive`, so nothing in it can execute. Tensors stay
-tensors. What that reader does not know, or reads slowly, becomes a tagged tuple, and its bytes go into one common
-tensor: ("array", dtype, shape, start, stop), ("dict", keys, values) … A tuple in the file is always tagged.
+The file is written by `torch.save` and read by `torch_archive`, so nothing in it can execute. Tensors stay tensors.
+Values that the reader does not know, or reads slowly, become tagged tuples, and their bytes go into one common tensor:
+("array", dtype, shape, start, stop), ("dict", keys, values) … A tuple in the file is always tagged.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.utils.balancing import roundup_divisible
 from verl.utils.disk import atomic_write
 from verl.utils.torch_archive import load_archive
 
@@ -24,13 +25,13 @@ _LONG_LIST = 16
 
 
 def save_plain(value: Any, path: str | os.PathLike, what: str = "value") -> None:
-    """Write `value` beside `path`, then rename it into place, so a half-written file is never seen."""
+    """Write `value` to `path` atomically."""
     encoder = _Encoder()
     _write({"format": _FORMAT, "value": encoder.encode(value, what), "bytes": encoder.joined_bytes()}, Path(path))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `save_plain` could write it."""
+    """Return whether `save_plain` can write the value."""
     try:
         _Encoder().encode(value, "value")
     except TypeError:
@@ -39,21 +40,23 @@ def is_plain(value: Any) -> bool:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike) -> None:
-    """Write names and tensors, and nothing around them: `torch.load(path, weights_only=True)` gives the same dict."""
+    """Write a plain dict of tensors: `torch.load(path, weights_only=True)` returns the same dict."""
     encoder = _Encoder()
     _write({str(name): encoder.encode(tensor, str(name)) for name, tensor in tensors.items()}, Path(path))
 
 
 def load_plain(path: str | os.PathLike) -> Any:
-    """Read what `save_plain` wrote. Tensors are mapped from the file and read when touched; writes stay in memory."""
+    """Read a file of `save_plain`. Tensors are mapped from the file and read on access; writes stay in memory."""
     try:
         content = load_archive(path, mapped=True)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"it has no {_FORMAT!r} mark")
+            raise ValueError(f"its format is not {_FORMAT!r}")
         return _decode(content["value"], content["bytes"].numpy())
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         cause = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: not a file of plain data, or damaged; nothing in it was run. ({cause})") from error
+        raise ValueError(
+            f"{path}: not a file of plain data, or damaged; nothing in it was executed. ({cause})"
+        ) from error
 
 
 def _write(content: Any, target: Path) -> None:
@@ -63,23 +66,23 @@ def _write(content: Any, target: Path) -> None:
 
 
 class _Encoder:
-    """Plain form of nested values, and the bytes that lie beside it."""
+    """The plain form of nested values, and their bytes."""
 
     def __init__(self) -> None:
         self._pieces: list[np.ndarray] = []
         self._size = 0
 
     def encode(self, value: Any, where: str) -> Any:
-        """Plain form of `value`; a TypeError names the place of what cannot be stored."""
+        """Return the plain form of `value`. TypeError, with the path inside the value: it cannot be stored."""
         if value is None or type(value) in (bool, float, str):
             return value
         if type(value) is int:
             # Longer ones need pickle opcodes that the restricted reader does not know.
             return value if value.bit_length() < 64 else ("int", hex(value))
         if type(value) is bytes:
-            return ("bytes", *self._place(np.frombuffer(value, dtype=np.uint8)))
+            return ("bytes", *self._append(np.frombuffer(value, dtype=np.uint8)))
         if isinstance(value, torch.Tensor):
-            # A view must not drag the storage behind it into the file.
+            # Of a view, only its own elements are stored.
             value = value.detach().cpu()
             return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
         if isinstance(value, np.ndarray):
@@ -99,12 +102,12 @@ class _Encoder:
         )
 
     def joined_bytes(self) -> torch.Tensor:
-        """All bytes placed so far, as one tensor."""
+        """Return all bytes so far as one tensor."""
         joined = np.zeros(self._size, dtype=np.uint8)
         start = 0
         for piece in self._pieces:
             joined[start : start + piece.nbytes] = piece
-            start += _aligned(piece.nbytes)
+            start += roundup_divisible(piece.nbytes, _ALIGNMENT)
         return torch.from_numpy(joined)
 
     def _encode_list(self, items: list[Any], where: str) -> Any:
@@ -121,12 +124,12 @@ class _Encoder:
             return ("objects", shape, [self.encode(x, f"{where}[{i}]") for i, x in enumerate(array.reshape(-1))])
         if array.dtype.hasobject or array.dtype.kind == "V":  # records, and dtypes of other packages
             raise TypeError(f"{where}: an array of dtype {array.dtype} cannot be stored. Use a plain dtype or object.")
-        return ("array", array.dtype.str, shape, *self._place(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        return ("array", array.dtype.str, shape, *self._append(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
-    def _place(self, piece: np.ndarray) -> tuple[int, int]:
+    def _append(self, piece: np.ndarray) -> tuple[int, int]:
         start = self._size
         self._pieces.append(piece)
-        self._size += _aligned(piece.nbytes)
+        self._size += roundup_divisible(piece.nbytes, _ALIGNMENT)
         return start, start + piece.nbytes
 
 
@@ -159,7 +162,3 @@ def _decode(value: Any, data: np.ndarray) -> Any:
     if tag == "int":
         return int(content[0], 16)
     raise ValueError(f"unknown tag {tag!r}")
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

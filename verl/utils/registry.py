@@ -22,7 +22,7 @@ class Row(Protocol):
 
 
 class Registry(MutableMapping[str, T]):
-    """Functions or classes by name. `key` is the configuration key that chooses among them, for error messages.
+    """Functions or classes by name. `key` is the configuration key that selects one, for error messages.
 
     Behaves like a dict, with one difference: assigning another function to a name that is in use raises ValueError;
     delete the name first. `clear()` and `del` remove built-in entries too, until they are assigned again.
@@ -37,14 +37,14 @@ class Registry(MutableMapping[str, T]):
         """`@register("mine")` adds a function or class. `verl.config.extensions` reads the traits from the source."""
         name = _text(name)
 
-        def add(thing: T) -> T:
-            origin = f"{thing.__module__}:{thing.__qualname__}"
+        def add(entry: T) -> T:
+            origin = f"{entry.__module__}:{entry.__qualname__}"
             # The same file imported twice (external_libs, a notebook cell) defines its functions again.
             if name in self and self._origin(name) != origin:
                 taken = self._origin(name).replace(":", ".")
                 raise ValueError(f"{self.key}: {name!r} is taken by {taken}. Choose another name.")
-            self._loaded[name] = thing
-            return thing
+            self._loaded[name] = entry
+            return entry
 
         return add
 
@@ -55,7 +55,7 @@ class Registry(MutableMapping[str, T]):
             near = closest(name, self)
             hint = f" Did you mean {near!r}?" if near else ""
             raise ValueError(
-                f"{self.key}: {name!r} is not known.{hint} Register names of your own in a module listed in "
+                f"{self.key}: {name!r} is not known.{hint} Register your own names in a module listed in "
                 f"external_libs. Known: {', '.join(self)}."
             )
         return self[name]
@@ -66,8 +66,8 @@ class Registry(MutableMapping[str, T]):
             self._loaded[name] = resolve_name(self._rows[name].at)
         return self._loaded[name]
 
-    def __setitem__(self, name: str | Enum, thing: T) -> None:
-        self.register(name)(thing)
+    def __setitem__(self, name: str | Enum, entry: T) -> None:
+        self.register(name)(entry)
 
     def __delitem__(self, name: str | Enum) -> None:
         name = _text(name)
@@ -82,7 +82,7 @@ class Registry(MutableMapping[str, T]):
         self._rows.clear()
 
     def copy(self) -> dict[str, T]:
-        """All entries, imported, in a plain dict: `registry.update(saved)` restores them after `clear()`."""
+        """Return all entries, imported, in a plain dict: `registry.update(saved)` restores them after `clear()`."""
         return dict(self)
 
     def __contains__(self, name: object) -> bool:
@@ -95,8 +95,8 @@ class Registry(MutableMapping[str, T]):
         return len(self._rows.keys() | self._loaded.keys())
 
     def _origin(self, name: str) -> str:
-        thing = self._loaded.get(name)
-        return self._rows[name].at if thing is None else f"{thing.__module__}:{thing.__qualname__}"
+        entry = self._loaded.get(name)
+        return self._rows[name].at if entry is None else f"{entry.__module__}:{entry.__qualname__}"
 
 
 def _text(name: object) -> str:

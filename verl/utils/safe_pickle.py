@@ -1,9 +1,9 @@
 """Read pickles as plain data: nothing named in them is imported or called.
 
 Objects of classes become inert `Record`s, and only the functions that the caller passes as `known` are called. A pickle
-is checked before it is read: opcodes that no file of torch contains are refused, and so is whatever lets a small file
-take much memory (memo indices beyond the number of entries, long numbers). Memory is then at most about a hundred times
-the size of the pickle.
+is checked before it is read: it is rejected if it has opcodes that torch does not write, or if a small file could take
+much memory (memo indices beyond the number of entries, long numbers). Memory is then at most about a hundred times the
+size of the pickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, ClassVar
 __all__ = ["Record", "load_records", "open_regular", "read_regular"]
 
 Known = Mapping[tuple[str, str], Any]
-"""What a global of a pickle stands for, by module and name: plain data, an immutable type, or a function."""
+"""Replacement of a global of a pickle by (module, name): plain data, an immutable type, or a function."""
 
 _MAX_ARGUMENTS = 64
 _MAX_NAMES = 512
@@ -28,7 +28,7 @@ _MAX_BYTES = 1 << 30
 
 
 class _FrozenType(type):
-    """A pickle can set attributes of anything it names, also of a class."""
+    """A class whose attributes a pickle cannot set."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it sets {name} of a class")
@@ -42,7 +42,7 @@ class Record(metaclass=_FrozenType):
     args: tuple[Any, ...]
     fields: Mapping[str, Any]
     state: Any
-    """Where it is no fields."""
+    """Its state, if that is not a dict of fields."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Record:
         # Copies of arguments that the memo repeats would take memory without limit.
@@ -54,7 +54,7 @@ class Record(metaclass=_FrozenType):
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) == 2 and state[0] is None and isinstance(state[1], dict):
-            state = state[1]  # of a class with slots
+            state = state[1]  # a class with __slots__
         if isinstance(state, dict):
             self.fields = state
         else:
@@ -67,10 +67,10 @@ def load_records(
     persistent_load: Callable[[Any], Any] | None = None,
     packages: Collection[str] | None = None,
 ) -> Any:
-    """The object in a pickle. ValueError where it is damaged or names what it must not.
+    """Return the object in a pickle. ValueError: it is damaged or refers to something that is not allowed.
 
-    `known` functions are called with the arguments in the pickle. Objects of other classes are `Record`s; those of
-    packages that are not among `packages` (None: all) are refused.
+    `known` functions are called with the arguments in the pickle. Objects of other classes are `Record`s; classes of
+    packages that are not in `packages` (None: all) are rejected.
     """
     try:
         _check_opcodes(data)
@@ -88,7 +88,7 @@ def load_records(
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, also behind a link. ValueError for a device, a pipe or a folder, which may never end."""
+    """Open a regular file or a link to one. ValueError for a device, a pipe or a folder, which may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -97,7 +97,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file of at most 1 GiB."""
+    """Return the content of a regular file of at most 1 GiB."""
     with open_regular(path) as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -133,7 +133,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise pickle.UnpicklingError("it contains a tensor, where none belongs")
+            raise pickle.UnpicklingError("it contains a tensor, which is not allowed here")
         return self._persistent(pid)
 
     def _record_type(self, module: str, name: str) -> Any:
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Function:
-    """A function that a pickle may call and cannot change."""
+    """A function that a pickle may call but not change."""
 
     __slots__ = ("_function",)
 
@@ -166,9 +166,9 @@ class _Function:
         raise pickle.UnpicklingError("it sets the state of a function")
 
 
-# Neither in files of torch nor in pickles of dataclasses: code by number, objects outside the file, protocols 0 and 1,
-# and what no pickler writes.
-_REFUSED = {
+# Opcodes that neither files of torch nor pickles of dataclasses contain: extension codes, external objects, protocols 0
+# and 1, and opcodes that no pickler writes.
+_REJECTED = {
     *("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "INT", "LONG", "LONG4"),
     *("STRING", "UNICODE", "FLOAT", "GET", "PUT", "LIST", "DICT", "DUP", "POP", "POP_MARK"),
     # One byte of EMPTY_SET takes 216 bytes of memory.
@@ -180,14 +180,14 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes if opcode.name not in _REFUSED}
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes if opcode.name not in _REJECTED}
 _NAMES = {opcode.name: code for code, opcode in _OPCODES.items()}
 _GLOBAL, _MARK, _STOP, _MEMOIZE = (_NAMES[name] for name in ("GLOBAL", "MARK", "STOP", "MEMOIZE"))
 _PUTS = (_MEMOIZE, _NAMES["BINPUT"], _NAMES["LONG_BINPUT"])
 _GETS = (_NAMES["BINGET"], _NAMES["LONG_BINGET"])
 _TUPLES = tuple(code for name, code in _NAMES.items() if name.startswith(("TUPLE", "FROZENSET")))
-# By opcode: bytes of its argument; bytes of the length in front of an argument; values it takes from the stack (below
-# the mark, where it takes all above that); and whether it leaves one.
+# By opcode: bytes of its argument; bytes of the length prefix of its argument; values it pops from the stack (below the
+# mark, if it pops all above that); all values it pops.
 _FIXED = {code: opcode.arg.n if opcode.arg else 0 for code, opcode in _OPCODES.items()}
 _PREFIXED = {code: _LENGTH_BYTES[size] for code, size in _FIXED.items() if size in _LENGTH_BYTES}
 _TO_MARK = {
@@ -205,12 +205,12 @@ _CONSTANTS = {
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Raise UnpicklingError for a refused opcode, a memo index that leaves gaps, or tuples nested too deeply.
+    """Raise UnpicklingError for a rejected opcode, a memo index that leaves gaps, or tuples nested too deeply.
 
     `pickle` allocates an array up to the largest index, and hashing deep tuples overflows its stack.
     """
     position, end = 0, len(data)
-    stack: list[int] = []  # how deep tuples are nested in each value
+    stack: list[int] = []  # nesting depth of tuples in each value
     marks: list[int] = []
     memo: list[int] = []
     while position < end:
@@ -250,7 +250,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _apply(code: int, stack: list[int], marks: list[int]) -> None:
-    """Take the arguments of an opcode from the stack, and leave its result."""
+    """Pop the arguments of an opcode from the stack and push its result."""
     first = marks.pop() - _TO_MARK[code] if code in _TO_MARK else len(stack) - _TAKES[code]
     if first < 0:
         raise pickle.UnpicklingError("its stack is empty")

@@ -1,4 +1,4 @@
-"""Tokenizer and processor of a model, ready for padding, without running the model repository's own code."""
+"""Tokenizer and processor of a model, ready for padding, without executing code of the model repository."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def hf_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """The model's tokenizer; a missing padding token is set to the end token.
+    """Return the model's tokenizer; a missing padding token is set to the end token.
 
-    `trust_remote_code` is False unless given: True runs Python code from the model's repository.
+    `trust_remote_code` defaults to False: True runs Python code from the model's repository.
     """
     from transformers import AutoTokenizer
 
@@ -35,7 +35,7 @@ def hf_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def tokenizer_if_any(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer as its files say, or None for a local folder that has none."""
+    """Return the tokenizer unchanged, or None for a local folder without one."""
     from transformers import AutoTokenizer
 
     path = expand_path(name_or_path)
@@ -45,7 +45,7 @@ def tokenizer_if_any(name_or_path: str | os.PathLike[str], trust_remote_code: bo
 
 
 def hf_processor(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any | None:
-    """The model's processor (text together with images, audio or video), or None where it has none."""
+    """Return the model's processor (text with images, audio or video), or None if it has none."""
     path = expand_path(name_or_path)
     if not any(_has_file(path, name) for name in _PROCESSOR_FILES):
         return None

@@ -1,7 +1,7 @@
-"""Read files of `torch.save` without executing anything in them, in memory that the file's own size bounds.
+"""Read files of `torch.save` without executing anything in them, with memory bounded by the size of the file.
 
-Tensors are described by their place in the file (`TensorPlace`) and read afterwards. Members of the archive must be
-stored uncompressed, storages must lie in the file, and a view has no more elements than its storage.
+Tensors are described by their location in the file (`TensorLocation`) and read afterwards. Members of the archive must
+be stored uncompressed, storages must lie in the file, and a view has no more elements than its storage.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import torch
 
 from verl.utils.safe_pickle import Known, Record, load_records, open_regular
 
-__all__ = ["TensorPlace", "dimensions", "load_archive", "plain_types", "read_archive", "read_tensor"]
+__all__ = ["TensorLocation", "dimensions", "load_archive", "plain_types", "read_archive", "read_tensor"]
 
 _LOCAL_HEADER = 30
 _MAX_DIMS = 32
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorLocation:
     """A tensor in a file: a view of a storage."""
 
     path: Path
     storage: int
-    """The byte at which its storage begins."""
+    """Position of its storage in the file, in bytes."""
     storage_bytes: int
     offset: int
-    """Of its first element in the storage, in elements."""
+    """Offset of its first element in the storage, in elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def position(self) -> int:
-        """The byte at which its first element is."""
+        """Position of its first element in the file, in bytes."""
         return self.storage + self.offset * self.dtype.itemsize
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last."""
+        """Number of storage elements from its first to its last one."""
         return (
             1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) if self.numel else 0
         )
@@ -59,7 +59,7 @@ class TensorPlace:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one after another."""
+        """Whether its elements are consecutive in row-major order."""
         steps = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         return not self.numel or all(
             size == 1 or step == wanted for size, step, wanted in zip(self.shape, self.stride, steps, strict=True)
@@ -67,11 +67,11 @@ class TensorPlace:
 
 
 def read_archive(
-    path: Path, convert: Callable[[TensorPlace], Any], start: int = 0, length: int | None = None, plain: bool = False
+    path: Path, convert: Callable[[TensorLocation], Any], start: int = 0, length: int | None = None, plain: bool = False
 ) -> Any:
-    """The object in a file of `torch.save`, or in that part of a file; `convert` makes its tensors.
+    """Return the object in a file of `torch.save`, or in a part of a file; `convert` creates its tensors.
 
-    Objects of other classes are `Record`s; `plain`: they are refused.
+    Objects of other classes are `Record`s; with `plain` they are rejected.
     """
     with _named_errors(path), open_regular(path) as file:
         size = file.seek(0, io.SEEK_END)
@@ -84,16 +84,16 @@ def read_archive(
 
 
 def load_archive(path: str | os.PathLike[str], mapped: bool = False) -> Any:
-    """The plain data and tensors (in host memory) in a file of `torch.save`; classes are refused.
+    """Return the plain data and tensors (in host memory) in a file of `torch.save`; classes are rejected.
 
-    `mapped`: tensors are mapped from the file and read when used; writes stay in memory.
+    `mapped`: tensors are mapped from the file and read on access; writes stay in memory.
     """
     storages = _MappedStorages(Path(path)) if mapped else _ReadStorages(Path(path))
     return read_archive(Path(path), storages.tensor, plain=True)
 
 
 def read_tensor(path: Path, start: int, length: int) -> torch.Tensor:
-    """The tensor that is saved in a part of a file."""
+    """Return the tensor in a part of a file."""
     tensor = read_archive(path, _ReadStorages(path).tensor, start, length, plain=True)
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{path}: at byte {start} there is no tensor.")
@@ -107,11 +107,11 @@ class _ReadStorages:
         self._path = path
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def tensor(self, place: TensorPlace) -> torch.Tensor:
-        if place.storage not in self._storages:
-            self._storages[place.storage] = self._storage(place.storage, place.storage_bytes)
-        storage = self._storages[place.storage]
-        return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.shape, place.stride)
+    def tensor(self, location: TensorLocation) -> torch.Tensor:
+        if location.storage not in self._storages:
+            self._storages[location.storage] = self._storage(location.storage, location.storage_bytes)
+        storage = self._storages[location.storage]
+        return torch.empty(0, dtype=location.dtype).set_(storage, location.offset, location.shape, location.stride)
 
     def _storage(self, position: int, size: int) -> torch.UntypedStorage:
         values = torch.empty(size, dtype=torch.uint8)
@@ -127,7 +127,7 @@ class _ReadStorages:
 
 
 class _MappedStorages(_ReadStorages):
-    """Storages mapped from the file, as far as their place is a multiple of their alignment."""
+    """Storages mapped from the file, if their position is aligned; otherwise read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -154,7 +154,7 @@ class _Storage:
 
 
 class _Contents:
-    """The pickle in an archive of torch that lies between two bytes of a file, and the places of its storages."""
+    """The pickle of a torch archive between two bytes of a file, and the positions of its storages."""
 
     def __init__(self, archive: zipfile.ZipFile, file: BinaryIO, path: Path, start: int, end: int) -> None:
         self._archive, self._file, self._path, self._start, self._end = archive, file, path, start, end
@@ -191,15 +191,15 @@ class _Contents:
             raise ValueError(f"storage {pid[2][:80]!r} ends after the file")
         return _Storage(position, info.file_size, dtype)
 
-    def known(self, convert: Callable[[TensorPlace], Any]) -> Known:
-        """What the globals of the pickle stand for."""
+    def known(self, convert: Callable[[TensorLocation], Any]) -> Known:
+        """Return the replacements of the pickle's globals."""
 
         def tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Any:
-            """`rest`: whether it learns, hooks, and of storages without a type the dtype."""
+            """`rest`: requires_grad, hooks and, for untyped storages, the dtype."""
             if not isinstance(storage, _Storage):
                 raise ValueError("a tensor has no storage")
             dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-            return convert(_place(self._path, storage, offset, shape, stride, dtype))
+            return convert(_locate(self._path, storage, offset, shape, stride, dtype))
 
         text_bytes = _Budget(len(self.pickle()))
         rebuild = "torch._utils"
@@ -218,7 +218,7 @@ class _Contents:
 
 
 def dimensions(values: Any) -> tuple[int, ...]:
-    """Sizes, strides or offsets, checked to be a few numbers."""
+    """Return sizes, strides or offsets, checked to be a short list of non-negative integers."""
     if not isinstance(values, tuple | list) or len(values) > _MAX_DIMS:
         raise ValueError("a shape is not a short list")
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
@@ -227,19 +227,19 @@ def dimensions(values: Any) -> tuple[int, ...]:
 
 
 def plain_types() -> Known:
-    """dtypes, shapes and dictionaries, as `load_records` wants them."""
+    """Return dtypes, shapes and dictionaries as `known` argument of `load_records`."""
     return {**_DTYPES, ("torch", "Size"): dimensions, ("collections", "OrderedDict"): _StateDict}
 
 
-def _place(path: Path, storage: _Storage, offset: Any, shape: Any, stride: Any, dtype: torch.dtype) -> TensorPlace:
+def _locate(path: Path, storage: _Storage, offset: Any, shape: Any, stride: Any, dtype: torch.dtype) -> TensorLocation:
     sizes = dimensions(shape)
     first = dimensions((offset,))[0] if math.prod(sizes) else 0  # an empty slice may begin after its storage
-    place = TensorPlace(path, storage.position, storage.nbytes, first, sizes, dimensions(stride), dtype)
-    if len(place.shape) != len(place.stride):
-        raise ValueError(f"a tensor of {len(place.shape)} dimensions has {len(place.stride)} strides")
-    if max(place.numel, first + place.span) * dtype.itemsize > storage.nbytes:
-        raise ValueError(f"a tensor of shape {list(place.shape)} has a storage of {storage.nbytes} bytes")
-    return place
+    location = TensorLocation(path, storage.position, storage.nbytes, first, sizes, dimensions(stride), dtype)
+    if len(location.shape) != len(location.stride):
+        raise ValueError(f"a tensor of {len(location.shape)} dimensions has {len(location.stride)} strides")
+    if max(location.numel, first + location.span) * dtype.itemsize > storage.nbytes:
+        raise ValueError(f"a tensor of shape {list(location.shape)} has a storage of {storage.nbytes} bytes")
+    return location
 
 
 class _StateDict(dict[Any, Any]):
@@ -251,11 +251,11 @@ class _StateDict(dict[Any, Any]):
         super().__init__()
 
     def __setstate__(self, state: Any) -> None:
-        """Versions of modules."""
+        """Ignore the versions of modules."""
 
 
 class _Budget:
-    """Bytes that protocol 2 writes as text, together no more than the pickle has."""
+    """Limits the bytes that protocol 2 writes as text to the size of the pickle in total."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -270,7 +270,7 @@ class _Budget:
 
 
 def _record_of(kind: Any, *args: Any) -> Any:
-    """A tensor of a class that wraps others; whatever a pickle can call is inert."""
+    """A tensor of a wrapper subclass; everything that a pickle can call is inert."""
     return kind(*args)
 
 
@@ -282,7 +282,7 @@ def _record_with_state(make: Any, _: Any, args: Any, state: Any) -> Any:
 
 
 class _Part(io.RawIOBase):
-    """Part of a file as a file: an archive's directory is at its end, and members are counted from its beginning."""
+    """Part of a file as a file: the directory of an archive is at its end, and offsets count from its beginning."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._end = file, start, end

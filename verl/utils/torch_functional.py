@@ -1,7 +1,7 @@
-"""Tensor functions every part of training shares: log-probabilities, masked statistics, padding, schedules.
+"""Shared tensor functions: log-probabilities, masked statistics, padding, learning-rate schedules.
 
-Masks are 0/1 (or non-negative weights). A masked position contributes nothing, whatever it holds: NaN and inf included,
-in the value and in the gradient.
+Masks are 0/1 (or non-negative weights). A masked position contributes nothing to values and gradients, even if it is
+NaN or inf.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# Elements of one float32 work block (128 MB): the extra memory of a pass over logits, whatever their size.
+# Elements of one float32 work block (128 MB): the extra memory of a pass over logits of any size.
 _BLOCK_ELEMENTS = 2**25
 
 
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probability of each label, float32: `logits` [..., vocab], `labels` [...] → [...].
 
-    Works through blocks of rows: beside the result and the gradient nothing of the size of `logits` is allocated (a
-    plain `log_softmax` keeps a float32 copy). The gradient is exact; second derivatives are not provided.
+    Processes blocks of rows: apart from the result and the gradient, nothing of the size of `logits` is allocated (a
+    plain `log_softmax` keeps a float32 copy). The gradient is exact; second derivatives are not supported.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -34,28 +34,28 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy of the softmax in nats, float32: `logits` [..., vocab] → [...]. Same memory behaviour as above.
+    """Entropy of the softmax in nats, float32: `logits` [..., vocab] → [...]. Memory as of `logprobs_from_logits`.
 
-    A logit of -inf is a token that cannot occur and adds nothing.
+    A logit of -inf is a token that cannot occur and contributes nothing.
     """
     return _Entropy.apply(logits)
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of `values` where `mask` is on; over all positions, or over `axis`. At least float32."""
+    """Sum of unmasked `values` over all positions, or over `axis`. At least float32."""
     weights, kept = _weights_and_kept(values, mask)
     return _sum(kept * weights, axis)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Mean of `values` where `mask` is on; 0 where nothing is. At least float32."""
+    """Mean of unmasked `values`; 0 if all are masked. At least float32."""
     weights, kept = _weights_and_kept(values, mask)
     count = _sum(weights, axis)
     return _sum(kept * weights, axis) / torch.where(count > 0, count, torch.ones_like(count))
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of `values` where `mask` is on; `unbiased` divides by n - 1. 0 for fewer than two values."""
+    """Variance of unmasked `values`; `unbiased` divides by n - 1. 0 for fewer than two values."""
     weights, kept = _weights_and_kept(values, mask)
     variance = masked_mean((kept - masked_mean(values, mask)) ** 2, mask)
     if unbiased:
@@ -77,29 +77,32 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 def distributed_mean_max_min_std(
     local: torch.Tensor, compute_max: bool = True, compute_min: bool = True, compute_std: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(mean, max, min, std) over the elements of all ranks, None where not asked for; a collective.
+    """Return (mean, max, min, std) over the elements of all ranks, None for those not requested. A collective.
 
-    The standard deviation divides by the number of elements less one. Without a process group: of this tensor.
+    The standard deviation divides by the number of elements minus one. Without a process group: of this tensor.
     """
     values = local.detach().to(_compute_dtype(local))
-    count = _over_ranks(torch.tensor(float(values.numel()), device=values.device), "SUM")
-    mean = _over_ranks(values.sum(), "SUM") / count
-    highest = _over_ranks(values.max(), "MAX") if compute_max else None
-    lowest = _over_ranks(values.min(), "MIN") if compute_min else None
+    count = _all_reduce(torch.tensor(float(values.numel()), device=values.device), "SUM")
+    mean = _all_reduce(values.sum(), "SUM") / count
+    highest = _all_reduce(values.max(), "MAX") if compute_max else None
+    lowest = _all_reduce(values.min(), "MIN") if compute_min else None
     std = None
     if compute_std:
-        std = (_over_ranks((values - mean).square().sum(), "SUM") / (count - 1).clamp(min=1)).sqrt()
+        std = (_all_reduce((values - mean).square().sum(), "SUM") / (count - 1).clamp(min=1)).sqrt()
     return mean, highest, lowest, std
 
 
 def distributed_masked_mean(local: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the masked elements of all ranks, 0 where nothing is; a collective. Alone: of this tensor."""
+    """Return the mean of the unmasked elements of all ranks, 0 if there are none. A collective.
+
+    Without a process group: of this tensor.
+    """
     weights, kept = _weights_and_kept(local.detach(), mask)
-    total, count = _over_ranks((kept * weights).sum(), "SUM"), _over_ranks(weights.sum(), "SUM")
+    total, count = _all_reduce((kept * weights).sum(), "SUM"), _all_reduce(weights.sum(), "SUM")
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
 
-def _over_ranks(value: torch.Tensor, how: str) -> torch.Tensor:
+def _all_reduce(value: torch.Tensor, how: str) -> torch.Tensor:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -135,10 +138,10 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, both [batch, seq], brought to exactly `max_length` columns.
+    """Pad or truncate token ids and mask, both [batch, seq], to exactly `max_length` columns.
 
-    Shorter ones are padded. Longer ones: `left` drops the beginning, `right` the end, `middle` the centre (of an odd
-    length the end keeps one more), and `error` refuses.
+    Truncation: `left` drops the beginning, `right` the end, `middle` the centre (of an odd length the end keeps one
+    more), and `error` raises a ValueError.
     """
     if truncation not in ("error", "left", "right", "middle"):
         raise ValueError(f"truncation: {truncation!r} is unknown. Use error, left, right or middle.")
@@ -244,7 +247,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Views of at most `_BLOCK_ELEMENTS` of `logits` [..., vocab] as [rows, vocab], with their place in all rows."""
+    """Views of at most `_BLOCK_ELEMENTS` of `logits` [..., vocab] as [rows, vocab], with their slice of all rows."""
     vocab = logits.shape[-1]
     size = max(1, _BLOCK_ELEMENTS // max(1, vocab))
     start = 0
@@ -255,7 +258,7 @@ def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def _as_matrices(logits: torch.Tensor) -> list[torch.Tensor]:
-    """Without copying: `logits[:, :-1]` and other slices cannot be flattened, so they are taken row by row."""
+    """Views [rows, vocab] without copies: `logits[:, :-1]` and other slices cannot be flattened, only row by row."""
     if logits.ndim <= 2 or logits.is_contiguous():
         return [logits.reshape(-1, logits.shape[-1])]
     return [matrix for part in logits.unbind(0) for matrix in _as_matrices(part)]
@@ -282,7 +285,7 @@ def _compute_dtype(values: torch.Tensor) -> torch.dtype:
 
 
 def _weights_and_kept(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask at the shape and dtype of the values, and the values with 0 where it is off."""
+    """The mask with the shape and dtype of the values, and the values with 0 at masked positions."""
     values = values.to(_compute_dtype(values))
     weights = mask.to(values.dtype).expand_as(values)
     return weights, torch.where(weights != 0, values, torch.zeros_like(values))

@@ -1,9 +1,8 @@
-"""A process group of its own for weights: the first trainer rank and every rollout rank, beside their own groups."""
+"""Process group for weight sync: the first trainer rank and every rollout rank, in addition to their own groups."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,32 +13,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.utils.py_functional import temp_env_var
+
 __all__ = ["TransferAddress", "TransferGroup", "TransferHost", "TransferLostError"]
 
-# All members come at once. One that does not has died on its way.
+# All members join at the same time: one that does not has died.
 _JOIN_S = 120.0
-# Of one broadcast. The sender may have to bring its weights back to the device before the first.
+# Of one broadcast. Before the first one, the sender may have to load its weights back to the device.
 _BROADCAST_S = 600.0
 
 
 class TransferLostError(RuntimeError):
-    """A member of the group is gone, or does not answer: the group is of no use any more, and a new one is made."""
+    """A member of the group has died or does not respond: the group is unusable and must be created again."""
 
 
 @dataclass(frozen=True)
 class TransferAddress:
-    """Where the members of a transfer group meet."""
+    """Address of the store through which the members of a transfer group find each other."""
 
     host: str
     port: int
 
 
 class TransferHost:
-    """The meeting point, kept open by the first trainer rank. Its port is free because it is already taken."""
+    """The store of a transfer group, kept by the first trainer rank. It binds a free port itself, so none can clash."""
 
     def __init__(self, host: str | None = None, timeout_s: float = _JOIN_S) -> None:
         self.store = dist.TCPStore(
-            host or _own_address(),
+            host or _host_address(),
             0,
             is_master=True,
             wait_for_workers=False,
@@ -49,17 +50,17 @@ class TransferHost:
 
 
 class TransferGroup:
-    """Broadcasts from member 0 (the trainer) to the others. Not torch's default group, which each side has already.
+    """Broadcasts from member 0 (the trainer) to the others. Independent of torch's default group of each side.
 
-    Made by all members at once: `size` is 1 + the number of rollout ranks. `gloo` moves data through host memory;
-    `nccl` needs a GPU in every member.
+    All members create it at the same time: `size` is 1 + the number of rollout ranks. `gloo` moves data through host
+    memory; `nccl` needs a GPU in every member.
     """
 
     SENDER = 0
 
     def __init__(
         self,
-        meeting: TransferHost | TransferAddress,
+        store: TransferHost | TransferAddress,
         rank: int,
         size: int,
         backend: str = "gloo",
@@ -67,30 +68,30 @@ class TransferGroup:
         timeout_s: float = _BROADCAST_S,
         prefix: str | None = None,
     ) -> None:
-        """Each broadcast may take `timeout_s`; a member that dies in one ends it with a TransferLostError.
+        """Each broadcast may take `timeout_s`; if a member dies in one, the others raise TransferLostError.
 
-        `prefix`: of the keys by which members find each other, where others than ours are among them.
+        `prefix`: of the keys in the store, for groups with third-party members.
         """
         joining = timedelta(seconds=_JOIN_S)
         self.rank, self.size = rank, size
         self.device = torch.device("cpu") if backend == "gloo" else torch.device(device)
-        with _lost_if_it_fails():
-            if isinstance(meeting, TransferHost):
-                store = meeting.store
+        with _as_transfer_lost():
+            if isinstance(store, TransferHost):
+                tcp_store = store.store
             else:
-                store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=joining)
-            # The store lives as long as the group.
-            self._store = dist.PrefixStore(prefix or f"weights/{backend}", store)
+                tcp_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=joining)
+            # Kept: the store must live as long as the group.
+            self._store = dist.PrefixStore(prefix or f"weights/{backend}", tcp_store)
             self._group = _make_group(backend, self._store, rank, size, joining, timedelta(seconds=timeout_s))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill `tensor` (on `self.device`) with the sender's, in place."""
-        with _lost_if_it_fails():
+        """Copy the sender's tensor into `tensor` (on `self.device`) of every other member."""
+        with _as_transfer_lost():
             self._group.broadcast(tensor, self.SENDER).wait()
         return tensor
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """The sender's value, in every member."""
+        """Return the sender's value in every member."""
         data = json.dumps(value).encode() if self.rank == self.SENDER else b""
         length = self.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=self.device))
         text = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
@@ -100,27 +101,27 @@ class TransferGroup:
         return json.loads(text.cpu().numpy().tobytes())
 
     def failed_members(self, failed: bool) -> list[int]:
-        """Who of all members says that it failed; waits for everyone."""
+        """Return the ranks that passed `failed=True`; waits for all members."""
         flags = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         flags[self.rank] = int(failed)
-        with _lost_if_it_fails():
+        with _as_transfer_lost():
             self._group.allreduce([flags]).wait()
         return flags.nonzero().flatten().tolist()
 
     def abort(self) -> None:
-        """Leave the group whatever its members do; from another thread: a broadcast under way is lost.
+        """Leave the group without waiting for its members; may be called from another thread during a broadcast.
 
-        With gloo that one ends when the connection does, with the process at its other end.
+        With gloo, that broadcast ends only when the connection does, with the process at its other end.
         """
         self._group.abort()
 
 
 @contextmanager
-def _lost_if_it_fails() -> Iterator[None]:
+def _as_transfer_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransferLostError(f"weights: the transfer between trainer and rollouts was lost: {error}") from error
+        raise TransferLostError(f"weights: the transfer between trainer and rollouts failed: {error}") from error
 
 
 def _make_group(backend: str, store: Any, rank: int, size: int, joining: timedelta, timeout: timedelta) -> Any:
@@ -131,31 +132,22 @@ def _make_group(backend: str, store: Any, rank: int, size: int, joining: timedel
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        with _errors_reach_the_caller():
+        with _raise_nccl_errors():
             return dist.ProcessGroupNCCL(store, rank, size, options)
     raise ValueError(f"weight transfer: backend {backend!r} is unknown. Use gloo or nccl.")
 
 
 @contextmanager
-def _errors_reach_the_caller() -> Iterator[None]:
-    """NCCL groups made here wait, and raise, where they are waited for. By default a thread of theirs that finds a
-    peer gone ends the process: here the trainer's.
+def _raise_nccl_errors() -> Iterator[None]:
+    """Let NCCL groups created inside raise errors in `wait`. By default, their watchdog thread ends the process (the
+    trainer) when a peer is gone.
     """
-    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
+    with temp_env_var("TORCH_NCCL_BLOCKING_WAIT", "1"), temp_env_var("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
-def _own_address() -> str:
-    """This machine as other nodes reach it; the loopback where it has no other name."""
+def _host_address() -> str:
+    """The address of this machine's host name; the loopback address if it has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

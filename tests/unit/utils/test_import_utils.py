@@ -181,7 +181,7 @@ def test_missing_module_and_import_errors_say_what_to_do(tmp_path):
         load_extern_object("pkg://no.such.package", "x")
     file = tmp_path / "uses_neighbour.py"
     file.write_text("import neighbour_that_is_not_installed\n")
-    with pytest.raises(RuntimeError, match=r"neighbour_that_is_not_installed.*travels alone"):
+    with pytest.raises(RuntimeError, match=r"neighbour_that_is_not_installed.*not files beside it"):
         load_extern_object(str(file), "x")
     file.write_text("def broken(:\n")
     with pytest.raises(RuntimeError, match="line 1 is not valid Python"):

@@ -155,7 +155,7 @@ def test_a_pickle_inside_the_right_format_executes_nothing(tmp_path):
     torch.save(
         {"format": "verl.plain/1", "value": Bomb(), "bytes": torch.zeros(0, dtype=torch.uint8)}, tmp_path / "b.pt"
     )
-    with pytest.raises(ValueError, match="nothing in it was run"):
+    with pytest.raises(ValueError, match="nothing in it was executed"):
         load_plain(tmp_path / "b.pt")
     assert not (tmp_path / "executed").exists()
     with pytest.raises(pickle.UnpicklingError):

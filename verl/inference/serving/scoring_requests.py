@@ -14,8 +14,8 @@ from verl.inference.serving.openai_requests import (
     tokenize_prompt,
 )
 from verl.inference.serving.request_models import Message, ScoreRequest, as_inputs, validate_request
-from verl.utils.conversation_tokens import ConversationTokens
 from verl.utils.http_server.json_body import parse_json
+from verl.utils.scoring_tokens import ScoringEncoder
 
 __all__ = ["CLASSIFY", "REWARDS", "ScoreAsk", "parse_scoring"]
 
@@ -60,7 +60,7 @@ def _tokens(given: Any, item: Any, facts: ModelFacts, tokenizer: Any, kept: int 
     if not (isinstance(item, list) and item and isinstance(item[0], Message)):
         return tokenize_prompt(item, facts, tokenizer, "input", room=0, kept=kept)
     # Cut to one token too many, a conversation is rejected below, unless the client wants it cut.
-    tokens = ConversationTokens(tokenizer, kept or facts.max_model_len + 1)
+    tokens = ScoringEncoder(tokenizer, kept or facts.max_model_len + 1)
     try:
         return checked_length(tokens.encode([template_messages(given, item)])[0], facts, "input", room=0)
     except ValueError as error:

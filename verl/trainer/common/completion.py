@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.steps import looks_whole, newest_first, step_of
+from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
 from verl.utils.fs import expand_path
 
 logger = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def log_finished(trainer: Any, part: str = ".") -> None:
     """Report the newest whole step of a `trainer` block; `part` is the folder of the trained model in a step."""
     root = Path(expand_path(trainer.default_local_dir)).absolute()
-    step = next(filter(looks_whole, newest_first(root)), None)
+    step = next(filter(has_expected_sizes, newest_first(root)), None)
     if step is None:
         logger.info("Training finished. No model was saved in %s.", root)
         return

@@ -105,13 +105,13 @@ def what_the_same_command_does(trainer: Any) -> str:
 
 
 def _resumed_from(trainer: Any) -> Path | None:
-    from verl.utils.checkpoint.steps import looks_whole, newest_first
+    from verl.utils.checkpoint.steps import has_expected_sizes, newest_first
     from verl.utils.fs import expand_path
 
     if trainer.resume_mode == "resume_path":
         return Path(str(trainer.resume_from_path))
     found = newest_first(Path(expand_path(trainer.default_local_dir)).absolute())
-    return next(filter(looks_whole, found), None)
+    return next(filter(has_expected_sizes, found), None)
 
 
 def _stopped_by(signal: StopSignal) -> str:

@@ -20,8 +20,7 @@ from verl.config.generation import GenerationConfig
 from verl.config.layout import runs_own_loop
 from verl.config.problems import Report
 from verl.trainer.common.cluster import joins_cluster
-from verl.utils.fs import expand_path, is_hub_id
-from verl.utils.hub import HubRepo, find_hub_problems
+from verl.utils.fs import HubRepo, expand_path, find_hub_problems, is_hub_id
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -160,7 +159,7 @@ def _check_files(
 
     Rows that break `rules` are reported as problems, rows that break `notices` are only logged.
     """
-    from verl.utils.dataset.heads import Budget, open_head
+    from verl.trainer.common.data_heads import Budget, open_head
     from verl.utils.dataset.problems import find_problems
     from verl.utils.dataset.rows import Rows
 
@@ -222,7 +221,7 @@ def _check_user_code(config: PPOConfig, report: Report) -> None:
 
 def _check_code(key: str, path: str | None, name: str | None, report: Report) -> None:
     """Report a module or file that cannot be loaded; `load_config` has already reported files that do not exist."""
-    from verl.utils.code_scan import find_code_problem
+    from verl.trainer.common.code_scan import find_code_problem
     from verl.utils.import_utils import UserModule
 
     if not path:
@@ -249,7 +248,7 @@ def _check_tools(config: PPOConfig, report: Report) -> None:
 
 def _check_tool_files(turns: Any, report: Report) -> None:
     from verl.agent.tool_files import FUNCTIONS, parse_tool_files
-    from verl.utils.code_scan import find_code_problem, find_tool_problem
+    from verl.trainer.common.code_scan import find_code_problem, find_tool_problem
 
     paths = [turns[name] for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
     if not all(path is None or Path(path).exists() for path in paths):
@@ -258,7 +257,7 @@ def _check_tool_files(turns: Any, report: Report) -> None:
     for entry in (*(tool.base for tool in files.entries), *files.interactions):
         problem = find_code_problem(entry.path.module, entry.path.name)
         if problem is not None:
-            report.statement(f"{entry.place}.class_name", str(entry.path), problem)
+            report.statement(f"{entry.location}.class_name", str(entry.path), problem)
     if files.functions is not None:
         problem = find_tool_problem(files.functions)
         if problem is not None:
@@ -268,7 +267,7 @@ def _check_tool_files(turns: Any, report: Report) -> None:
 def _check_loop_file(path: str, report: Report) -> None:
     import yaml
 
-    from verl.utils.class_lists import yaml_problem
+    from verl.utils.import_utils import yaml_problem
 
     key = f"{_AGENT}.agent_loop_config_path"
     try:

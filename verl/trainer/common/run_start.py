@@ -19,9 +19,9 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.problems import Problem, Report
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
+from verl.utils.checkpoint.locks import FolderOwnership, FolderTakenError
 from verl.utils.checkpoint.manifest import read_manifest
-from verl.utils.checkpoint.ownership import FolderTakenError, Ownership
-from verl.utils.checkpoint.steps import bytes_of_all, move_aside, newest_first, step_of
+from verl.utils.checkpoint.steps import bytes_of_all, move_aside, newest_first
 from verl.utils.disk import describe_disk, format_bytes
 from verl.utils.fs import expand_path, resolve_model_path
 from verl.utils.tracking import tracking_folders, tracking_problems
@@ -89,7 +89,7 @@ class RunStart:
         """`folders`: others that the run will write to, by key."""
         report = Report()
         self._config, self._parts = trainer_config, parts
-        self._owned: Ownership | None = None
+        self._owned: FolderOwnership | None = None
         self.resume_from: Path | None = None
         self.step = 0
         self.step_bytes = 0
@@ -132,7 +132,7 @@ class RunStart:
         config = self._config
         root = Path(expand_path(config.default_local_dir)).absolute()
         try:
-            self._owned = Ownership(root)
+            self._owned = FolderOwnership(root)
         except FolderTakenError as error:
             owner = f": {error.owner}" if error.owner else ""
             report.add(Problem(_DIR, config.default_local_dir, f"another run is writing there{owner}", _ANOTHER))
@@ -150,7 +150,7 @@ class RunStart:
         fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or resume from them with trainer.resume_mode=auto"
         folders = {_DIR: (config.default_local_dir, steps)}
         if (copies := config.default_hdfs_dir) is not None:
-            folders[remote.KEY] = (copies, remote.newest_first(copies, step_of))
+            folders[remote.KEY] = (copies, remote.remote_steps(copies))
         for key, (folder, names) in folders.items():
             if names:
                 why = f"it has steps of an earlier run ({names[0]} is the newest) and resume_mode is disable"
@@ -163,7 +163,7 @@ class RunStart:
         if aside is not None:
             logger.warning("%s: moved the steps of an earlier run to %s (trainer.resume_mode=disable)", _DIR, aside)
         if config.default_hdfs_dir is not None:
-            copies = remote.move_aside(config.default_hdfs_dir, step_of)
+            copies = remote.move_remote_aside(config.default_hdfs_dir)
             if copies is not None:
                 logger.warning("%s: moved the copies of an earlier run to %s", remote.KEY, copies)
 

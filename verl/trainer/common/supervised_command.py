@@ -22,12 +22,12 @@ from verl.trainer.common.preflight import supervised_preflight
 from verl.trainer.common.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
-from verl.utils.logging_setup import shown_messages
+from verl.utils.logging_setup import messages_on_stderr
 
 logger = logging.getLogger(__name__)
 
 
-@shown_messages()
+@messages_on_stderr()
 def run_supervised_training(
     config: Given, root: type[SupervisedConfig], trainer_class: Callable[[], type], supervised: bool
 ) -> None:

@@ -16,11 +16,11 @@ from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.rm.data import PROMPT, compared_answers, pairs_of
 from verl.trainer.rm.dealing import dealt_to_ranks, scores_of_each, whole_prompts
 from verl.trainer.rm.padding import padding_token
-from verl.utils.conversation_tokens import SCORED_AT_END
-from verl.utils.dataset.preference_dataset import PreferenceDataset
+from verl.trainer.rm.preference_dataset import PreferenceDataset
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
+from verl.utils.scoring_tokens import SCORED_AT_END
 from verl.workers.engine.common.micro_batches import TOGETHER
 from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker, micro_batching
 

@@ -14,9 +14,9 @@ from verl.trainer.evaluation import reward_rules, scored
 from verl.trainer.ppo.validator import sample_metrics
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, refuse_problems
-from verl.utils.dataset.prompt_tokens import encode_prompts
+from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems
 from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.tokens import encode_prompts
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.scorer import Sample
@@ -35,7 +35,7 @@ class AnswerCheck:
     def __init__(self, config: SFTConfig, tokenizer: Any) -> None:
         self._config, self._tokenizer, data = config, tokenizer, config.data
         self._rows = rows = Rows(find_files(data.val_prompt_files))
-        refuse_problems(rows, [chat_rule(data.prompt_key, "data.prompt_key"), *reward_rules(config)])
+        raise_problems(rows, [chat_rule(data.prompt_key, "data.prompt_key"), *reward_rules(config)])
         self._count = len(rows) if data.val_max_samples < 0 else min(data.val_max_samples, len(rows))
         encoder = PromptEncoder(tokenizer, data.apply_chat_template_kwargs)
         self._prompts = encode_prompts(rows, self._count, data.prompt_key, encoder)

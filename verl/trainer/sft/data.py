@@ -9,8 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.config import SFTDataConfig
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from verl.utils.import_utils import load_user_object
 from verl.utils.model import compute_position_id_with_mask
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.utils.checkpoint.manifest import MANIFEST
-from verl.utils.checkpoint.steps import looks_whole, newest_first, step_of
+from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
 from verl.utils.fs import expand_path
 
 C = TypeVar("C")
@@ -24,7 +24,7 @@ class SavedSteps:
     def newest(self) -> Path | None:
         """The newest whole one."""
         mine = (folder for folder in newest_first(self._root) if _identity(folder) not in self._before)
-        return next(filter(looks_whole, mine), None)
+        return next(filter(has_expected_sizes, mine), None)
 
     def name_of_newest(self) -> str | None:
         """Another one for every step that is saved, also for a step that is saved again."""
@@ -47,7 +47,7 @@ class SavedSteps:
         """Where the next attempt goes on and which steps it makes again; `under_way` is the step that died, if any."""
         newest, mode = self.newest(), self._trainer.resume_mode
         if newest is None and mode == "auto":
-            newest = next(filter(looks_whole, newest_first(self._root)), None)
+            newest = next(filter(has_expected_sizes, newest_first(self._root)), None)
         elif newest is None and mode == "resume_path":
             newest = Path(str(self._trainer.resume_from_path))
         step = 0 if newest is None else step_of(newest.name)

@@ -1,7 +1,7 @@
-"""The folders of a run's checkpoints: `global_step_N/` is written beside, checked, and renamed into place.
+"""The checkpoint folder of a run: `global_step_N/` is written under a temporary name and renamed into place.
 
-Killed at any moment, a run leaves the steps it had, or those and the new one; never half a step under a step's name.
-What starts with a dot in the root is work in progress and may be deleted when no process is saving.
+Killed at any moment, a run leaves its earlier steps, or those and the new one; never a partial step under a step's
+name. Names in the root that start with a dot are temporary and may be deleted while no process is saving.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from verl.utils.checkpoint import remote as copies
-from verl.utils.checkpoint.copier import Copier
-from verl.utils.checkpoint.locks import reader_lock, writer_lock
+from verl.utils.checkpoint.locks import deleter_lock, reader_lock, writer_lock
 from verl.utils.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     ChecksumRecorder,
-    expect_records,
-    expects_records,
+    damaged_files,
+    drop_part,
     find_problems,
+    has_records_folder,
+    prepare_records,
     write_manifest,
 )
-from verl.utils.checkpoint.retention import WHOLE, retire
+from verl.utils.checkpoint.remote import KEY as REMOTE_KEY
+from verl.utils.checkpoint.remote import Uploader, read_remote_manifest, remote_steps
 from verl.utils.checkpoint.steps import (
     FETCHED,
+    ITERATION,
     LOCK,
     STEP_FORMAT,
-    hidden,
+    clean_up,
+    fetched_steps,
     last_serial,
+    manifest_of,
     newest_first,
     serial_of,
     step_of,
-    tidy,
+    temporary_path,
 )
 from verl.utils.disk import sync_folder, write_durably
 from verl.utils.fs import copy_to_local, expand_path, filesystem_of
@@ -46,13 +50,16 @@ __all__ = ["CheckpointManager", "ChecksumRecorder", "find_latest_ckpt_path", "re
 
 logger = logging.getLogger(__name__)
 
+_STEP = "."
+"""Stands for the whole step where a part (actor, critic) is named."""
+
 
 def find_latest_ckpt_path(path: str | os.PathLike[str] | None, directory_format: str = STEP_FORMAT) -> str | None:
-    """The newest whole step under `path`, or None. Newest is the one saved last; every file is checked."""
+    """Return the last saved step under `path` that is complete, or None; every file is checked."""
     if path is None:
         return None
-    found, _ = _newest_whole(Path(expand_path(path)), directory_format)
-    return None if found is None else str(found)
+    newest, _ = _newest_complete(Path(expand_path(path)), directory_format)
+    return None if newest is None else str(newest)
 
 
 def resolve_resume(
@@ -61,10 +68,10 @@ def resolve_resume(
     resume_from_path: str | os.PathLike[str] | None = None,
     remote: str | None = None,
 ) -> Path | None:
-    """The step to continue from, checked file by file, or None to begin anew.
+    """Return the step to resume from, checked file by file; None: start from scratch.
 
-    `auto`: the newest whole step of `root` or of its copies at `remote`. `disable`: none. `resume_path`: the one at
-    `resume_from_path`, a folder or URL. Copies are fetched into `root`, where all nodes of a run see them.
+    `auto`: the newest complete step of `root` or of its copies at `remote`. `disable`: none. `resume_path`: the step at
+    `resume_from_path`, a folder or URL. Copies are fetched into `root`, which all nodes of a run share.
     """
     if mode == "disable":
         return None
@@ -78,7 +85,7 @@ def resolve_resume(
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Retention, of this process or another, does not delete the step while this is open."""
+    """Protect the step from deletion by retention, of any process, inside the block."""
     with reader_lock(Path(path) / MANIFEST):
         yield Path(path)
 
@@ -86,10 +93,9 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
 class CheckpointManager:
     """Saves steps into `root`: `folder = begin(step)`, all workers write into it, `commit(step)`; or `abandon()`.
 
-    `max_to_keep` limits the local steps (None: no limit), or each part of them by its own: {"actor": 3, "critic": 1}
-    leaves the newest three with their folder `actor/` and the newest alone with `critic/`; only steps that have all
-    their parts are whole. `remote`, a path or URL, gets a copy of each step, without limit and in the background:
-    `copies` knows how far that is.
+    `max_to_keep` limits the local steps (None: no limit), or each part of them: {"actor": 3, "critic": 1} keeps the
+    newest three with their folder `actor/` and only the newest one with `critic/`; a step is complete only with all its
+    parts. `remote`, a path or URL, gets a copy of each step, without limit and in the background (`copies`).
     """
 
     def __init__(
@@ -98,23 +104,23 @@ class CheckpointManager:
         max_to_keep: int | Mapping[str, int | None] | None = None,
         remote: str | None = None,
     ) -> None:
-        self._limits = dict(max_to_keep) if isinstance(max_to_keep, Mapping) else {WHOLE: max_to_keep}
+        self._limits = dict(max_to_keep) if isinstance(max_to_keep, Mapping) else {_STEP: max_to_keep}
         for part, limit in self._limits.items():
             if limit is not None and limit < 1:
-                key = "max_ckpt_to_keep" if part == WHOLE else f"max_{part}_ckpt_to_keep"
+                key = "max_ckpt_to_keep" if part == _STEP else f"max_{part}_ckpt_to_keep"
                 raise ValueError(f"trainer.{key}: {limit} would keep no step. Use 1 or more, or null for all.")
         self.root = Path(expand_path(root)).absolute()
-        self.copies: Copier | None = None
+        self.copies: Uploader | None = None
         if remote is not None:
-            filesystem_of(remote, copies.KEY)
-            self.copies = Copier(self.root, remote, self._retire)
+            filesystem_of(remote, REMOTE_KEY)
+            self.copies = Uploader(self.root, remote, self._delete_old_steps)
         self._open: tuple[int, Path] | None = None
         self._newest: Path | None = None
         self._lock = ExitStack()
-        self._retiring = threading.Lock()
+        self._deleting = threading.Lock()
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of `step`, on the file system they will stay on."""
+        """Return an empty folder for the files of `step`, on their final file system."""
         if step < 0:
             raise ValueError(f"step: {step} is negative. Steps count from 0.")
         if self._open is not None:
@@ -126,68 +132,112 @@ class CheckpointManager:
                 f"trainer.default_local_dir: another process (or trainer of this one) is saving into {self.root}. "
                 "Give each run a folder of its own (trainer.experiment_name is part of the default)."
             )
-        tidy(self.root)
-        folder = hidden(self.root, STEP_FORMAT.format(step), "tmp")
-        expect_records(folder)
+        clean_up(self.root)
+        folder = temporary_path(self.root, STEP_FORMAT.format(step), "tmp")
+        prepare_records(folder)
         self._open = (step, folder)
         return folder
 
     def commit(self, step: int) -> Path:
-        """Make what was written since `begin(step)` the newest step, delete steps over the limit, begin to copy."""
+        """Make the files written since `begin(step)` the newest step, start to copy it, delete steps over the limit."""
         if self._open is None or self._open[0] != step:
             raise ValueError(f"step: commit({step}) without begin({step}). Write into the folder that begin returns.")
         folder, target = self._open[1], self.root / STEP_FORMAT.format(step)
-        if not expects_records(folder):
+        if not has_records_folder(folder):
             raise FileNotFoundError(errno.ENOENT, f"step {step} was deleted while it was being written", str(folder))
         write_manifest(folder, step, serial=1 + last_serial(self.root))
         replaced = None
         if target.exists():
-            replaced = hidden(self.root, target.name, "old")
+            replaced = temporary_path(self.root, target.name, "old")
             os.rename(target, replaced)
         os.rename(folder, target)
         sync_folder(self.root)
-        write_durably(self.root / copies.ITERATION, str(step).encode())
+        write_durably(self.root / ITERATION, str(step).encode())
         write_durably(self.root / LATEST, target.name.encode())
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._open, self._newest = None, target
         if self.copies is not None:
             self.copies.add(target)
-        self._retire()
+        self._delete_old_steps()
         self._lock.close()
         return target
 
     def abandon(self) -> None:
-        """Delete what was written since `begin`: the save failed, and its space is wanted."""
+        """Delete the files written since `begin`: the save failed."""
         if self._open is not None:
             shutil.rmtree(self._open[1], ignore_errors=True)
             self._open = None
         self._lock.close()
 
-    def _retire(self) -> None:
-        """After a save; and after a copy, since a step that was being copied stayed meanwhile.
+    def _delete_old_steps(self) -> None:
+        """Delete steps over the limits: after a save, and after a copy, which protects its step meanwhile.
 
-        What could not be deleted costs neither the step that was saved nor the copies: the next save tries again.
+        A failure is logged: the next save tries again.
         """
         if self._newest is not None:
-            with self._retiring:
+            with self._deleting:
                 try:
-                    retire(self.root, self._newest, self._limits)
+                    _apply_limits(self.root, self._newest, self._limits)
                 except OSError as error:
                     logger.warning("%s: steps over the limit could not be deleted: %s", self.root, error)
 
     @staticmethod
     def verify(path: str | os.PathLike[str]) -> list[str]:
-        """What keeps the step at `path` from being whole, one line per missing, truncated or damaged file."""
+        """Return why the step at `path` is not complete, one line per missing, truncated or damaged file."""
         return find_problems(Path(path))
+
+
+def _apply_limits(root: Path, newest: Path, limits: Mapping[str, int | None]) -> None:
+    """Delete old steps, or parts of them: part -> how many steps keep it (None: all); `_STEP` is the step itself.
+
+    A step is deleted with its last part. `newest`, folders of others and steps being read stay; damaged steps do not
+    count.
+    """
+    newer = 0
+    limited = any(limit is not None for limit in limits.values())
+    for folder in newest_first(root) if limited else []:
+        manifest = manifest_of(folder)
+        if manifest is None:
+            continue
+        kept = {part for part, limit in limits.items() if limit is None or newer < limit}
+        newer += not damaged_files(folder, manifest, contents=False)
+        if folder == newest:
+            continue
+        if not any(manifest.has_part(part) for part in kept):
+            _delete_unless_read(folder, root)
+            continue
+        for part in sorted(limits.keys() - kept):
+            # Not listed but still there: a deletion was interrupted.
+            if manifest.has_part(part) or (folder / part).exists():
+                _delete_unless_read(folder, root, part)
+    # Fetched copies were needed to resume; their originals stay at the remote, and a newer step exists now.
+    for folder in fetched_steps(root):
+        _delete_unless_read(folder, root)
+
+
+def _delete_unless_read(folder: Path, root: Path, part: str = _STEP) -> None:
+    path = folder / part
+    with deleter_lock(folder / MANIFEST) as unread:
+        if not unread:
+            logger.info("%s is over the limit but being read; it stays for now", path)
+            return
+        if part != _STEP:
+            # The manifest first: if this is interrupted, the step has unlisted files instead of missing ones.
+            drop_part(folder, part)
+        if path.exists():
+            # Renamed first: deleting takes time, and a partly deleted step must not look damaged.
+            renamed = temporary_path(root, folder.name, "del")
+            os.rename(path, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _resume_newest(root: Path, remote: str | None) -> Path | None:
     if os.access(root, os.W_OK):
-        with writer_lock(root / LOCK) as alone:
-            if alone:  # no process is saving right now: what is unfinished was left by killed runs
-                tidy(root)
-    local, rejected = _newest_whole(root, STEP_FORMAT)
+        with writer_lock(root / LOCK) as locked:
+            if locked:  # no process is saving: unfinished work is of killed runs
+                clean_up(root)
+    local, rejected = _newest_complete(root, STEP_FORMAT)
     if remote is not None:
         known = -1 if local is None else serial_of(local)
         fetched = _fetch_newer(remote, root, -1 if known is None else known)
@@ -196,38 +246,38 @@ def _resume_newest(root: Path, remote: str | None) -> Path | None:
     if local is None and rejected:
         listed = "; ".join(f"{folder.name}: {_summary(problems)}" for folder, problems in rejected)
         raise ValueError(
-            f"trainer.resume_mode: auto finds steps in {root}, but none is whole ({listed}). Restore the files, or"
+            f"trainer.resume_mode: auto finds steps in {root}, but none is complete ({listed}). Restore the files, or"
             " start from scratch with trainer.resume_mode=disable, which moves them into before_<time>."
         )
     return local
 
 
 def _fetch_newer(remote: str, root: Path, serial: int) -> Path | None:
-    """A local copy of the newest whole step at `remote` saved after `serial`."""
-    for name in copies.newest_first(remote, step_of):
-        manifest = copies.read_remote_manifest(remote, name)
+    """Fetch the newest complete step at `remote` that was saved after `serial`; None: there is none."""
+    for name in remote_steps(remote):
+        manifest = read_remote_manifest(remote, name)
         if manifest is None:
             continue
         if manifest.serial <= serial:
             return None
-        path = Path(copy_to_local(f"{remote.rstrip('/')}/{name}", root / FETCHED, key=copies.KEY))
+        path = Path(copy_to_local(f"{remote.rstrip('/')}/{name}", root / FETCHED, key=REMOTE_KEY))
         problems = find_problems(path)
         if not problems:
             return path
-        logger.warning("%s/%s is not whole and is passed over: %s", remote, name, _summary(problems))
+        logger.warning("skipping %s/%s, which is incomplete or damaged: %s", remote, name, _summary(problems))
     return None
 
 
-def _resume_from(given: str | os.PathLike[str] | None, root: Path) -> Path:
+def _resume_from(location: str | os.PathLike[str] | None, root: Path) -> Path:
     key = "trainer.resume_from_path"
-    if given is None or not str(given):
+    if location is None or not str(location):
         raise ValueError(
             f"{key}: trainer.resume_mode=resume_path needs it. Set it to a {STEP_FORMAT.format('N')} folder."
         )
-    if "://" in str(given):
-        path = Path(copy_to_local(given, root / FETCHED, key=key))
+    if "://" in str(location):
+        path = Path(copy_to_local(location, root / FETCHED, key=key))
     else:
-        path = Path(expand_path(given)).absolute()
+        path = Path(expand_path(location)).absolute()
     problems = find_problems(path)
     if not problems:
         return path
@@ -236,30 +286,30 @@ def _resume_from(given: str | os.PathLike[str] | None, root: Path) -> Path:
     elif newest_first(path):
         cause, beside = "is a folder of steps, not a step", path
     else:
-        cause, beside = f"is not whole: {_summary(problems)}", path.parent
+        cause, beside = f"is not complete: {_summary(problems)}", path.parent
     raise ValueError(f"{key}: {path} {cause}. {_advice(path, beside)}")
 
 
 def _advice(path: Path, beside: Path) -> str:
-    """Which step to take instead: the newest whole one before `path`, else the newest whole one there is."""
+    """Name an alternative: the newest complete step before `path`, else the newest complete one in `beside`."""
     step = step_of(path.name)
     others = [folder for folder in newest_first(beside) if folder != path]
     earlier = [folder for folder in others if step is not None and _step_or_zero(folder) < step]
     for folder in [*sorted(earlier, key=_step_or_zero, reverse=True), *others]:
         if not find_problems(folder):
-            kind = "newest whole step before it" if folder in earlier else "newest whole step there"
+            kind = "newest complete step before it" if folder in earlier else "newest complete step there"
             return f"The {kind} is {folder}: set trainer.resume_from_path={folder}."
-    return f"There is no whole step in {beside}."
+    return f"There is no complete step in {beside}."
 
 
-def _newest_whole(root: Path, directory_format: str) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
-    """The newest whole step, and the newer ones that are not with their problems."""
+def _newest_complete(root: Path, directory_format: str) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
+    """Return the newest complete step, and the newer steps with their problems."""
     rejected: list[tuple[Path, list[str]]] = []
     for folder in newest_first(root, directory_format):
         problems = find_problems(folder)
         if not problems:
             return folder, rejected
-        logger.warning("%s is not whole and is passed over: %s", folder, _summary(problems))
+        logger.warning("skipping %s, which is incomplete or damaged: %s", folder, _summary(problems))
         rejected.append((folder, problems))
     return None, rejected
 

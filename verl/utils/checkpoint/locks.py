@@ -1,21 +1,34 @@
-"""Locks on files that vanish with the process that holds them, so that a killed run leaves none behind."""
+"""Locks on checkpoint folders that end with the process that holds them: a killed run leaves none behind.
+
+`writer_lock`, `reader_lock` and `deleter_lock` guard single saves and steps. `FolderOwnership` reserves a folder for
+one run from start to end by a POSIX lock on its file `.owner`, which also names the owner; the lock is not inherited by
+forked children and works over NFS. On a file system without locks (with a warning), an owner on the same machine is
+recognised by its process.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, ClassVar
 
 logger = logging.getLogger(__name__)
 
-HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
-
+OWNER_FILE = ".owner"
+_HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
+# Processes of a run that was just killed may still be dying.
+_OWNER_TIMEOUT_S = 10.0
 
 _guard = threading.Lock()
 _writing: set[tuple[int, Path]] = set()
@@ -23,48 +36,171 @@ _writing: set[tuple[int, Path]] = set()
 
 @contextmanager
 def writer_lock(path: Path) -> Iterator[bool]:
-    """Be the only one that writes; yields False at once while another process, or another save of this one, does.
+    """Yield True to the only writer, False while another process, or another save of this one, writes.
 
-    The lock belongs to the process (POSIX), and its forked children do not hold it on. It would go with the first file
-    on `path` that this process closes: who comes second here does not open it.
+    The lock belongs to the process (POSIX), and forked children do not hold it. It would end with the first file on
+    `path` that this process closes: a second writer of this process does not open the file.
     """
-    mine = os.getpid(), path.resolve()
+    key = os.getpid(), path.resolve()
     with _guard:
-        first = mine not in _writing
-        _writing.add(mine)
+        first = key not in _writing
+        _writing.add(key)
     if not first:
         yield False
         return
     try:
         with path.open("ab") as file:
-            yield _taken(fcntl.lockf, fcntl.LOCK_EX, file)
+            yield _try_lock(fcntl.lockf, fcntl.LOCK_EX, file)
     finally:
-        _writing.discard(mine)
+        _writing.discard(key)
 
 
 @contextmanager
 def reader_lock(path: Path) -> Iterator[None]:
-    """Keep the folder of `path` from being deleted while it is read; any number may read at once."""
+    """Protect the folder of `path` from deletion while it is read; any number of readers."""
     with path.open("rb") as file:
         # Between opening and locking it may have been moved away for deletion.
-        if not _taken(fcntl.flock, fcntl.LOCK_SH, file) or not path.exists():
+        if not _try_lock(fcntl.flock, fcntl.LOCK_SH, file) or not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it is being deleted", str(path))
         yield
 
 
 @contextmanager
 def deleter_lock(path: Path) -> Iterator[bool]:
-    """Yields whether nobody, in this process or another, holds a `reader_lock`; none can be taken inside."""
+    """Yield whether no process holds a `reader_lock`; none can be taken inside the block."""
     with path.open("r+b") as file:
-        yield _taken(fcntl.flock, fcntl.LOCK_EX, file)
+        yield _try_lock(fcntl.flock, fcntl.LOCK_EX, file)
 
 
-def _taken(lock: Callable[[Any, int], object], kind: int, file: IO[bytes]) -> bool:
-    """False: the lock is held elsewhere. True also where the file system has no locks: there is nothing to wait for."""
+def _try_lock(lock: Callable[[Any, int], object], kind: int, file: IO[bytes]) -> bool:
+    """Return False if the lock is held elsewhere; True also on a file system without locks."""
     try:
         lock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in HELD_ELSEWHERE:
+        if error.errno in _HELD_ELSEWHERE:
             return False
-        logger.debug("%s: no locks on this file system (%s); going on without", file.name, error)
+        logger.debug("%s: no locks on this file system (%s); continuing without", file.name, error)
     return True
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that owns a folder."""
+
+    host: str
+    pid: int
+    started: str
+    birth: str
+    """Start of the process in ticks of its system: distinguishes it from a later one with the same pid."""
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}, since {self.started}"
+
+
+class FolderTakenError(ValueError):
+    """The folder belongs to another run; `owner` identifies it, if known."""
+
+    def __init__(self, folder: Path, owner: Owner | None) -> None:
+        super().__init__(folder, owner)
+        self.folder, self.owner = folder, owner
+
+    def __str__(self) -> str:
+        return f"{self.folder} belongs to another run ({self.owner or 'unknown owner'})"
+
+
+class FolderOwnership:
+    """Ownership of a folder until `close`. A second one in the same process shares it (a notebook's new trainer)."""
+
+    # A process loses its lock with the first of its files on the locked one that is closed, so there is only one.
+    _held: ClassVar[dict[Path, tuple[int, BinaryIO, int]]] = {}
+
+    def __init__(self, folder: str | os.PathLike[str], timeout: float = _OWNER_TIMEOUT_S) -> None:
+        """Create the folder if necessary and take it; FolderTakenError after `timeout` seconds."""
+        path = Path(folder).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path.resolve()
+        self._closed = False
+        pid, file, count = self._held.get(self._path, (0, None, 0))
+        if file is None or pid != os.getpid():
+            file, count = _take_folder(self._path, timeout), 0
+        self._held[self._path] = (os.getpid(), file, count + 1)
+
+    def close(self) -> None:
+        """Release the folder; safe to call twice."""
+        pid, file, count = self._held.get(self._path, (0, None, 0))
+        if self._closed or file is None or pid != os.getpid():
+            return
+        self._closed = True
+        if count > 1:
+            self._held[self._path] = (pid, file, count - 1)
+            return
+        del self._held[self._path]
+        file.truncate(0)
+        file.close()
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Return the owner in an owner file. Not to be called by the owner itself: closing the file ends its lock."""
+    try:
+        return Owner(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _take_folder(folder: Path, timeout: float) -> BinaryIO:
+    path, deadline, warned = folder / OWNER_FILE, time.monotonic() + timeout, False
+    path.touch()
+    file = path.open("r+b", buffering=0)
+    try:
+        while not _lock_owner_file(file, path):
+            owner = read_owner(path)
+            if time.monotonic() >= deadline:
+                raise FolderTakenError(folder, owner)
+            if not warned:
+                logger.warning("%s belongs to another run (%s); waiting %.0f s for its end", folder, owner, timeout)
+                warned = True
+            time.sleep(0.2)
+        file.truncate(0)
+        file.write(json.dumps(asdict(_this_process())).encode())
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lock_owner_file(file: BinaryIO, path: Path) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_ELSEWHERE:
+            return False
+        return not _is_alive_without_locks(read_owner(path), path, error)
+    return True
+
+
+def _is_alive_without_locks(owner: Owner | None, path: Path, error: OSError) -> bool:
+    """Whether the owner in the file still runs, on a file system without locks."""
+    me = _this_process()
+    if owner is not None and owner.host == me.host:
+        return owner.pid != me.pid and owner.birth == _birth(owner.pid)
+    logger.warning(
+        "%s: no locks on this file system (%s): two runs in one folder are not noticed across machines%s",
+        path,
+        error.strerror,
+        f"; the last owner was {owner}" if owner else "",
+    )
+    return False
+
+
+def _this_process() -> Owner:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    return Owner(socket.gethostname(), os.getpid(), now, _birth(os.getpid()))
+
+
+def _birth(pid: int) -> str:
+    """Start of a process in ticks of its system; "" if there is no such process or it is not known."""
+    try:
+        # The second field, the name, may contain anything, also brackets and blanks.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: path, size and checksum of every file, so that damage is found and named.
 
-A folder is whole when it has a manifest and every file in it is as the manifest says. Writers take checksums as the
-bytes go by (`ChecksumRecorder`); only what they did not take is read when the manifest is written.
+A step is complete if it has a manifest and every file matches it. Checksums are computed while files are written
+(`ChecksumRecorder`); only other files are read when the manifest is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
-from verl.utils.disk import UncachedFile, atomic_write
+from verl.utils.disk import UncachedFile, sync_folder, write_durably
 from verl.utils.progress import pulse
 
 MANIFEST = "manifest.json"
@@ -33,7 +33,7 @@ _BLOCK = 4 * 2**20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be."""
+    """Expected size and checksum of a file."""
 
     size: int
     crc32: int
@@ -41,9 +41,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of one step. `serial` grows with every save into a root: the later of two saves has the larger.
+    """All files of one step. `serial` grows with every save into a root, so it orders saves by time.
 
-    `dropped` are the parts (folders of the step) that were deleted since, on purpose.
+    `dropped` are the parts (folders of the step) that retention has deleted.
     """
 
     step: int
@@ -53,51 +53,51 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(record.size for record in self.files.values())
 
     def has_part(self, part: str) -> bool:
-        """Whether files of that folder are listed; "." is the step itself."""
+        """Return whether files of the folder `part` are listed; "." is the step itself."""
         return any(_is_in(name, part) for name in self.files)
 
 
 class ChecksumRecorder:
-    """Checksums of the files that one process writes into a step, taken while it writes them.
+    """Computes the checksums of the files that one process writes into a step, while it writes them.
 
     with ChecksumRecorder(folder) as recorder:
         with recorder.open("shard_0.bin") as stream: ...
 
-    They are left for the manifest of the step around `folder`, if it is in one (see `expect_records`). A stream that is
-    not written front to back, or a file changed afterwards, is read when the manifest is written.
+    `close` stores them for the manifest of the enclosing step, if `folder` is in one (see `prepare_records`). A file
+    that is not written sequentially, or is changed afterwards, is read when the manifest is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder).absolute()
-        self._taken: dict[Path, dict[str, int]] = {}
+        self._records: dict[Path, dict[str, int]] = {}
         self.failure: OSError | None = None
-        """Why a file could not be written; libraries that write through a stream may raise something of their own."""
+        """The first failed write; libraries that write through a stream may raise another error instead."""
 
     def open(self, name: str | os.PathLike[str]) -> io.BufferedIOBase:
-        """A stream to a new file in the folder (a relative name, or a path inside it); on disk once it is closed."""
+        """Open a new file in the folder (a relative name, or a path inside it); closing it flushes it to disk."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _ChecksumStream(path, self._taken, self._failed)
+        return _ChecksumStream(path, self._records, self._on_failure)
 
     def renamed(self, old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-        """A file written through this recorder has another name now."""
-        if self._folder / old in self._taken:
-            self._taken[self._folder / new] = self._taken.pop(self._folder / old)
+        """Record that a file of this recorder was renamed."""
+        if self._folder / old in self._records:
+            self._records[self._folder / new] = self._records.pop(self._folder / old)
 
-    def _failed(self, error: OSError) -> None:
+    def _on_failure(self, error: OSError) -> None:
         self.failure = self.failure or error
 
     def close(self) -> None:
-        """Leave the records."""
-        step = next((place for place in (self._folder, *self._folder.parents) if (place / _RECORDS).is_dir()), None)
-        if step is not None and self._taken:
-            records = {path.relative_to(step).as_posix(): record for path, record in self._taken.items()}
+        """Store the records in the enclosing step."""
+        step = next((folder for folder in (self._folder, *self._folder.parents) if (folder / _RECORDS).is_dir()), None)
+        if step is not None and self._records:
+            records = {path.relative_to(step).as_posix(): record for path, record in self._records.items()}
             (step / _RECORDS / f"{uuid.uuid4().hex}.json").write_text(json.dumps(records))
-        self._taken = {}
+        self._records = {}
 
     def __enter__(self) -> ChecksumRecorder:
         return self
@@ -107,55 +107,57 @@ class ChecksumRecorder:
             self.close()
 
 
-def expect_records(folder: Path) -> None:
-    """Make room for the records of files that are written into the step `folder`, at any depth, by any process."""
+def prepare_records(folder: Path) -> None:
+    """Create the step `folder` with its subfolder for the records of all recorders, of any process."""
     (folder / _RECORDS).mkdir(parents=True, exist_ok=True)
 
 
-def expects_records(folder: Path) -> bool:
-    """Whether `folder` is as `expect_records` made it: not one that was deleted, and made again by whoever wrote on."""
+def has_records_folder(folder: Path) -> bool:
+    """Return whether `prepare_records` created `folder`; False if it was deleted and created again by a writer."""
     return (folder / _RECORDS).is_dir()
 
 
 def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
-    """Bring all files of `folder` to disk and list them in its manifest; ValueError where there is nothing to list."""
-    taken = _collect_records(folder)
+    """Flush all files of `folder` to disk and list them in its manifest. ValueError: there are no files."""
+    recorded = _collect_records(folder)
     names = sorted(_files_in(folder))
     if not names:
         raise ValueError(f"{folder}: step {step} has no files. Save something into the folder before finishing it.")
     with _pool() as pool:
-        records = list(pool.map(lambda name: _sync_and_record(folder / name, taken.get(name)), names))
+        records = list(pool.map(lambda name: _sync_and_record(folder / name, recorded.get(name)), names))
     manifest = Manifest(step, serial, dict(zip(names, records, strict=True)))
-    write_atomically(folder / MANIFEST, _encode(manifest))
+    write_durably(folder / MANIFEST, _encode(manifest))
     for inside, _, _ in os.walk(folder):
         sync_folder(Path(inside))
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step; ValueError says what is wrong with it."""
+    """Return the manifest of a step. ValueError: it is missing or damaged."""
     try:
         content = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"{MANIFEST}: missing, so the step was never finished or is not one of ours") from error
+        raise ValueError(
+            f"{MANIFEST}: missing, so the step was never finished or is not a checkpoint of verl"
+        ) from error
     return decode_manifest(content)
 
 
 def drop_part(folder: Path, part: str) -> None:
-    """Say in the manifest of a step that its folder `part` is gone on purpose. Deleting it comes after."""
+    """Mark the folder `part` of a step as deleted on purpose in its manifest, before it is deleted."""
     manifest = read_manifest(folder)
     files = {name: record for name, record in manifest.files.items() if not _is_in(name, part)}
     dropped = tuple(sorted({*manifest.dropped, part}))
-    write_atomically(folder / MANIFEST, _encode(replace(manifest, files=files, dropped=dropped)))
+    write_durably(folder / MANIFEST, _encode(replace(manifest, files=files, dropped=dropped)))
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """The manifest in these bytes; ValueError where they were damaged."""
+    """Parse a manifest. ValueError: it is damaged."""
     try:
         fields = json.loads(content)
-        own = fields.pop("crc32")
-        if fields["format"] != _FORMAT or own != zlib.crc32(_canonical(fields)):
-            raise ValueError("its checksum does not fit")
+        checksum = fields.pop("crc32")
+        if fields["format"] != _FORMAT or checksum != zlib.crc32(_canonical(fields)):
+            raise ValueError("its checksum does not match")
         files = {_inside(name): FileRecord(**record) for name, record in fields["files"].items()}
         return Manifest(fields["step"], fields["serial"], files, tuple(fields.get("dropped", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -163,45 +165,28 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """What keeps a step from being whole, one line per file or part; [] when it is."""
+    """Return why a step is incomplete or damaged, one line per file or part; [] if it is complete."""
     try:
         manifest = read_manifest(folder)
     except (ValueError, OSError) as error:
         return [str(error)]
-    dropped = [f"{part}: deleted, trainer.max_{part}_ckpt_to_keep limits them" for part in manifest.dropped]
+    dropped = [f"{part}: deleted because of trainer.max_{part}_ckpt_to_keep" for part in manifest.dropped]
     return dropped + damaged_files(folder, manifest)
 
 
 def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> list[str]:
-    """Files of a step that are not as its manifest says, one line each. `contents=False` compares sizes only."""
+    """Return the files of a step that do not match its manifest, one line each. `contents=False`: only sizes."""
     with _pool() as pool:
-        found = pool.map(lambda item: _problem(folder, item[0], item[1], contents), manifest.files.items())
-        return [problem for problem in found if problem]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a small file, and bring that to disk."""
-    with atomic_write(path) as file:
-        file.write(content)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        problems = pool.map(lambda item: _problem(folder, item[0], item[1], contents), manifest.files.items())
+        return [problem for problem in problems if problem]
 
 
 class _ChecksumStream(io.BufferedWriter):
-    """A file being written whose checksum grows with it."""
+    """A new file whose checksum is computed while it is written."""
 
-    def __init__(self, path: Path, taken: dict[Path, dict[str, int]], failed: Callable[[OSError], None]) -> None:
+    def __init__(self, path: Path, records: dict[Path, dict[str, int]], on_failure: Callable[[OSError], None]) -> None:
         super().__init__(UncachedFile(path))
-        self._failed = failed
-        self._path, self._taken = path, taken
+        self._path, self._records, self._on_failure = path, records, on_failure
         self._crc, self._size, self._in_order = 0, 0, True
 
     def write(self, data: Any) -> int:
@@ -209,7 +194,7 @@ class _ChecksumStream(io.BufferedWriter):
         try:
             written = super().write(data)
         except OSError as error:
-            self._failed(error)
+            self._on_failure(error)
             raise
         self._crc = zlib.crc32(data, self._crc)
         self._size += written
@@ -223,28 +208,28 @@ class _ChecksumStream(io.BufferedWriter):
             os.fsync(self.fileno())
             modified = os.fstat(self.fileno()).st_mtime_ns
         except OSError as error:
-            self._failed(error)
-            self.raw.close()  # closing the stream would try again to write what does not fit
+            self._on_failure(error)
+            self.raw.close()  # closing the stream would write the rest of the buffer again
             raise
         super().close()
         if self._in_order:
-            self._taken[self._path] = {"size": self._size, "crc32": self._crc, "modified": modified}
+            self._records[self._path] = {"size": self._size, "crc32": self._crc, "modified": modified}
 
 
 def _collect_records(folder: Path) -> dict[str, dict[str, int]]:
-    """What recorders left for this step, by path in it; their own files are removed."""
-    taken: dict[str, dict[str, int]] = {}
+    """Read and delete the files of recorders: record by path in the step."""
+    records: dict[str, dict[str, int]] = {}
     if (folder / _RECORDS).is_dir():
         for file in (folder / _RECORDS).iterdir():
-            taken.update(json.loads(file.read_text()))
+            records.update(json.loads(file.read_text()))
         shutil.rmtree(folder / _RECORDS)
-    return taken
+    return records
 
 
-def _sync_and_record(path: Path, taken: Mapping[str, int] | None) -> FileRecord:
+def _sync_and_record(path: Path, recorded: Mapping[str, int] | None) -> FileRecord:
     stat = path.stat()
-    if taken is not None and (taken["size"], taken["modified"]) == (stat.st_size, stat.st_mtime_ns):
-        return FileRecord(taken["size"], taken["crc32"])  # and its writer brought it to disk
+    if recorded is not None and (recorded["size"], recorded["modified"]) == (stat.st_size, stat.st_mtime_ns):
+        return FileRecord(recorded["size"], recorded["crc32"])  # its writer has flushed it
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return _read_record(file)
@@ -269,7 +254,7 @@ def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> s
         if contents:
             with path.open("rb") as file:
                 if _read_record(file) != expected:
-                    return f"{name}: damaged, its content does not fit its checksum"
+                    return f"{name}: damaged, its content does not match its checksum"
     except (FileNotFoundError, NotADirectoryError):
         return f"{name}: missing"
     except OSError as error:
@@ -300,7 +285,7 @@ def _encode(manifest: Manifest) -> bytes:
     files = {name: asdict(record) for name, record in manifest.files.items()}
     fields: dict[str, Any] = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
     fields["dropped"] = list(manifest.dropped)
-    # With a checksum of its own: a flipped bit in a name or size is damage, not another file.
+    # With its own checksum: a flipped bit in a name or size must not look like another file.
     return json.dumps({**fields, "crc32": zlib.crc32(_canonical(fields))}, indent=1).encode()
 
 
@@ -309,5 +294,5 @@ def _canonical(fields: Mapping[str, Any]) -> bytes:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Reading and crc32 run outside the interpreter lock, so files are checked side by side."""
+    """Reading and crc32 release the GIL, so files are checked in parallel."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRefused, as_messages, prompt_digest
+from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRejected, as_messages, prompt_digest
 from verl.utils.dataset.check_arguments import read_arguments
 from verl.utils.dataset.check_report import AGENT, JUDGED, DataColumn, DataReport, PromptLengths, ShownRow, Wiring, show
 from verl.utils.dataset.files import find_files
@@ -25,8 +25,8 @@ from verl.utils.dataset.problems import (
     find_problems,
     ground_truth_of,
     ground_truth_rule,
-    is_judged,
     is_scored_by_agent,
+    uses_reward_model,
 )
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, open_part, value_at
 from verl.utils.reward_score import known_data_sources, score_function
@@ -61,7 +61,7 @@ def check_files(
     report.columns = _columns(rows)
     rules = [chat_rule(prompt_key, "data.prompt_key")]
     if not any_source:
-        rules += data_source_rules(reward_fn_key, known_data_sources(), but_judged=True)
+        rules += data_source_rules(reward_fn_key, known_data_sources(), exempt_reward_model=True)
     truth = ground_truth_rule(ground_truth_key)
     if any_source:  # a function of the user may do without
         report.notices += find_problems(rows, [truth])
@@ -151,7 +151,7 @@ def _wiring(rows: Rows, key: str, truth_key: str, scored_rows: int) -> dict[str,
     found, chosen = {}, np.zeros(len(rows), dtype=bool)
     for source, numbers in places.items():
         row = rows[numbers[0]]
-        task = JUDGED if is_judged(row) else AGENT if is_scored_by_agent(row) else None
+        task = JUDGED if uses_reward_model(row) else AGENT if is_scored_by_agent(row) else None
         if matching(source, known_data_sources()) is not None:
             task = score_function(source).compute.__module__.rpartition(".")[2]
             spread = np.linspace(0, len(numbers) - 1, min(len(numbers), scored_rows)).astype(int)
@@ -209,7 +209,7 @@ def _measure(
         values = np.array([sum(len(str(message.get("content"))) for message in as_messages(text)) for text in texts])
         report.lengths = PromptLengths(values, "characters", [])
         return
-    from verl.utils.dataset.prompt_tokens import encode_prompts  # it needs torch, which takes its time
+    from verl.utils.dataset.tokens import encode_prompts  # it needs torch, which takes its time
 
     try:
         values = encode_prompts(rows, len(rows), prompt_key, encoder).tokens.lengths
@@ -238,8 +238,8 @@ def _samples(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, count: 
 def _shown(messages: Messages, encoder: PromptEncoder | None) -> str:
     if encoder is not None:
         try:
-            (text,) = encoder.written([messages])
-        except PromptRefused as error:
+            (text,) = encoder.render([messages])
+        except PromptRejected as error:
             return str(error)
         return str(text)
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)

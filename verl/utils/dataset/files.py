@@ -1,4 +1,4 @@
-"""Which local files a user means: one path, several, a folder (also one downloaded from a hub), a URL or a hub name."""
+"""Data files from one path, several, a folder (also one downloaded from a hub), a URL or a hub name."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from verl.utils.fs import copy_to_local
 
 # In this order of preference where a folder holds the same data in several formats.
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json")
-# Files of that kind which describe a dataset folder instead of holding rows.
+# Files with these suffixes that describe a dataset folder and have no rows.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "val": "validation", "dev": "validation"}
 
 
 def find_files(data_files: str | os.PathLike[str] | Sequence[str], split: str | None = None) -> list[str]:
-    """The data files behind `data_files`, in a stable order.
+    """Return the local data files of `data_files`, in a stable order.
 
-    A folder's splits and parts are those of its dataset card, as on the hub, or what its file names say. `split`
-    ("train", "test", "validation") chooses among several; without it they are an error: nobody trains on test rows.
+    The splits of a folder are those of its dataset card, as on the hub, or follow from its file names. `split`
+    ("train", "test", "validation") selects one of several; without it, several splits are an error: training must not
+    use test rows.
     """
     names = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
     if not names:
         raise ValueError("data.train_files: no file is given. Set it, e.g. $HOME/data/gsm8k/train.parquet.")
-    found: list[str] = []
+    files: list[str] = []
     for name in names:
         local = copy_to_local(name, repo_type="dataset", key="data")
-        found += _files_of_folder(Path(local), split) if os.path.isdir(local) else [_known_format(local)]
-    return found
+        files += _files_of_folder(Path(local), split) if os.path.isdir(local) else [_known_format(local)]
+    return files
 
 
 def _known_format(file: str) -> str:
     if not file.endswith(SUFFIXES):
-        raise ValueError(
-            f"{file}: not a format that can be read. Give one of {', '.join(SUFFIXES)} or a folder of them."
-        )
+        raise ValueError(f"{file}: the format is not supported. Give one of {', '.join(SUFFIXES)} or a folder of them.")
     return file
 
 
@@ -47,7 +46,7 @@ def _files_of_folder(folder: Path, split: str | None) -> list[str]:
 
 
 def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
-    """What the dataset card says about splits; empty where it says nothing."""
+    """The splits in the dataset card; empty if it has none."""
     from huggingface_hub import metadata_load
 
     card = folder / "README.md"
@@ -57,25 +56,25 @@ def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
     import datasets
 
     try:
-        found = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+        data_files = datasets.load_dataset_builder(str(folder)).config.data_files or {}
     except (ValueError, FileNotFoundError, RuntimeError) as error:  # RuntimeError: the folder has a script
         names = ", ".join(str(part.get("config_name")) for part in parts)
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"{folder}: its card lists the parts {names} and none can be chosen ({reason}). Name the files you mean."
+            f"{folder}: its card lists the parts {names} and none can be selected ({reason}). Name the files to use."
         ) from error
     by_split: dict[str, list[Path]] = {}
-    for name, files in found.items():
+    for name, files in data_files.items():
         paths = [_inside(folder, str(file)) for file in files]
         by_split.setdefault(_known_split(str(name)) or str(name), []).extend(paths)
     return by_split
 
 
 def _inside(folder: Path, file: str) -> Path:
-    """A file that the card names, which must be one of the folder's."""
+    """A file in the card; ValueError if it is outside of the folder."""
     path = Path(os.path.normpath(file))
     if not path.is_relative_to(os.path.normpath(folder.absolute())):
-        raise ValueError(f"{folder}: its card names {file}, outside of the folder. Name the files you mean.")
+        raise ValueError(f"{folder}: its card names {file}, outside of the folder. Name the files to use.")
     return path
 
 
@@ -87,9 +86,10 @@ def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
         and path.name not in _ABOUT
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    files = next((found for suffix in SUFFIXES if (found := [p for p in visible if p.suffix == suffix])), [])
+    by_suffix = ([path for path in visible if path.suffix == suffix] for suffix in SUFFIXES)
+    files = next(filter(None, by_suffix), [])
     if not files:
-        raise ValueError(f"{folder}: the folder holds no {', '.join(SUFFIXES)} file. Check the path.")
+        raise ValueError(f"{folder}: the folder has no {', '.join(SUFFIXES)} file. Check the path.")
     by_split: dict[str, list[Path]] = {}
     for path in files:
         by_split.setdefault(_split_of(path, folder), []).append(path)
@@ -97,21 +97,21 @@ def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
 
 
 def _choose(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
-    # A set without a validation split is validated on its test split, and the other way round.
+    # Without a validation split, the test split is used for validation, and vice versa.
     wanted = {"test": ("test", "validation"), "validation": ("validation", "test")}.get(split or "", (split or "",))
     chosen = next((by_split[name] for name in wanted if name in by_split), None)
     if chosen is None:
         names = ", ".join(path.name for paths in by_split.values() for path in paths[:2])
-        raise ValueError(f"{folder}: the folder holds several splits ({names}). Name the file you mean.")
+        raise ValueError(f"{folder}: the folder has several splits ({names}). Name the file to use.")
     return chosen
 
 
 def _split_of(path: Path, folder: Path) -> str:
-    """The split that a file's name (`train-00000-of-00002.parquet`) or folder (`train/part-0.parquet`) says, or ""."""
+    """The split in a file's name (`train-00000-of-00002.parquet`) or folder (`train/part-0.parquet`), or ""."""
     relative = path.relative_to(folder)
     for part in reversed((*relative.parts[:-1], relative.stem)):
-        if found := _known_split(part):
-            return found
+        if split := _known_split(part):
+            return split
     return ""
 
 

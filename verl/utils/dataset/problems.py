@@ -1,6 +1,6 @@
-"""What is wrong with data files, found before training: every kind of problem once, with file, row and remedy.
+"""Rules for data files, checked before training: every kind of problem once, with file, row and remedy.
 
-Arrow columns whose type and null count already prove a rule are not looked at row by row, so good files pass at once.
+Arrow columns whose type and null count already prove a rule are not checked row by row, so valid files pass at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BATCH = 4096
 
 
 class DataError(PicklableError, ValueError):
-    """The data cannot be used; `problems` holds every reason, `str()` is the numbered list."""
+    """The data cannot be used; `problems` are all reasons, `str()` is the numbered list."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -38,7 +38,7 @@ class DataError(PicklableError, ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """One requirement: which columns it reads, what it says of a row, and when a column's type proves it."""
+    """One requirement: the columns it reads, the check of a row, and whether a table's types prove it."""
 
     columns: tuple[str, ...]
     check: Check
@@ -46,7 +46,7 @@ class Rule:
 
 
 def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
-    """Every rule that some row breaks, per file: the first such row, how many more, and what to do."""
+    """Return the broken rules per file: the first row that breaks it, how many more do, and the remedy."""
     problems = []
     for part in rows.parts:
         if len(part) == 0:
@@ -59,8 +59,8 @@ def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
     return problems
 
 
-def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
-    """A DataError with everything that is wrong; nothing where all rows are as they should be."""
+def raise_problems(rows: Rows, rules: Sequence[Rule]) -> None:
+    """Raise a DataError with all problems, if there are any."""
     if problems := find_problems(rows, rules):
         raise DataError(problems)
 
@@ -79,7 +79,7 @@ def missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> dict[str
     return problems
 
 
-def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
+def raise_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
     """Raise a DataError with all problems of `missing_columns`."""
     problems = missing_columns(rows, config, options)
     if problems:
@@ -87,8 +87,8 @@ def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> N
 
 
 def chat_rule(key: str, option: str) -> Rule:
-    """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
-    return _value_rule(key, option, chat_problem, _is_sound_chat)
+    """`key` has a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
+    return _value_rule(key, option, chat_problem, _is_valid_chat)
 
 
 def rl_rules(
@@ -111,26 +111,26 @@ def sft_rules(config: Any, columns: Collection[str]) -> list[Rule]:
 
 
 def text_rule(key: str, option: str) -> Rule:
-    """`key` holds a non-empty string."""
-    return _value_rule(key, option, _text_problem, _is_sound_text)
+    """`key` has a non-empty string."""
+    return _value_rule(key, option, _text_problem, _is_valid_text)
 
 
 def present_rule(key: str, option: str) -> Rule:
-    """`key` holds a value, of any type."""
+    """`key` has a value, of any type."""
     return _value_rule(key, option, lambda key, value: None, lambda column: column.null_count == 0)
 
 
 def data_source_rules(
-    key: str, known: Collection[str], but_judged: bool = False, default_loop: str | None = None
+    key: str, known: Collection[str], exempt_reward_model: bool = False, default_loop: str | None = None
 ) -> list[Rule]:
-    """`key` names a data source that has a reward function: a non-empty string, a name or pattern of `known`.
+    """`key` names a data source with a reward function: a non-empty string, a name or pattern of `known`.
 
-    Rows that their agent loop may score are exempt, and with `but_judged` rows that a reward model scores. Rows without
-    an `agent_name` run in `default_loop`.
+    Rows that their agent loop may score are exempt, and with `exempt_reward_model` rows that a reward model scores.
+    Rows without an `agent_name` run in `default_loop`.
     """
     hint = " A function of your own (custom_reward_function.path) needs none."
-    rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_sound_text, hint), _source_rule(key, known)]
-    exempt = partial(_is_exempt, but_judged=but_judged, default_loop=default_loop)
+    rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_valid_text, hint), _source_rule(key, known)]
+    exempt = partial(_is_exempt, exempt_reward_model=exempt_reward_model, default_loop=default_loop)
     return [_unless(exempt, rule) for rule in rules]
 
 
@@ -159,8 +159,8 @@ def _source_rule(key: str, known: Collection[str]) -> Rule:
 
 
 def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) -> Rule:
-    """A right answer to compare with: `reward_model.ground_truth` or the column `key` (`data.ground_truth_key`), unless
-    a reward model or the row's agent loop scores it."""
+    """A ground truth: `reward_model.ground_truth` or the column `key` (`data.ground_truth_key`), unless a reward model
+    or the row's agent loop scores it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
@@ -169,7 +169,7 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
         if ground_truth_of(row, key) is not None or _is_exempt(row, True, default_loop):
             return None
         return (
-            "it has no ground truth. Set data.ground_truth_key to the column that holds it, or write"
+            "it has no ground truth. Set data.ground_truth_key to the column that has it, or write"
             " reward_model={'style': 'rule', 'ground_truth': …}; style 'model' where a reward model scores the row,"
             f" 'agent' where its agent loop does. Columns: {', '.join(columns)}."
         )
@@ -186,19 +186,19 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
 
 
 def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
-    """The right answer of a row, from either of its places; None if there is none."""
+    """Return the ground truth of a row, from `reward_model` or `key`; None if there is none."""
     reward = row.get("reward_model")
-    inside = reward.get(GROUND_TRUTH) if isinstance(reward, dict) else None
-    return value_at(row, key) if inside is None else inside
+    truth = reward.get(GROUND_TRUTH) if isinstance(reward, dict) else None
+    return value_at(row, key) if truth is None else truth
 
 
-def is_judged(row: Mapping[str, Any]) -> bool:
-    """Whether a model is to judge the row, instead of a rule."""
+def uses_reward_model(row: Mapping[str, Any]) -> bool:
+    """Return whether a reward model scores the row, instead of a rule."""
     return _style(row) == "model"
 
 
 def is_scored_by_agent(row: Mapping[str, Any], default_loop: str | None = None) -> bool:
-    """Whether the agent loop that runs the row may return its score: by the row's style, or as a loop of the user.
+    """Return whether the row's agent loop may return its score: by the row's style, or as a user's loop.
 
     `default_loop`: the agent loop of rows without an `agent_name`.
     """
@@ -206,8 +206,8 @@ def is_scored_by_agent(row: Mapping[str, Any], default_loop: str | None = None) 
     return _style(row) == "agent" or (loop is not None and loop not in names.AGENT_LOOPS)
 
 
-def _is_exempt(row: Mapping[str, Any], but_judged: bool, default_loop: str | None) -> bool:
-    return is_scored_by_agent(row, default_loop) or (but_judged and is_judged(row))
+def _is_exempt(row: Mapping[str, Any], exempt_reward_model: bool, default_loop: str | None) -> bool:
+    return is_scored_by_agent(row, default_loop) or (exempt_reward_model and uses_reward_model(row))
 
 
 def _style(row: Mapping[str, Any]) -> Any:
@@ -216,7 +216,7 @@ def _style(row: Mapping[str, Any]) -> Any:
 
 
 def chat_problem(key: str, value: Any) -> str | None:
-    """What is wrong with a prompt value; None: nothing."""
+    """Return what is wrong with a prompt value; None: nothing."""
     if isinstance(value, str):
         return _text_problem(key, value)
     if not isinstance(value, list):
@@ -247,10 +247,10 @@ def _value_rule(
     key: str,
     option: str,
     problem: Callable[[str, Any], str | None],
-    is_sound: Callable[[pa.ChunkedArray], bool],
+    is_valid: Callable[[pa.ChunkedArray], bool],
     remedy: str = "",
 ) -> Rule:
-    """There is a value at `key`, and nothing is wrong with it. `remedy`: appended if the column is missing."""
+    """`key` has a value, and `problem` finds nothing wrong with it. `remedy`: appended if the column is missing."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)
@@ -259,18 +259,18 @@ def _value_rule(
         if key in row:
             return f"{key!r} is missing. Fill it, or remove the row."
         return (
-            f"it has no {key!r}. Set {option} to the column that holds it.{remedy}"
+            f"it has no {key!r}. Set {option} to the column that has it.{remedy}"
             f" Columns: {', '.join(columns) or 'none'}."
         )
 
     def proven(table: pa.Table) -> bool:
-        return key in table.column_names and is_sound(table.column(key))
+        return key in table.column_names and is_valid(table.column(key))
 
     return Rule((key.split(".")[0],), check, proven)
 
 
 def _content_problem(content: Any) -> str | None:
-    """Text, or parts as chat templates know them; they would write anything else as Python shows it."""
+    """What is wrong with a content that is neither text nor a list of parts; None: nothing."""
     if isinstance(content, str):
         return None
     if not isinstance(content, list):
@@ -322,16 +322,16 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _is_sound_text(column: pa.ChunkedArray) -> bool:
+def _is_valid_text(column: pa.ChunkedArray) -> bool:
     if not _is_text(column.type) or column.null_count:
         return False
     return not pc.any(pc.equal(pc.binary_length(column), 0)).as_py()
 
 
-def _is_sound_chat(column: pa.ChunkedArray) -> bool:
+def _is_valid_chat(column: pa.ChunkedArray) -> bool:
     kind = column.type
     if _is_text(kind):
-        return _is_sound_text(column)
+        return _is_valid_text(column)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     if column.null_count or pc.any(pc.equal(pc.list_value_length(column), 0)).as_py():

@@ -1,4 +1,4 @@
-"""RLHFDataset: prompts from files as left-padded token rows, with everything the reward needs beside them."""
+"""RLHFDataset: prompts from files as left-padded token rows, with the columns that rewards need."""
 
 from __future__ import annotations
 
@@ -18,17 +18,9 @@ from verl.config.load import as_config
 from verl.types.schema import RESERVED
 from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import (
-    DataError,
-    Rule,
-    chat_rule,
-    ground_truth_of,
-    refuse_problems,
-    rl_rules,
-)
-from verl.utils.dataset.prompt_tokens import encode_prompts
+from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems, rl_rules
 from verl.utils.dataset.rows import Rows, value_at
-from verl.utils.dataset.tokens import left_padded, truncated
+from verl.utils.dataset.tokens import encode_prompts, pad_left, truncate
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.nested import object_array
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
@@ -37,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Rows to columns: tensors are stacked, everything else becomes object arrays."""
+    """Convert rows to columns: tensors are stacked, other values become object arrays."""
     columns: dict[str, list[Any]] = defaultdict(list)
     for row in data_list:
         for name, value in row.items():
@@ -54,15 +46,15 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 class RLHFDataset(Dataset):
     """Prompts of the given files (paths, folders, hub names; parquet, arrow, json, jsonl).
 
-    A row is a dict: `input_ids`, `attention_mask`, `position_ids` [max_prompt_length], left-padded; every column of the
-    file but the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt` (the
-    messages) with `data.return_raw_chat`. Row order is file order. `uid` depends on the prompt's words and on how many
-    earlier rows say the same: it survives filtering, a resume, files moved or in another order, and another number of
-    processes. A column of the file with a name that is ours (`uid`, `responses`, …) is `data_<name>` in the row.
+    An item is a dict: `input_ids`, `attention_mask`, `position_ids` [max_prompt_length], left-padded; every column of
+    the file except the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt`
+    (the messages) with `data.return_raw_chat`. Items are in file order. `uid` depends on the messages of the prompt and
+    on the number of earlier rows with the same ones: it is not changed by filtering, a resume, moved or reordered
+    files, or another number of processes. A column with a reserved name (`uid`, `responses`, …) is `data_<name>`.
 
-    Problems with prompts raise a DataError here; `validate` also checks what the reward needs. All prompts are
-    tokenised now, once: a later start on the same files maps the result. `chat_template_func` maps messages to the
-    prompt's text (or token ids) in place of the tokenizer's template. `split` chooses among the splits of a folder.
+    Problems with prompts raise a DataError in the constructor; `validate` also checks the columns that rewards need.
+    All prompts are tokenised once: a later start on the same files maps the result. `chat_template_func` maps messages
+    to the prompt's text (or token ids) instead of the tokenizer's template. `split` selects a split of a folder.
     """
 
     def __init__(
@@ -80,8 +72,8 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.rows = Rows(find_files(data_files, split))
-        refuse_problems(self.rows, [self._prompt_rule()])
-        self._names = self._names_in_batch()
+        raise_problems(self.rows, [chat_rule(self.config.prompt_key, "data.prompt_key")])
+        self._names = self._field_names()
         self._encoder = PromptEncoder(
             tokenizer, self.config.apply_chat_template_kwargs, chat_template_func, self.config.system_prompt
         )
@@ -89,7 +81,7 @@ class RLHFDataset(Dataset):
         self._prompts = encode_prompts(self.rows, count, self.config.prompt_key, self._encoder)
         self._kept = np.arange(count)
         if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            self._drop_or_refuse_overlong(self._prompts.tokens.lengths)
+            self._drop_or_reject_overlong(self._prompts.tokens.lengths)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -97,45 +89,46 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         number = int(self._kept[item])
         width = self.config.max_prompt_length
-        ids = truncated(self._prompts.tokens[number], width, self.config.truncation)
-        input_ids, mask = left_padded(ids, width, self.tokenizer.pad_token_id)
+        ids = truncate(self._prompts.tokens[number], width, self.config.truncation)
+        input_ids, mask = pad_left(ids, width, self.tokenizer.pad_token_id)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
         return {**inputs, **self._fields(self.rows[number], number)}
 
     def column(self, name: str) -> list[Any]:
-        """One column of the files over the rows of this dataset, in order; None where a row has none."""
+        """Return one column of the files for the rows of this dataset, in order; None for rows without it."""
         values = [row.get(name) for _, rows in self.rows.batches([name]) for row in rows]
         return [values[number] for number in self._kept.tolist()]
 
     def uids(self) -> list[str]:
-        """The `uid` of every row, in order; for samplers that remember rows."""
+        """Return the `uid` of every row, in order; for samplers that remember rows."""
         return [self._prompts.uid(number) for number in self._kept.tolist()]
 
     def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
-        """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
+        """Raise a DataError with all problems that would prevent scoring: missing or invalid fields, unknown sources.
 
-        `data_sources`: those with a reward function; None: not checked, since a function of the user takes any.
-        `ground_truth`: whether rows need a right answer to compare with. Rows whose `agent_name` is an agent loop of
-        the user need neither: it may return the score.
+        `data_sources`: those with a reward function; None: not checked, since a user's function accepts any.
+        `ground_truth`: whether rows need one. Rows whose `agent_name` is a user's agent loop need neither: the loop may
+        return the score.
         """
-        refuse_problems(self.rows, rl_rules(self.config, data_sources, ground_truth))
+        raise_problems(self.rows, rl_rules(self.config, data_sources, ground_truth))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps to know the data again; the position is the sampler's."""
+        """Return what identifies the data in a checkpoint; the position is the sampler's."""
         return {"fingerprint": self._prompts.fingerprint(self._kept), "prompts": len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse to resume on other data: the saved position would mean other prompts."""
-        mine = self.state_dict()
-        if dict(state) != mine:
+        """Raise ValueError for other data: the saved position would refer to other prompts."""
+        own = self.state_dict()
+        if dict(state) != own:
             files = ", ".join(part.file for part in self.rows.parts)
             raise ValueError(
-                f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {mine['prompts']} "
-                f"here, {state['prompts']} there). Give the same files and limits, or begin anew in another folder."
+                f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {own['prompts']} "
+                f"here, {state['prompts']} there). Use the same files and limits, or start from scratch in another"
+                " folder."
             )
 
-    def _names_in_batch(self) -> dict[str, str]:
-        """Column of the files → field of a row, for all but the prompt: its own name, or `data_…` for one of ours."""
+    def _field_names(self) -> dict[str, str]:
+        """Column of the files → field of an item, without the prompt: its own name, or `data_…` for reserved names."""
         columns = [name for name in self.rows.columns if name != self.config.prompt_key]
         taken, names = {*columns, *RESERVED}, {}
         for column in columns:
@@ -145,22 +138,19 @@ class RLHFDataset(Dataset):
             if column != name:
                 taken.add(name)
                 logger.warning(
-                    "%s: the column %r is %r in a batch, where %r is a name of the trainer's own",
+                    "%s: the column %r is named %r in batches, since %r is a reserved name",
                     self.rows.parts[0].file, column, name, column,
                 )  # fmt: skip
         if self.config.reward_fn_key in RESERVED:
             raise DataError(
                 [
-                    f"data.reward_fn_key: {self.config.reward_fn_key!r} is a name of the trainer's own in every batch."
-                    " Give the column that names the reward function another one."
+                    f"data.reward_fn_key: {self.config.reward_fn_key!r} is a reserved name. Rename the column that"
+                    " names the reward function."
                 ]
             )
         return names
 
-    def _prompt_rule(self) -> Rule:
-        return chat_rule(self.config.prompt_key, "data.prompt_key")
-
-    def _drop_or_refuse_overlong(self, lengths: np.ndarray) -> None:
+    def _drop_or_reject_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_prompt_length
         long = np.flatnonzero(lengths > limit)
         if not len(long):
@@ -187,8 +177,7 @@ class RLHFDataset(Dataset):
             )
 
     def _fields(self, row: dict[str, Any], number: int) -> dict[str, Any]:
-        """Every column of any file, so that all rows have the same fields, and those we add."""
-        key = self.config.prompt_key
+        """The columns of all files, so that all items have the same fields, and the added fields."""
         fields = {name: row.get(column) for column, name in self._names.items()}
         answer = ground_truth_of(row, self.config.ground_truth_key)
         if answer is not None or "reward_model" in fields:
@@ -202,7 +191,7 @@ class RLHFDataset(Dataset):
         fields["index"] = number if extra.get("index") is None else extra["index"]
         fields["uid"] = self._prompts.uid(number)
         if self.config.return_raw_chat:
-            fields["raw_prompt"] = self._encoder.messages(value_at(row, key))
+            fields["raw_prompt"] = self._encoder.messages(value_at(row, self.config.prompt_key))
         return fields
 
 

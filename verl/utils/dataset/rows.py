@@ -1,4 +1,4 @@
-"""Rows of data files, read in place: row i of all files together, as a dict, with the place it came from.
+"""Rows of data files: row i of all files together, as a dict, with its file and position.
 
 Files keep their own columns and types: nothing is converted to a common schema, so `ground_truth` may be a string in
 one file and a list in another. Large files are memory-mapped (parquet through an uncompressed copy in the cache), so
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.fs import cache_root, made_once
+from verl.utils.fs import cache_root, create_once
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ class Part(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Rows start:stop, whole or only some columns; a column that a row lacks is left out."""
+        """Return rows start:stop with all or some columns; columns that a row lacks are left out."""
 
     def where(self, row: int) -> str:
-        """The place of a row, as a user would look for it."""
+        """Return file and position of a row, for messages."""
 
 
 class Rows:
     """The rows of several files, one after the other."""
 
     def __init__(self, files: Iterable[str | Part]) -> None:
-        """`files`: their names, or what `open_part` made of them."""
+        """`files`: names or results of `open_part`."""
         self.parts = [open_part(file) if isinstance(file, str) else file for file in files]
         self._starts = np.cumsum([0, *(len(part) for part in self.parts)])
         self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
@@ -67,13 +67,13 @@ class Rows:
         return self._locate(row)[0]
 
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """The number of the first row and up to `size` rows (some columns), over all rows in order."""
+        """Yield the number of the first row and up to `size` rows (some columns), over all rows in order."""
         for first, part in zip(self._starts, self.parts, strict=False):
             for start in range(0, len(part), size):
                 yield int(first) + start, part.rows(start, min(start + size, len(part)), columns)
 
     def versions(self) -> list[list[Any]]:
-        """Which files, and which state of them: path, size and time of the last change."""
+        """Return path, size and modification time of each file."""
         return [_version(part.file) for part in self.parts]
 
     def _locate(self, row: int) -> tuple[Part, int]:
@@ -84,7 +84,7 @@ class Rows:
 
 
 def open_part(file: str) -> Part:
-    """Open a file by its suffix; what cannot be read is a ValueError with the file, the place and the remedy."""
+    """Open a file by its suffix. ValueError, with the position and the remedy: it cannot be read."""
     return ArrowPart(file) if file.endswith((".parquet", ".arrow")) else JsonPart(file)
 
 
@@ -97,7 +97,7 @@ def arrow_errors(file: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system, not about the content
             raise
         raise ValueError(
-            f"{file}: it cannot be read ({_reason(error)}). Write it again; it may be half a file."
+            f"{file}: it cannot be read ({_reason(error)}). Write it again; it may be truncated."
         ) from error
 
 
@@ -105,7 +105,7 @@ class ArrowPart:
     """A parquet or arrow file."""
 
     def __init__(self, file: str, table: pa.Table | None = None) -> None:
-        """`table`: rows of the file that have been read already."""
+        """`table`: rows of the file, if they have been read already."""
         self.file = file
         if table is None:
             with arrow_errors(file):
@@ -122,27 +122,27 @@ class ArrowPart:
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
         table = self.table if columns is None else self.table.select([c for c in columns if c in self.columns])
         try:
-            taken = table.slice(start, stop - start).to_pylist()
+            rows = table.slice(start, stop - start).to_pylist()
         except (ValueError, OverflowError, pa.ArrowException) as error:  # such as text that is not UTF-8
             if stop - start > 1:
-                return [row for each in range(start, stop) for row in self.rows(each, each + 1, columns)]
+                return [row for number in range(start, stop) for row in self.rows(number, number + 1, columns)]
             raise ValueError(
                 f"{self.where(start)}: it cannot be read ({_reason(error)}). Correct or remove it."
             ) from error
         # A table without columns has lost its number of rows.
-        return taken if table.column_names else [{} for _ in range(start, stop)]
+        return rows if table.column_names else [{} for _ in range(start, stop)]
 
     def where(self, row: int) -> str:
         return f"{self.file} row {row}"
 
 
 class JsonPart:
-    """Objects of a JSON file, one per line or in one array; parsed when asked for, from text that processes share."""
+    """Objects of a JSON file, one per line or in one array; parsed on access, from text that processes share."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         is_array = is_json_array(file)
-        # Arrays, not lists: forked processes share them, since nothing counts references inside.
+        # Arrays, not lists: forked processes share them, since their entries have no reference counts.
         self._text, self._spans, self._numbers, self.columns = (_json_array if is_array else _json_lines)(file)
         self._unit = "row" if is_array else "line"
 
@@ -153,19 +153,19 @@ class JsonPart:
         return len(self._spans)
 
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        found = [json.loads(self._text[first:last]) for first, last in self._spans[start:stop]]
-        return found if columns is None else [{name: row[name] for name in columns if name in row} for row in found]
+        rows = [json.loads(self._text[first:last]) for first, last in self._spans[start:stop]]
+        return rows if columns is None else [{name: row[name] for name in columns if name in row} for row in rows]
 
     def where(self, row: int) -> str:
         return f"{self.file} {self._unit} {self._numbers[row]}"
 
 
 _JsonText = tuple[bytes | mmap.mmap, np.ndarray, np.ndarray, list[str]]
-"""The text, int64 [rows, 2] where each row begins and ends in it, [rows] its number for a reader, the columns."""
+"""The text, int64 [rows, 2] start and end of each row in it, [rows] its line or row number, the columns."""
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """Parse one line; a ValueError names the place and the remedy."""
+    """Parse one line. ValueError, with `where` and the remedy: it is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -174,7 +174,7 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def is_json_array(file: str) -> bool:
-    """Whether a JSON file holds one array, instead of one object per line."""
+    """Return whether a JSON file has one array, instead of one object per line."""
     return _first_character(file) == "["
 
 
@@ -218,15 +218,15 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value at a key, or inside structs at a key with dots (`extra_info.question`); None where there is none."""
+    """Return the value at a key; dots select nested fields (`extra_info.question`). None: there is none."""
     value: Any = row
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def switch_at(row: Mapping[str, Any], key: str) -> bool | None:
-    """`value_at` that says yes or no; ValueError for anything but a boolean, 0 or 1: the text "false" is not empty."""
+def bool_at(row: Mapping[str, Any], key: str) -> bool | None:
+    """Return the boolean at a key. ValueError for other values than a boolean, 0 or 1: the text "false" is truthy."""
     value = value_at(row, key)
     if value is not None and value not in (0, 1):
         raise ValueError(f"{key!r} is {value!r}. Write true or false.")
@@ -243,19 +243,19 @@ def _first_character(file: str) -> str:
 
 def _read_parquet(file: str) -> pa.Table:
     groups = pq.read_metadata(file).to_dict()["row_groups"]
-    # Its size in memory counts, which may be many times that on disk.
+    # The size in memory, which may be many times that on disk.
     size = sum(group["total_byte_size"] for group in groups)
     if size < _MAP_ABOVE_BYTES:
         return pq.ParquetFile(file).read()
     try:
         return read_arrow(_uncompressed_copy(file))
     except OSError as error:
-        logger.warning("%s: no room for a memory-mapped copy (%s); reading it into memory", file, error)
+        logger.warning("%s: no space for a memory-mapped copy (%s); reading it into memory", file, error)
         return pq.ParquetFile(file).read()
 
 
 def read_arrow(file: str) -> pa.Table:
-    """The table of an arrow file, memory-mapped."""
+    """Return the table of an arrow file, memory-mapped."""
     source = pa.memory_map(file)
     try:
         return pa.ipc.open_file(source).read_all()
@@ -266,7 +266,7 @@ def read_arrow(file: str) -> pa.Table:
 
 
 def _uncompressed_copy(file: str) -> str:
-    """The parquet file as an arrow file in the cache; made once per node and state of the file."""
+    """The parquet file as an arrow file in the cache, created once per node and version of the file."""
 
     def write(partial: Path) -> None:
         source = pq.ParquetFile(file)
@@ -275,7 +275,7 @@ def _uncompressed_copy(file: str) -> str:
                 writer.write_batch(batch)
 
     digest = hashlib.sha256(repr(_version(file)).encode()).hexdigest()[:20]
-    return made_once(cache_root() / "datasets" / f"{digest}.arrow", write)
+    return create_once(cache_root() / "datasets" / f"{digest}.arrow", write)
 
 
 def _version(file: str) -> list[Any]:

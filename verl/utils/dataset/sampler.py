@@ -1,4 +1,4 @@
-"""The order of prompts: ours, which resumes exactly, and the base classes for a user's own (`data.sampler`)."""
+"""The order of prompts: the default sampler, which resumes exactly, and base classes for users' (`data.sampler`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """What `data.sampler.{path,name}` names: iterates over row numbers of `data_source`.
+    """Base of the class in `data.sampler.{path,name}`: iterates over row numbers of `data_source`.
 
     With `state_dict` and `load_state_dict` its position is saved and restored with the run.
     """
@@ -21,10 +21,10 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from answers: `update` gets every trained batch, with scores and advantages.
+    """A sampler that adapts to responses: `update` gets every trained batch, with scores and advantages.
 
-    With `algorithm.filter_groups` it gets every generated batch instead, as it was scored: what is dropped from
-    training, because all its answers are right or all wrong, teaches the sampler too. There are no advantages yet.
+    With `algorithm.filter_groups` it gets every generated batch instead, with scores and before advantages are
+    computed: groups that are dropped because all scores are equal are informative for the sampler too.
     """
 
     @abstractmethod
@@ -34,9 +34,9 @@ class AbstractCurriculumSampler(AbstractSampler):
 class EpochSampler(Sampler[int]):
     """Every row once per epoch, in an order that depends on (seed, epoch) only; or in file order.
 
-    An epoch has only whole batches of `batch_size` rows. In file order the rows at the end that do not fill one come
-    first in the next epoch, which goes on from there around the files; a shuffle takes whichever it draws. Iterating
-    once is one epoch; after `load_state_dict` the interrupted epoch goes on with the row that was next.
+    An epoch has only full batches of `batch_size` rows. In file order, the next epoch starts with the rows at the end
+    that did not fill a batch and wraps around; shuffled, an epoch leaves out random rows. Iterating once is one epoch;
+    after `load_state_dict` the interrupted epoch continues with its next row.
     """
 
     def __init__(self, data_source: Sized, seed: int, shuffle: bool = True, batch_size: int = 1) -> None:
@@ -46,8 +46,8 @@ class EpochSampler(Sampler[int]):
         self._length = self._rows // batch_size * batch_size
         self._epoch = 0
         self._done = 0
-        self._first = 0  # in file order: the row that the epoch began with
-        self._resumed = True  # nothing has been drawn: the first epoch is this one
+        self._first = 0  # in file order: the first row of the epoch
+        self._resumed = True  # the next iteration continues this epoch
 
     def __len__(self) -> int:
         return self._length
@@ -62,14 +62,14 @@ class EpochSampler(Sampler[int]):
             yield row
 
     def state_dict(self) -> dict[str, int]:
-        place = {"epoch": self._epoch, "first": self._first, "done": self._done}
-        return {**place, "seed": self._seed, "rows": self._rows}
+        position = {"epoch": self._epoch, "first": self._first, "done": self._done}
+        return {**position, "seed": self._seed, "rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         if (state["seed"], state["rows"]) != (self._seed, self._rows):
             raise ValueError(
                 f"data.seed: the checkpoint was made with seed {state['seed']} and {state['rows']} rows, this run has "
-                f"seed {self._seed} and {self._rows}. Set them back, or begin anew in another folder."
+                f"seed {self._seed} and {self._rows}. Restore them, or start from scratch in another folder."
             )
         self._epoch, self._done, self._resumed = state["epoch"], state["done"], True
         self._first = state.get("first", 0)

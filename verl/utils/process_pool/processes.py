@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.utils import process_tree
-from verl.utils.import_utils import by_text, register_user_modules_by_value
+from verl.utils.import_utils import reduce_by_source, register_user_modules_by_value
 from verl.utils.process_pool.errors import CannotSend, InitializerError
 from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
 
@@ -274,7 +274,7 @@ def _by_text(thing: Any, why_not: Exception) -> bytes:
 
     class ByText(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            return by_text(obj) or super().reducer_override(obj)
+            return reduce_by_source(obj) or super().reducer_override(obj)
 
     written = io.BytesIO()
     try:

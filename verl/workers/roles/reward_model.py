@@ -11,10 +11,10 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import hf_tokenizer
-from verl.utils.conversation_tokens import ConversationTokens
 from verl.utils.dataset.chat import Messages
 from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
+from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.training import inferred, start_engine
@@ -85,12 +85,12 @@ class RewardTexts:
     """`own` is the reward model's tokenizer, `other` the one that the answers are written in.
 
     The conversation of an agent's row is `agent_messages`. That of any other row is the prompt's messages followed by
-    the answer as an assistant message. `ConversationTokens` encodes it in at most `longest` tokens.
+    the answer as an assistant message. `ScoringEncoder` encodes it in at most `longest` tokens.
     """
 
     def __init__(self, own: Any, other: Any, longest: int | None) -> None:
         self._own, self._other = own, other
-        self._tokens = ConversationTokens(own, longest)
+        self._tokens = ScoringEncoder(own, longest)
 
     def encode(self, data: DataProto) -> DataProto:
         """`input_ids`, `attention_mask`, `position_ids` of the rows' conversations, right-padded."""

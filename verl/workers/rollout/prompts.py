@@ -16,7 +16,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Row, Trajectory
-from verl.utils.dataset.tokens import left_padded
+from verl.utils.dataset.tokens import pad_left
 
 __all__ = [
     "answer_limits",
@@ -65,7 +65,7 @@ def prompt_rows(
     `prompts`: token ids; `uids`: one per prompt, all different.
     """
     width = max(map(len, prompts))
-    padded = [left_padded(ids, width, 0) for ids in prompts]
+    padded = [pad_left(ids, width, 0) for ids in prompts]
     return DataProto.from_dict(
         {
             "input_ids": torch.stack([ids for ids, _ in padded]).repeat_interleave(n, 0),

@@ -20,7 +20,7 @@ from verl.trainer.common.checkpoint import Saver, background_part
 from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.sft.trainer import SFTTrainer
-from verl.utils.checkpoint import copier, remote
+from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
 REPOSITORY = Path(__file__).parents[4]
@@ -303,7 +303,7 @@ def test_a_store_that_is_away_costs_copies_not_the_run(task, tmp_path, monkeypat
         raise ConnectionError("the store is away")
 
     monkeypatch.setattr(remote, "upload_step", fails)
-    monkeypatch.setattr(copier, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.0)
     keys = ("trainer.total_training_steps=1", f"trainer.default_hdfs_dir={tmp_path}/store")
     trainer = run_training(command(task, tmp_path, *keys))
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []

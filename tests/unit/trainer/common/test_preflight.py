@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.config import ConfigError, GenerationConfig, PPOConfig, RMConfig, SFTConfig, load_config
-from verl.trainer.common import preflight
-from verl.utils import hub
-from verl.utils.dataset import heads
+from verl.trainer.common import data_heads, preflight
+from verl.utils import fs
 from verl.utils.dataset import rows as rows_module
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -142,7 +141,7 @@ def test_a_batch_larger_than_the_dataset(problems, overrides, key):
 
 
 def test_large_files_are_checked_by_their_first_rows(tmp_path, problems, monkeypatch):
-    monkeypatch.setattr(heads, "Budget", partial(heads.Budget, rows=2))
+    monkeypatch.setattr(data_heads, "Budget", partial(data_heads.Budget, rows=2))
     many = [*(row(number) for number in range(5)), row(5, data_source="no such")]
     file = parquet(tmp_path / "many.parquet", many)
     lines = written(tmp_path / "many.jsonl", "".join(json.dumps(each) + "\n" for each in many[:3]) + "not json\n")
@@ -172,7 +171,7 @@ def test_the_rows_and_bytes_of_all_files_of_a_key_are_limited(tmp_path, problems
         return original(line, where)
 
     original = rows_module.json_object
-    monkeypatch.setattr(heads, "json_object", count)
+    monkeypatch.setattr(data_heads, "json_object", count)
     line = json.dumps(row(0, notes="x" * 6000)) + "\n"
     files = [written(tmp_path / f"{number}.jsonl", line * 1000) for number in range(6)]
     assert problems(f"data.train_files=[{','.join(map(str, files))}]") == {}
@@ -186,19 +185,19 @@ def test_a_small_file_leaves_its_share_to_the_next_one(tmp_path):
     small = parquet(tmp_path / "a.parquet", [row(0)])
     large = parquet(tmp_path / "b.parquet", [row(number) for number in range(40)])
     lines = written(tmp_path / "c.jsonl", "".join(json.dumps(row(number)) + "\n\n" for number in range(40)))
-    budget = heads.Budget(3, rows=21)
-    found = [heads.open_head(str(file), budget) for file in (small, large, lines)]
+    budget = data_heads.Budget(3, rows=21)
+    found = [data_heads.open_head(str(file), budget) for file in (small, large, lines)]
     assert [(len(head.part), head.rows) for head in found] == [(1, 1), (10, 40), (10, 80)]
     assert found[2].part.where(9) == f"{lines} line 19"
     empty = tmp_path / "d.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
-    assert len(heads.open_head(str(empty), heads.Budget(1)).part) == 0
+    assert len(data_heads.open_head(str(empty), data_heads.Budget(1)).part) == 0
 
 
 def test_lines_that_are_not_counted_leave_the_number_of_rows_unknown(tmp_path):
     file = written(tmp_path / "a.jsonl", (json.dumps(row(0)) + "\n") * 10)
-    assert heads.open_head(str(file), heads.Budget(1, rows=2, counted=10)).rows is None
-    cut = heads.open_head(str(written(tmp_path / "b.jsonl", '{"prompt": 1}\n' * 3)), heads.Budget(1, size=30))
+    assert data_heads.open_head(str(file), data_heads.Budget(1, rows=2, counted=10)).rows is None
+    cut = data_heads.open_head(str(written(tmp_path / "b.jsonl", '{"prompt": 1}\n' * 3)), data_heads.Budget(1, size=30))
     assert (len(cut.part), cut.rows) == (2, 3)
 
 
@@ -370,7 +369,7 @@ def silent_hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub, "TIMEOUT_S", 0.2)
+        monkeypatch.setattr(fs, "HUB_TIMEOUT_S", 0.2)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         yield tmp_path / "cache"
 

@@ -12,15 +12,15 @@ import pytest
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.ppo.state import check_run_start
-from verl.utils.checkpoint import ownership, remote
+from verl.utils.checkpoint import locks, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
-from verl.utils.checkpoint.steps import move_aside, step_of
+from verl.utils.checkpoint.steps import move_aside
 from verl.utils.fs import filesystem_of
 
 HOLDER = """
 import sys, time
-from verl.utils.checkpoint.ownership import Ownership
-owned = Ownership(sys.argv[1])
+from verl.utils.checkpoint.locks import FolderOwnership
+owned = FolderOwnership(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
 """
@@ -50,7 +50,7 @@ def save_copied_step(root: Path, step: int, copies: str) -> None:
 
 
 def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership.Ownership.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(locks.FolderOwnership.__init__, "__defaults__", (0,))
     root = tmp_path / "checkpoints"
     held = subprocess.Popen([sys.executable, "-c", HOLDER, str(root)], stdout=subprocess.PIPE, text=True)
     try:
@@ -60,7 +60,7 @@ def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task,
             check_run_start(load_config(None, command(task, tmp_path)), {})
         (problem,) = caught.value.problems
         assert problem.key == "trainer.default_local_dir"
-        assert f"another run is writing there: host {ownership.socket.gethostname()}, pid {held.pid}" in problem.why
+        assert f"another run is writing there: host {locks.socket.gethostname()}, pid {held.pid}" in problem.why
         only_reads = command(task, tmp_path, "trainer.val_only=True", f"data.val_files={task['val']}")
         check_run_start(load_config(None, only_reads), {}).close()
     finally:
@@ -72,8 +72,8 @@ def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task,
 def test_a_trainer_holds_its_folder_to_the_end_and_no_longer(task, tmp_path):
     root = tmp_path / "checkpoints"
     run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
-    assert (root / ownership.OWNER).read_bytes() == b"", "given back"
-    assert root.resolve() not in ownership.Ownership._held
+    assert (root / locks.OWNER_FILE).read_bytes() == b"", "given back"
+    assert root.resolve() not in locks.FolderOwnership._held
 
 
 def test_disable_starts_from_scratch_in_a_used_folder_and_logs_where_its_steps_are(task, tmp_path, caplog):
@@ -125,7 +125,7 @@ def test_copies_of_an_earlier_run_are_moved_aside_whole(task, tmp_path, caplog, 
     (aside,) = [str(path).rpartition("/")[2] for path in fs.ls(inside, detail=False)]
     assert aside.startswith("before_")
     assert f"{copies}/{aside}" in caplog.text
-    assert remote.newest_first(f"{copies}/{aside}", step_of) == ["global_step_3"]
+    assert remote.remote_steps(f"{copies}/{aside}") == ["global_step_3"]
     manifest = remote.read_remote_manifest(f"{copies}/{aside}", "global_step_3")
     assert manifest is not None
     assert fs.cat_file(f"{inside}/{aside}/global_step_3/weights") == b"x"
@@ -149,13 +149,13 @@ def test_an_interrupted_move_of_copies_is_completed_by_the_next(tmp_path, monkey
     monkeypatch.setattr(type(fs), "mv", interrupted)
     if fails_at < 4:  # two steps and two files
         with pytest.raises(KeyboardInterrupt):
-            remote.move_aside(copies, step_of)
+            remote.move_remote_aside(copies)
         assert "moving 2 steps of an earlier run" in caplog.text, "before the first byte is copied"
-        assert remote.newest_first(copies, step_of), "the next call knows that there is something to move"
-    remote.move_aside(copies, step_of)
+        assert remote.remote_steps(copies), "the next call knows that there is something to move"
+    remote.move_remote_aside(copies)
     left = [str(path).rpartition("/")[2] for path in fs.ls(inside, detail=False)]
     assert {name.partition("_")[0] for name in left} == {"before"}
-    assert remote.move_aside(copies, step_of) is None
+    assert remote.move_remote_aside(copies) is None
 
 
 def test_latest_files_without_steps_are_moved_too(tmp_path):
@@ -163,7 +163,7 @@ def test_latest_files_without_steps_are_moved_too(tmp_path):
     fs, inside = filesystem_of(copies)
     fs.makedirs(inside)
     fs.pipe_file(f"{inside}/latest", b"global_step_3")
-    assert remote.move_aside(copies, step_of) is not None
+    assert remote.move_remote_aside(copies) is not None
     assert not fs.exists(f"{inside}/latest")
 
 

@@ -12,8 +12,8 @@ from verl.utils.checkpoint.manifest import (
     ChecksumRecorder,
     damaged_files,
     drop_part,
-    expect_records,
     find_problems,
+    prepare_records,
     read_manifest,
     write_manifest,
 )
@@ -45,7 +45,7 @@ def test_missing_truncated_longer_and_flipped_files_are_named(step):
     shard.write_bytes(content + b"x")
     assert find_problems(step) == ["actor/shard_0.bin: changed, 7001 of 7000 bytes"]
     shard.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
-    assert find_problems(step) == ["actor/shard_0.bin: damaged, its content does not fit its checksum"]
+    assert find_problems(step) == ["actor/shard_0.bin: damaged, its content does not match its checksum"]
     assert damaged_files(step, read_manifest(step), contents=False) == []
     shard.unlink()
     (step / "empty").unlink()
@@ -87,7 +87,7 @@ def test_a_step_without_files_cannot_be_finished(tmp_path):
 @given(pieces=st.lists(st.binary(max_size=50), max_size=10))
 def test_checksum_while_writing_equals_checksum_of_the_file(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("step")
-    expect_records(folder)
+    prepare_records(folder)
     with ChecksumRecorder(folder / "actor") as recorder, recorder.open("deep/shard.bin") as stream:
         for piece in pieces:
             stream.write(piece)
@@ -100,7 +100,7 @@ def test_checksum_while_writing_equals_checksum_of_the_file(tmp_path_factory, pi
 
 
 def test_streamed_files_are_not_read_again_and_others_are(tmp_path):
-    expect_records(tmp_path)
+    prepare_records(tmp_path)
     with ChecksumRecorder(tmp_path / "deep" / "er") as recorder:
         with recorder.open("streamed") as stream:
             stream.write(b"a" * 100)
@@ -136,7 +136,7 @@ def test_a_part_deleted_on_purpose_is_said_and_leaves_the_rest_checked(step):
 
 
 def test_a_stream_written_out_of_order_or_changed_later_is_read_again(tmp_path):
-    expect_records(tmp_path)
+    prepare_records(tmp_path)
     with ChecksumRecorder(tmp_path) as recorder:
         with recorder.open("patched") as stream:
             stream.write(b"????rest")

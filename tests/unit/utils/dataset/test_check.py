@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.support.tiny import tiny_tokenizer
-from verl.utils.dataset import prompt_tokens
+from verl.utils.dataset import tokens
 from verl.utils.dataset.check import check_files, main
 from verl.utils.dataset.check_report import DataReport, PromptLengths, show
 
@@ -140,7 +140,7 @@ def test_lengths_are_counted_with_the_models_tokenizer_and_held_against_the_limi
 
 def test_the_check_leaves_the_tokens_for_the_training_that_follows(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompt_tokens, "_KEPT_FROM_ROWS", 0)
+    monkeypatch.setattr(tokens, "_MIN_CACHED_ROWS", 0)
     check_files(write(tmp_path / "a.jsonl", [GOOD]), tokenizer=tiny_tokenizer())
     assert len(list((tmp_path / "cache" / "prompts").glob("*.arrow"))) == 1
 

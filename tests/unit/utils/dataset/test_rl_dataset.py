@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl import DataProto
 from verl.utils.dataset.problems import DataError
 from verl.utils.dataset.rl_dataset import RLDataset, RLHFDataset, collate_fn
-from verl.utils.dataset.tokens import truncated
+from verl.utils.dataset.tokens import truncate
 
 TOKENIZER = tiny_tokenizer()
 
@@ -187,12 +187,12 @@ def test_a_column_with_a_name_of_ours_is_kept_under_another_and_said_once(tmp_pa
     assert kept == {"sample_index": 3, "do_sample": False, "responses": "r", "index": 5}
     assert items[1]["index"] == 1
     assert not items[1].keys() & {"sample_index", "do_sample", "responses"}
-    assert caplog.text.count("'uid' is 'data_data_uid' in a batch") == 1
+    assert caplog.text.count("'uid' is named 'data_data_uid' in batches") == 1
     assert data.column("uid") == [17] * 3, "a sampler asks for columns of the file"
 
 
 def test_the_column_that_names_the_reward_function_cannot_have_a_name_of_ours(tmp_path):
-    with pytest.raises(DataError, match=r"data\.reward_fn_key: 'uid' is a name of the trainer's own"):
+    with pytest.raises(DataError, match=r"data\.reward_fn_key: 'uid' is a reserved name"):
         dataset(write(tmp_path / "a.jsonl", [row(uid="gsm8k")]), reward_fn_key="uid")
 
 
@@ -217,7 +217,7 @@ def test_longer_prompts_are_cut_from_the_side_asked_for(tmp_path, how, kept):
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 30))
 def test_truncation_keeps_both_ends_in_the_middle_mode_and_never_more_than_the_limit(ids, limit):
-    cut = truncated(ids, limit, "middle").tolist()
+    cut = truncate(ids, limit, "middle").tolist()
     assert len(cut) == min(len(ids), limit)
     head = len(cut) // 2
     assert cut[:head] == ids[:head]
@@ -236,7 +236,7 @@ def test_a_dictconfig_and_dataset_folders_are_accepted(tmp_path):
     write(folder / "test-00000-of-00001.parquet", [row(2)])
     assert RLHFDataset(str(tmp_path / "set"), TOKENIZER, config, split="test")[0]["index"] == 2
     assert len(RLHFDataset(str(tmp_path / "set"), TOKENIZER, config, split="train")) == 2
-    with pytest.raises(ValueError, match=r"several splits .*Name the file you mean"):
+    with pytest.raises(ValueError, match=r"several splits .*Name the file to use"):
         RLHFDataset(str(tmp_path / "set"), TOKENIZER, config)
 
 
@@ -303,7 +303,7 @@ def test_files_that_cannot_be_read_say_where_and_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"missing\.parquet"):
         dataset(str(tmp_path / "missing.parquet"))
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"notes\.txt: not a format that can be read"):
+    with pytest.raises(ValueError, match=r"notes\.txt: the format is not supported"):
         dataset(str(tmp_path / "notes.txt"))
 
 

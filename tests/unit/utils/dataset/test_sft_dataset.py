@@ -14,9 +14,8 @@ from tokenizers import processors
 from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset.chat import PromptEncoder
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.problems import DataError
-from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 
 TOKENIZER = tiny_tokenizer()
 CHAT = [
@@ -96,7 +95,7 @@ def test_without_a_template_an_answer_follows_the_very_tokens_that_generation_be
 def test_without_a_template_nothing_can_be_called(tmp_path, changes):
     file = write(tmp_path / "a.jsonl", [{"messages": CHAT} | changes])
     with pytest.raises(
-        DataError, match=r"line 1: the tokenizer has no chat template to write (tools|the 'tool_calls')"
+        DataError, match=r"line 1: the tokenizer has no chat template to render (tools|the 'tool_calls')"
     ):
         SFTDataset(file, plain_tokenizer(), {})
 
@@ -135,7 +134,7 @@ def test_a_template_that_drops_earlier_thinking_makes_a_row_of_each_text_that_th
         "<think>easy</think>2<|end|>",
     ]
     assert tokenizer.decode(data[1]["input_ids"]).startswith("<|user|>1+1?<|end|>\n<|assistant|>2<|end|>\n<|user|>2+2?")
-    assert "2 conversations are 3 rows" in caplog.text
+    assert "2 conversations become 3 rows" in caplog.text
     assert "⟦<think>hm</think>?<|end|>⟧\n<|tool|>4<|end|>\n<|assistant|>⟦<think>ah</think>4<|end|>⟧\n" in caplog.text
     with pytest.raises(DataError, match=r"line 1: the chat template rewrites .* before message 3 .*rewritten_turns"):
         MultiTurnSFTDataset(file, tokenizer, {"rewritten_turns": "error"})
@@ -150,19 +149,19 @@ def test_a_template_that_drops_earlier_thinking_makes_a_row_of_each_text_that_th
         ),
         (
             THINKING.replace("<|assistant|>", "<|assistant|><think>"),
-            r"asks for an answer with '<\|assistant\|><think>'",
+            r"'<\|assistant\|><think>', but message 1 is rendered as",
         ),
         (
             "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "changes what was said before message 1",
+            "changes the text before message 1",
         ),
-        ("{{ raise_exception('roles must alternate') }}", "refuses its first 2 messages .*roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects the first 2 messages .*roles must alternate"),
         (THINKING.replace("{{ said }}", "{% generation %}{% endgeneration %}{{ said }}"), "marks nothing of message 1"),
     ],
 )
 def test_a_template_under_which_the_answer_cannot_be_learned_is_refused(tmp_path, template, said):
     messages = [THOUGHT[0], {"role": "assistant", "content": "<think>easy</think>2"}]
-    if "asks for" in said:
+    if "rendered as" in said:
         messages[1]["content"] = "2"
     with pytest.raises(DataError, match=f"line 1: the chat template .*{said}"):
         SFTDataset(write(tmp_path / "a.jsonl", [{"messages": messages}]), templated(template), {})
@@ -278,25 +277,25 @@ CALL = {"function": {"name": "run", "arguments": "{broken"}}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": "{broken"}, "'tools': the text is no JSON .*Correct it"),
+        ({"tools": "{broken"}, "'tools': the text is not valid JSON .*Correct it"),
         ({"tools": {"name": "run"}}, "'tools' is a dict. Write a list"),
-        ({"tools": ["{broken"]}, "schema 0 of 'tools': the text is no JSON"),
+        ({"tools": ["{broken"]}, "schema 0 of 'tools': the text is not valid JSON"),
         ({"tools": [7]}, "schema 0 of 'tools' is a int"),
-        ({"tools": [{"name": "search"}]}, "the chat template does not write the tool 'search'"),
+        ({"tools": [{"name": "search"}]}, "the chat template does not render the tool 'search'"),
         ({"enable_thinking": "false"}, "'enable_thinking' is 'false'. Write true or false"),
-        ({"messages": "hello"}, "'messages' is a text. Write it as a list"),
+        ({"messages": "hello"}, "'messages' is a string. Write it as a list"),
         (
             {"messages": [CHAT[1], {"role": "gpt", "content": "2"}]},
             r"the conversation has no message of the assistant .*\(roles: user, gpt\)",
         ),
-        ({"messages": CHAT[2:3]}, "message 0 is the assistant's: nothing is there that it answers. Set 'loss'"),
+        ({"messages": CHAT[2:3]}, "message 0 is the assistant's: .* Set 'loss'"),
         (
             {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}]},
-            "the 'arguments' in 'tool_calls' of message 1: the text is no JSON",
+            "the 'arguments' in 'tool_calls' of message 1: the text is not valid JSON",
         ),
         (
             {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [{"id": 1}]}]},
-            "'tool_calls' of message 1 are not written as",
+            "'tool_calls' of message 1 must be a list of",
         ),
     ],
 )
@@ -319,7 +318,7 @@ def test_a_message_counts_by_its_own_loss(tmp_path):
             MultiTurnSFTDataset(
                 write(tmp_path / "c.jsonl", [{"messages": [*chat[:2], {**CHAT[2], **changed}]}]), TOKENIZER, {}
             )
-    with pytest.raises(DataError, match="'loss' of message 1 is 1, but user says it"):
+    with pytest.raises(DataError, match="'loss' of message 1 is 1, but its role is user"):
         MultiTurnSFTDataset(
             write(tmp_path / "d.jsonl", [{"messages": [chat[0], {**chat[1], "loss": 1}, chat[2]]}]), TOKENIZER, {}
         )
@@ -337,7 +336,7 @@ def test_an_answer_without_an_end_is_worth_a_warning(tmp_path, caplog):
     SFTDataset(file, TOKENIZER, {})
     assert "end token" not in caplog.text
     SFTDataset(file, templated(TOOLS.replace("<|end|>", " ")), {})
-    assert "the model will not know where to end" in caplog.text
+    assert "has no end token" in caplog.text
 
 
 def test_bad_rows_are_refused_with_their_place(tmp_path):
@@ -355,7 +354,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path):
 def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp_path, truncation):
     rows = [{"prompt": "Q", "response": "A"}, {"prompt": [{"role": "nobody", "content": "Q"}], "response": "A"}]
     tokenizer = templated("{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + TOOLS)
-    with pytest.raises(DataError, match=r"line 2: the chat template refuses its first 2 messages .*who\?"):
+    with pytest.raises(DataError, match=r"line 2: the chat template rejects the first 2 messages .*who\?"):
         SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {"truncation": truncation})
 
 
@@ -376,7 +375,7 @@ def test_rows_whose_answer_would_be_cut_off_whole_are_left_out_and_told(tmp_path
     data = SFTDataset(write(tmp_path / "a.jsonl", rows), TOKENIZER, settings)
     assert len(data) == 1
     assert data[0]["loss_mask"].any()
-    assert "line 1 (and 0 more of 2): data.truncation=right cuts off all that is to be learned" in caplog.text
+    assert "line 1 (and 0 more of 2): data.truncation=right cuts off the whole answer" in caplog.text
     with pytest.raises(DataError, match=r"max_length = 8\. No row is left\. Raise it"):
         SFTDataset(write(tmp_path / "b.jsonl", rows[:1]), TOKENIZER, settings)
 

@@ -58,7 +58,7 @@ def test_one_flipped_byte_in_any_file_is_found_when_resuming(trained, tmp_path):
         content = bytearray((newest / name).read_bytes())
         content[len(content) // 2] ^= 1
         (newest / name).write_bytes(content)
-        assert CheckpointManager.verify(newest) == [f"{name}: damaged, its content does not fit its checksum"]
+        assert CheckpointManager.verify(newest) == [f"{name}: damaged, its content does not match its checksum"]
         assert resolve_resume("auto", tmp_path) == whole
         content[len(content) // 2] ^= 1
         (newest / name).write_bytes(content)

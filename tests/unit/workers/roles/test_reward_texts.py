@@ -11,9 +11,9 @@ import torch
 from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.protocol import DataProto, object_array
-from verl.utils.conversation_tokens import SCORED_AT_END, ConversationTokens
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
-from verl.utils.dataset.tokens import left_padded
+from verl.utils.dataset.tokens import pad_left
+from verl.utils.scoring_tokens import SCORED_AT_END, ScoringEncoder
 from verl.workers.roles.reward_model import RewardTexts
 
 POLICY = tiny_tokenizer()
@@ -63,7 +63,7 @@ def answered(rows=(0, 1, 2), width: int = 400, **columns) -> DataProto:
     made = []
     for row in rows:
         prompt = POLICY.apply_chat_template(CONVERSATIONS[row], add_generation_prompt=True, return_dict=False)
-        ids, mask = left_padded(np.array(prompt[-width:]), width, 0)
+        ids, mask = pad_left(np.array(prompt[-width:]), width, 0)
         answer = POLICY(ANSWERS[row] + "<|end|>", add_special_tokens=False)["input_ids"]
         filler = [0] * (24 - len(answer))
         made.append((ids, mask, torch.tensor(answer + filler), torch.tensor([1] * len(answer) + filler)))
@@ -123,7 +123,7 @@ def test_a_long_conversation_loses_its_beginning_and_never_the_answer():
 
 def test_a_batch_without_messages_and_a_template_that_refuses_say_what_to_do():
     batch = answered([1])
-    with pytest.raises(ValueError, match=r"reward_model\.path: its chat template refuses .*roles: system, user"):
+    with pytest.raises(ValueError, match=r"reward_model\.path: its chat template rejects .*roles: system, user"):
         RewardTexts(judge_tokenizer(NO_SYSTEM), POLICY, None).encode(batch)
     with pytest.raises(ValueError, match=r"the batch has no 'raw_prompt'.*data\.custom_cls"):
         RewardTexts(judge_tokenizer(TURNS), POLICY, None).encode(batch.select(non_tensor_batch_keys=[]))
@@ -136,7 +136,7 @@ def test_a_reward_model_of_ours_without_a_template_reads_what_it_was_trained_on(
     trained = ConversationEncoder(tokenizer, {}, last_turn_only=True)
     for row in (0, 1):
         whole = [*CONVERSATIONS[row], {"role": "assistant", "content": ANSWERS[row]}]
-        (ids,) = ConversationTokens(tokenizer).encode([whole])
+        (ids,) = ScoringEncoder(tokenizer).encode([whole])
         assert ids == up_to_answer(trained.rows(whole)[0])
         prompt = "\n".join(message["content"] for message in CONVERSATIONS[row])
         assert (
@@ -150,7 +150,7 @@ def test_whatever_a_policy_says_is_scored_though_the_template_would_not_let_it_b
     tokenizer.init_kwargs[SCORED_AT_END] = True
     question = {"role": "user", "content": "2+2?"}
     answers = ["4", "a</think>b</think>c"]
-    encoded = ConversationTokens(tokenizer).encode([[question, {"role": "assistant", "content": a}] for a in answers])
+    encoded = ScoringEncoder(tokenizer).encode([[question, {"role": "assistant", "content": a}] for a in answers])
     assert [tokenizer.decode(ids).rpartition("</think>")[2] for ids in encoded] == [
         "\n\n4<|im_end|>",
         "\n\nc<|im_end|>",
@@ -161,7 +161,7 @@ def test_a_reward_model_of_ours_scores_no_earlier_answer_where_the_user_speaks_l
     tokenizer = judge_tokenizer(TURNS)
     tokenizer.init_kwargs[SCORED_AT_END] = True
     with pytest.raises(ValueError, match="the last message is the user's"):
-        ConversationTokens(tokenizer).encode([CONVERSATIONS[2]])
+        ScoringEncoder(tokenizer).encode([CONVERSATIONS[2]])
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_tokenizer
-from verl.utils.dataset import chat, prompt_tokens
+from verl.utils.dataset import chat, tokens
 from verl.utils.dataset.chat import PromptEncoder
-from verl.utils.dataset.prompt_tokens import encode_prompts
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.rows import Rows
+from verl.utils.dataset.tokens import encode_prompts
 
 TOKENIZER = tiny_tokenizer()
 
@@ -41,8 +41,8 @@ class Counting:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompt_tokens, "_KEPT_FROM_ROWS", 0)
-    monkeypatch.setattr(prompt_tokens, "_CHUNK", 4)
+    monkeypatch.setattr(tokens, "_MIN_CACHED_ROWS", 0)
+    monkeypatch.setattr(tokens, "_CHUNK", 4)
     return tmp_path / "cache" / "prompts"
 
 
@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_no_run(tmp_path, cache, m
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "file"))
     file = write(tmp_path / "a.jsonl", ["one", "two"])
     assert start(file)[1] == 2
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_tokens_of_a_users_own_template_are_not_kept(tmp_path, cache):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.checkpoint import ownership
-from verl.utils.checkpoint.ownership import OWNER, FolderTakenError, Ownership
+from verl.utils.checkpoint import locks
+from verl.utils.checkpoint.locks import OWNER_FILE, FolderOwnership, FolderTakenError
 
 HOLDER = """
     import os, sys, time
-    from verl.utils.checkpoint.ownership import Ownership
-    owned = Ownership(sys.argv[1])
+    from verl.utils.checkpoint.locks import FolderOwnership
+    owned = FolderOwnership(sys.argv[1])
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(60)  # a data loader's worker that outlives its parent
         os._exit(0)
@@ -50,7 +50,7 @@ def ended():
 def test_a_second_run_is_refused_with_who_the_first_is(tmp_path, ended):
     ended.append(hold(tmp_path))
     with pytest.raises(FolderTakenError) as caught:
-        Ownership(tmp_path, patience=0)
+        FolderOwnership(tmp_path, timeout=0)
     owner = caught.value.owner
     assert (owner.host, owner.pid) == (socket.gethostname(), ended[0].pid)
     assert f"pid {ended[0].pid}, since 20" in str(caught.value)
@@ -60,18 +60,18 @@ def test_a_killed_run_leaves_no_lock_even_if_its_children_live_on(tmp_path, ende
     ended.append(hold(tmp_path, "fork"))
     ended[0].kill()
     ended[0].wait()
-    Ownership(tmp_path, patience=0).close()
+    FolderOwnership(tmp_path, timeout=0).close()
 
 
 def test_what_is_given_back_can_be_taken_and_two_in_one_process_share(tmp_path, ended):
-    first, second = Ownership(tmp_path), Ownership(tmp_path / "." / "")
+    first, second = FolderOwnership(tmp_path), FolderOwnership(tmp_path / "." / "")
     first.close()
     first.close()
-    probe = f"from verl.utils.checkpoint.ownership import Ownership; Ownership({str(tmp_path)!r}, patience=0)"
+    probe = f"from verl.utils.checkpoint.locks import FolderOwnership; FolderOwnership({str(tmp_path)!r}, timeout=0)"
     held = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert "FolderTakenError" in held.stderr, "the second still holds it"
     second.close()
-    assert (tmp_path / OWNER).read_bytes() == b""
+    assert (tmp_path / OWNER_FILE).read_bytes() == b""
     ended.append(hold(tmp_path))
 
 
@@ -81,11 +81,11 @@ def test_without_locks_an_owner_of_this_machine_is_found_by_its_process(tmp_path
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(ownership.fcntl, "lockf", unsupported)
+    monkeypatch.setattr(locks.fcntl, "lockf", unsupported)
     with pytest.raises(FolderTakenError, match=f"pid {ended[0].pid}"):
-        Ownership(tmp_path, patience=0)
+        FolderOwnership(tmp_path, timeout=0)
     ended[0].kill()
     ended[0].wait()
-    Ownership(tmp_path, patience=0).close()
-    Ownership(tmp_path / "fresh", patience=0).close()
+    FolderOwnership(tmp_path, timeout=0).close()
+    FolderOwnership(tmp_path / "fresh", timeout=0).close()
     assert "no locks on this file system" in caplog.text

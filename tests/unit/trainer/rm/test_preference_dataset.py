@@ -8,7 +8,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl.config import RMConfig, load_config
 from verl.trainer.rm.data import compared_answers, pairs_of
 from verl.trainer.rm.padding import padding_token
-from verl.utils.dataset.preference_dataset import PreferenceDataset
+from verl.trainer.rm.preference_dataset import PreferenceDataset
 from verl.utils.dataset.problems import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -107,7 +107,7 @@ def test_the_length_of_an_answer_is_what_truncation_leaves_of_it(tmp_path, trunc
 def test_pairs_of_an_answer_with_itself_are_told(tmp_path, caplog):
     rows = [{"prompt": "p", "chosen": answer, "rejected": "b"} for answer in "abb"]
     dataset(tmp_path, rows)
-    assert "line 2 (and 1 more rows): both answers are the same" in caplog.text
+    assert "line 2 (and 1 more rows): both answers are equal" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_
 def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp_path, truncation):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2
     rows[1] = rows[1] | {"prompt": [{"role": "user", "content": "p", "tool_calls": "{broken"}]}
-    with pytest.raises(DataError, match=r"line 2: 'tool_calls' of message 0: the text is no JSON"):
+    with pytest.raises(DataError, match=r"line 2: 'tool_calls' of message 0: the text is not valid JSON"):
         dataset(tmp_path, rows, f"data.truncation={truncation}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from verl.utils.checkpoint import copier, remote
+from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
 PATIENCE = 120.0
@@ -17,7 +17,7 @@ PATIENCE = 120.0
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(copier, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.0)
 
 
 class Store:
@@ -87,7 +87,7 @@ def test_saving_goes_on_while_copies_wait_and_all_that_are_kept_follow_in_order(
 
 def test_what_could_not_be_copied_is_counted_said_and_tried_with_the_next_save(tmp_path, store, caplog):
     manager = CheckpointManager(tmp_path / "run", remote=str(store.folder))
-    store.failures = 2 * copier._ATTEMPTS
+    store.failures = 2 * remote._ATTEMPTS
     with caplog.at_level(logging.ERROR, logger="verl"):
         save(manager, 1)
         assert manager.copies.wait(PATIENCE) == ["global_step_1"], "the last try of a run fails too"
@@ -149,7 +149,7 @@ def test_a_step_that_cannot_be_deleted_costs_neither_the_save_nor_the_copies(tmp
 
     manager = CheckpointManager(tmp_path / "run", max_to_keep=1, remote=str(store.folder))
     with monkeypatch.context() as full, caplog.at_level(logging.WARNING, logger="verl"):
-        full.setattr("verl.utils.checkpoint.checkpoint_manager.retire", fail)
+        full.setattr("verl.utils.checkpoint.checkpoint_manager._apply_limits", fail)
         for step in (1, 2):
             save(manager, step)
             assert manager.copies.wait(PATIENCE) == []

@@ -1,4 +1,4 @@
-"""The first rows of data files, for quick checks: the cost is limited over all files of a configuration key."""
+"""The first rows of data files, for quick checks with a limit on the bytes read of all files of a key."""
 
 from __future__ import annotations
 
