@@ -73,7 +73,7 @@ def check_user_code(key: str, path: str | None, report: Report) -> None:
 def check_loggers(loggers: Sequence[str], report: Report) -> None:
     """Report trackers whose package is not installed."""
     for name in loggers:
-        package = names.LOGGERS[name].package
+        package = names.tracker_package(name)
         if package is not None and importlib.util.find_spec(package) is None:
             how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {package}"
             report.problem("trainer.logger", name, f"{package} is not installed here", f"Run {how}, or choose another")

@@ -75,22 +75,20 @@ REWARD_MANAGERS = {
 
 
 @dataclass(frozen=True)
-class Tracker:
-    """Where metrics go, and the package it needs."""
+class TrackerTraits(Traits):
+    """Traits of a tracker (`register_tracker`)."""
 
-    at: str
     package: str | None = None
+    """The Python package that it needs."""
 
 
-LOGGERS = {
-    "console": Tracker("verl.utils.tracking.local:Console"),
-    "tensorboard": Tracker("verl.utils.tracking.local:TensorBoard", "tensorboard"),
-    "wandb": Tracker("verl.utils.tracking.hosted:Wandb", "wandb"),
-    "mlflow": Tracker("verl.utils.tracking.hosted:MLflow", "mlflow"),
-    "swanlab": Tracker("verl.utils.tracking.hosted:SwanLab", "swanlab"),
-    "trackio": Tracker("verl.utils.tracking.hosted:Trackio", "trackio"),
-    "file": Tracker("verl.utils.tracking.local:JsonFiles"),
-}
+LOGGERS = ExtensionTable("utils.tracking", "register_tracker", TrackerTraits)
+
+
+def tracker_package(name: str) -> str | None:
+    """The Python package that a tracker needs; None: none is known."""
+    return LOGGERS.of(name, TrackerTraits("")).package
+
 
 LOSS_AGG_MODES = (
     "token-mean",

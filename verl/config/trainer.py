@@ -70,6 +70,7 @@ class RunConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):
+    logger: list[str] = key("Where metrics go: one name or a list.", choices=names.LOGGERS, extendable=True)
     mode: str = key(
         "Training waits for its batch (sync), is one batch behind generation, or takes what a stream has (async).",
         choices=("sync", "one_step_off", "async"),

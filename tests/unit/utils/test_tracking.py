@@ -1,6 +1,7 @@
 """Tracking through the real console, file and tensorboard backends; absent ones are refused before training."""
 
 import dataclasses
+import importlib
 import importlib.util
 import io
 import json
@@ -17,8 +18,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.config import load_config
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
 from verl.utils.tracking.local import Console
+from verl.utils.tracking.tracking import TRACKERS
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
 METRICS = {"timing/step": 3.25, "actor/loss": torch.tensor(0.234), "reward/mean": np.float64(0.35), "kl/mean": 0.002}
@@ -223,7 +226,7 @@ def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
 def test_unknown_backend_names_the_nearest():
     with pytest.raises(ValueError, match=r"trainer\.logger: unknown backend 'tensorbord'\. Did you mean 'tensorboard'"):
         Tracking("p", "r", "tensorbord")
-    with pytest.raises(ValueError, match=r"Known: console, tensorboard, wandb, mlflow, swanlab, trackio, file"):
+    with pytest.raises(ValueError, match=r"Known: console, file, tensorboard, wandb, swanlab, trackio, mlflow"):
         check_backends(["console", "zzz"])
 
 
@@ -359,3 +362,40 @@ def test_a_folder_for_trackers_holds_what_all_of_them_write(tmp_path, monkeypatc
     events.Reload()
     assert [event.value for event in events.Scalars("loss")] == [1.0]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_module_of_the_user_adds_a_tracker(tmp_path, monkeypatch):
+    (tmp_path / "my_trackers.py").write_text(
+        """
+from verl.utils.tracking import Tracker, register_tracker
+
+@register_tracker("mine_in_memory", package="json")
+class InMemory(Tracker):
+    records = []
+
+    def __init__(self, run):
+        self.records.append(run.experiment)
+
+    def log(self, data, step):
+        self.records.append((step, data["loss"]))
+
+    def log_generations(self, samples, step):
+        self.records.append((step, samples[0].output))
+
+    def close(self):
+        self.records.append("closed")
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    required = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
+    config = load_config(
+        {"external_libs": ["my_trackers"]}, ["trainer.logger=[mine_in_memory]", *required], check_files=False
+    )
+    module = importlib.import_module("my_trackers")
+    try:
+        with Tracking("p", "run", config.trainer.logger) as tracking:
+            tracking.log({"loss": 0.5}, step=3)
+            tracking.log_generations([("question", "answer", 1.0)], step=3)
+        assert module.InMemory.records == ["run", (3, 0.5), (3, "answer"), "closed"]
+    finally:
+        del TRACKERS["mine_in_memory"]

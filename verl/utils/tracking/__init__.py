@@ -1,11 +1,25 @@
 """Where metrics go: console, file, tensorboard and hosted trackers behind one `Tracking`."""
 
 from verl.utils.tracking.tracking import (
+    Generation,
+    TrackedRun,
+    Tracker,
     Tracking,
     ValidationGenerationsLogger,
     check_backends,
+    register_tracker,
     tracking_folders,
     tracking_problems,
 )
 
-__all__ = ["Tracking", "ValidationGenerationsLogger", "check_backends", "tracking_folders", "tracking_problems"]
+__all__ = [
+    "Generation",
+    "TrackedRun",
+    "Tracker",
+    "Tracking",
+    "ValidationGenerationsLogger",
+    "check_backends",
+    "register_tracker",
+    "tracking_folders",
+    "tracking_problems",
+]

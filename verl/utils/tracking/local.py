@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from verl.utils.disk import atomic_write
-from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in
+from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
 # The most important metrics, shown first under the short names used in the documentation.
 _HEADLINE = {
@@ -26,6 +26,7 @@ _HEADLINE = {
 _SAMPLE_CHARS = 200
 
 
+@register_tracker("console")
 class Console(Tracker):
     """Writes to standard output: the headline first, then a line per group of metrics; coloured on a terminal."""
 
@@ -76,6 +77,7 @@ class Console(Tracker):
         console.print(table)
 
 
+@register_tracker("file")
 class JsonFiles(Tracker):
     """`metrics.jsonl` (one object per step), `generations.jsonl` (one per sample) and `config.json`.
 
@@ -168,6 +170,7 @@ class _JsonLines:
                 self._file.write(b"\n")
 
 
+@register_tracker("tensorboard", package="tensorboard")
 class TensorBoard(Tracker):
     """A folder for `tensorboard --logdir`."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
-from verl.config.names import LOGGERS
+from verl.config.names import LOGGERS, tracker_package
 from verl.config.problems import closest
 from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
@@ -60,7 +60,17 @@ class Generation(NamedTuple):
 
 
 class Tracker:
-    """Base class of trackers. Values of `data` are plain Python; a tracker ignores those it cannot show."""
+    """Base class of trackers. Values of `data` are plain Python; a tracker ignores those it cannot show.
+
+    Your own tracker is a module listed in `external_libs`:
+
+        @register_tracker("mine", package="my_service")  # the package is optional
+        class MyTracker(Tracker):
+            def __init__(self, run: TrackedRun) -> None: ...
+            def log(self, data: Mapping[str, Any], step: int) -> None: ...
+            def log_generations(self, samples: Sequence[Generation], step: int) -> None: ...
+            def close(self) -> None: ...
+    """
 
     on_console: ClassVar[bool] = False
     """Written for a person at a terminal: without short names, and with a few generations only."""
@@ -88,6 +98,7 @@ class Tracker:
 
 
 TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
+register_tracker = TRACKERS.register
 
 
 class Tracking:
@@ -191,11 +202,11 @@ def check_backends(default_backend: str | Sequence[str]) -> list[str]:
     """
     names = list(dict.fromkeys(_as_names(default_backend)))
     for name in names:
-        if name not in LOGGERS:
-            near = closest(name, LOGGERS)
+        if name not in TRACKERS:
+            near = closest(name, TRACKERS)
             hint = f"Did you mean {near!r}? " if near else ""
-            raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(LOGGERS)}.")
-        package = LOGGERS[name].package
+            raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(TRACKERS)}.")
+        package = tracker_package(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"trainer.logger: {name!r} needs the package {package!r}, which is not installed. "
@@ -221,7 +232,7 @@ def tracking_folders(trainer_config: Any) -> list[Path]:
     run = TrackedRun(
         trainer_config.project_name, trainer_config.experiment_name, {}, tracking_dir=trainer_config.tracking_dir
     )
-    names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in LOGGERS]
+    names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in TRACKERS]
     return [folder for name in names if (folder := TRACKERS[name].folder(run)) is not None]
 
 

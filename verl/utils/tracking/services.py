@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in
+from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
 
 class _HostedTracker(Tracker):
@@ -45,6 +45,7 @@ class _HostedTracker(Tracker):
         self.module.finish()
 
 
+@register_tracker("wandb", package="wandb")
 class Wandb(_HostedTracker):
     """Weights & Biases; a restarted run continues its record."""
 
@@ -95,6 +96,7 @@ class Wandb(_HostedTracker):
         )
 
 
+@register_tracker("swanlab", package="swanlab")
 class SwanLab(_HostedTracker):
     """SwanLab; generations as texts."""
 
@@ -106,6 +108,7 @@ class SwanLab(_HostedTracker):
         ]
 
 
+@register_tracker("trackio", package="trackio")
 class Trackio(_HostedTracker):
     """Trackio; generations as a table."""
 
@@ -117,6 +120,7 @@ class Trackio(_HostedTracker):
         return self.module.Table(dataframe=pandas.DataFrame([sample._asdict() for sample in samples]))
 
 
+@register_tracker("mlflow", package="mlflow")
 class MLflow(Tracker):
     """A run of an MLflow experiment."""
 
