@@ -62,7 +62,7 @@ def copy_to_local(
     elif is_hub_id(location):
         path = _download_from_hub(HubRepo(location, repo_type), revision, cache_dir, key)
     else:
-        raise ValueError(f"{key}: {local!r} does not exist (looked at {os.path.abspath(local)}). Check the path.")
+        raise ValueError(f"{key}: there is no {local!r} (looked at {os.path.abspath(local)}). Check the path.")
     return _copy_to_shared_memory(Path(path)) if use_shm else path
 
 

@@ -66,7 +66,7 @@ def test_every_source_counts_and_is_named(tokenizer, tmp_path):
     }
     told = found.described(tokenizer)
     assert "<|end|> = 1 (tokenizer)" in told
-    assert told.endswith("Each of them ends an answer.")
+    assert told.endswith("Each of them ends a response.")
     assert "rollout.ignore_eos = True: only those of stop_token_ids" in found.described(tokenizer, ignore_eos=True)
 
 
@@ -95,7 +95,7 @@ def test_a_model_without_any_says_so(tmp_path):
     tokenizer = tiny_tokenizer()
     found = find_end_tokens(str(tmp_path), tiny_config(eos_token_id=None))
     assert found.ids == frozenset()
-    assert "no token ends an answer" in found.described(tokenizer)
+    assert "no token ends a response" in found.described(tokenizer)
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])

@@ -19,9 +19,9 @@ def test_a_program_of_ours_shows_every_warning_but_those():
     shown = stderr_of(
         """
         import warnings
-        from verl.utils.logging_setup import UNACTIONABLE, setup_logging
+        from verl.utils.logging_setup import HIDDEN_WARNINGS, setup_logging
         setup_logging()
-        for kind, beginning in UNACTIONABLE:
+        for kind, beginning in HIDDEN_WARNINGS:
             warnings.warn(beginning + " and so on", kind)
             warnings.warn("Yours: " + beginning, kind)
         """

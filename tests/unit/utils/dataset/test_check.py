@@ -82,7 +82,7 @@ BROKEN = {
         "line.jsonl line 2: not valid JSON (Expecting property name",
     ),
     "missing.parquet": (lambda path: None, "missing.parquet' (looked at "),
-    "words.txt": (lambda path: path.write_text("x"), "words.txt: not a format that can be read. Give one of .parquet"),
+    "words.txt": (lambda path: path.write_text("x"), "words.txt: the format is not supported. Give one of .parquet"),
 }
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_the_models_template_refuses_is_a_problem(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     report = check_files(write(tmp_path / "a.jsonl", [GOOD]), tokenizer=tokenizer)
-    assert "a.jsonl line 1: the chat template refuses the prompt" in report.problems[0]
+    assert "a.jsonl line 1: the chat template rejects the prompt" in report.problems[0]
 
 
 def test_a_reward_function_of_the_user_takes_any_source(tmp_path):

@@ -127,7 +127,7 @@ def test_a_prompt_that_the_template_refuses_is_named_with_its_place(tmp_path):
     )
     rows = [row(0), row(1, prompt=[{"role": "system", "content": "x"}, *said("y")])]
     expected = (
-        r"a\.parquet row 1: the chat template refuses the prompt \(TemplateError: no system role; roles: system, user"
+        r"a\.parquet row 1: the chat template rejects the prompt \(TemplateError: no system role; roles: system, user"
     )
     with pytest.raises(DataError, match=expected):
         RLHFDataset(write(tmp_path / "a.parquet", rows), tokenizer, {})

@@ -163,7 +163,7 @@ def test_a_template_under_which_the_answer_cannot_be_learned_is_refused(tmp_path
     messages = [THOUGHT[0], {"role": "assistant", "content": "<think>easy</think>2"}]
     if "rendered as" in said:
         messages[1]["content"] = "2"
-    with pytest.raises(DataError, match=f"line 1: the chat template .*{said}"):
+    with pytest.raises(DataError, match=f"line 1: the .*chat template .*{said}"):
         SFTDataset(write(tmp_path / "a.jsonl", [{"messages": messages}]), templated(template), {})
 
 
