@@ -8,7 +8,6 @@ end the program with exit code 0; a second one ends it at once.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from verl.utils.http_server.server import (
     bind_socket,
     create_server,
     positive,
+    run_event_loop,
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
             served = app_of(options, held)
             freeze_gc()
             limits = Limits(connections=options.max_connections)
-            asyncio.run(create_server(served.app, served.what, limits, "/v1").serve([taken]))
+            run_event_loop(create_server(served.app, served.what, limits, "/v1").serve([taken]))
 
 
 @dataclass(frozen=True)

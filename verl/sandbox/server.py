@@ -23,10 +23,17 @@ from starlette.types import ASGIApp
 from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
 from verl.sandbox.fusion_api import PING, PONG, RUN, result_to_json
 from verl.sandbox.request import RunRequest
-from verl.utils.http_server.app import HttpError, create_app, json_response
+from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import Limits as HttpLimits
-from verl.utils.http_server.server import add_server_options, bind_socket, create_server, positive, warn_if_public
+from verl.utils.http_server.server import (
+    add_server_options,
+    bind_socket,
+    create_server,
+    positive,
+    run_event_loop,
+    warn_if_public,
+)
 from verl.utils.logging_setup import setup_logging
 from verl.utils.resources import available_cores
 
@@ -49,7 +56,7 @@ class SandboxServer:
         self._sandbox, self._limits, self._highest = sandbox, limits, highest
         self._running = asyncio.Semaphore(max_concurrent)
         self._most, self._admitted = max_concurrent + max_waiting, 0
-        self._parser = BodyParser()
+        self._parser = BodyParser(RunRequest)
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route(RUN, self._run_code, methods=["POST"]), Route(PING, self._ping)]
@@ -69,7 +76,7 @@ class SandboxServer:
             raise HttpError(503, "too many programs are waiting. Try again later, or raise --max-waiting.")
         self._admitted += 1
         try:
-            program = await self._parser.parse(RunRequest, await request.body())
+            program = await self._parser.parse(RunRequest, request_body(request))
             try:
                 limits = self._limits_for(program)
                 language, problem = languages.find(program.language)
@@ -130,7 +137,7 @@ def serve(options: argparse.Namespace) -> None:
             with contextlib.closing(server):
                 app = server.app(options.max_body_mb * 2**20, options.api_key)
                 http_limits = HttpLimits(connections=options.max_connections)
-                asyncio.run(create_server(app, "a code sandbox", http_limits).serve([bound]))
+                run_event_loop(create_server(app, "a code sandbox", http_limits).serve([bound]))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
-from verl.utils.http_server.app import HttpError, create_app
+from verl.utils.http_server.app import HttpError, create_app, request_body
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import (
     Limits,
@@ -33,6 +33,7 @@ from verl.utils.http_server.server import (
     bind_socket,
     create_server,
     positive,
+    run_event_loop,
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
@@ -52,7 +53,7 @@ class SearchServer:
 
     def __init__(self, retriever: Retriever, name: str) -> None:
         self._retriever, self._name = retriever, name
-        self._parser = BodyParser()
+        self._parser = BodyParser(RetrieveRequest)
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._searching: asyncio.Task[None] | None = None
@@ -71,7 +72,7 @@ class SearchServer:
         return {"status": "ok", **facts, "queries": self._answered}
 
     async def _retrieve(self, request: Request) -> Response:
-        query = await self._parser.parse(RetrieveRequest, await request.body())
+        query = await self._parser.parse(RetrieveRequest, request_body(request))
         results = await self._look_up(query.queries, query.topk or self._retriever.topk)
         self._answered += len(query.queries)
         return StreamingResponse(_pieces(results, query.return_scores), media_type="application/json")
@@ -143,7 +144,7 @@ def _serve(options: argparse.Namespace) -> None:
         limits = Limits(connections=options.max_connections)
         with contextlib.closing(SearchServer(retriever, options.retriever_name)) as server:
             app = server.app(options.max_body_mb * 2**20, options.api_key)
-            asyncio.run(create_server(app, name, limits, "/retrieve").serve([bound]))
+            run_event_loop(create_server(app, name, limits, "/retrieve").serve([bound]))
 
 
 async def _pieces(results: list[list[Hit]], scores: bool) -> AsyncIterator[str]:

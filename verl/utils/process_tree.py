@@ -166,6 +166,15 @@ def continue_with_parent_death() -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
+def resident_bytes() -> int:
+    """Memory of this process that no file backs, as far as it is in RAM; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
 def data_bytes() -> int | None:
     """Return the bytes of this process that count against RLIMIT_DATA: private writable memory, touched or not."""
     try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from verl.utils.exceptions import PicklableError
-from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.process_pool import LOW_PRIORITY, ProcessDied, ProcessPool, TaskTimeout
 from verl.utils.tokenizer import hf_tokenizer
 
 __all__ = ["SHORT_TEXT", "TextWorkLimit", "TextWorkers", "TextWorkersBusy", "longest_token", "text_length"]
@@ -28,6 +28,8 @@ on a busy machine."""
 MEMORY_LIMIT = 2 * 2**30
 _PROCESSES = 4
 _MAX_HEAVY = 2
+# A process that holds more after a task is replaced.
+_MAX_GROWTH = 4 * 2**20
 _MAX_WAITING = 64
 
 # In a worker process: the tokenizer.
@@ -49,10 +51,22 @@ class TextWorkers:
     delay each other and never the light ones. At most 64 heavy tasks wait.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Any], seconds: float, memory: int = MEMORY_LIMIT) -> None:
-        """A task may take `seconds` and `memory` bytes beyond what the processes need for the tokenizer."""
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        seconds: float,
+        memory: int = MEMORY_LIMIT,
+        functions: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        """A task may take `seconds` and `memory` bytes beyond what the processes need for the tokenizer.
+
+        The modules of `functions` are imported before the processes fork, so that they share the memory.
+        """
         self.seconds, self._memory = seconds, memory
-        self._pool = ProcessPool(_PROCESSES, initializer=partial(_load, load_tokenizer), memory_limit=memory)
+        initializer = partial(_load, load_tokenizer, functions)
+        self._pool = ProcessPool(
+            _PROCESSES, initializer=initializer, memory_limit=memory, max_growth=_MAX_GROWTH, prefork=True
+        )
         self._starting = threading.Lock()
         self._started = False
         self._heavy = asyncio.Semaphore(_MAX_HEAVY)
@@ -154,8 +168,9 @@ def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore) -> N
         loop.call_soon_threadsafe(semaphore.release)
 
 
-def _load(load_tokenizer: Callable[[], Any]) -> None:
+def _load(load_tokenizer: Callable[[], Any], _functions: Sequence[Callable[..., Any]]) -> None:
     global _tokenizer
+    os.nice(LOW_PRIORITY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process that forks has no threads
     _tokenizer = load_tokenizer()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import sys
 import threading
 import time
@@ -60,6 +61,15 @@ def exit_with(code):
 
 def hold_the_gil():
     ctypes.PyDLL(None).usleep(1000_000_000)
+
+
+def describe(body):
+    return type(body).__name__, len(body), os.getpid()
+
+
+def keep(size):
+    _loaded.append("x" * size)
+    return os.getpid()
 
 
 def wait_for(file):
@@ -180,3 +190,27 @@ def test_calls_that_a_closed_pool_owed_are_errors():
     pool.close()
     with pytest.raises(PoolClosed, match="closed"):
         owed.result()
+
+
+@pytest.mark.parametrize("body", [b"small", b"x" * 3_000_000, bytearray(b"y" * 3_000_000)])
+def test_a_buffer_arrives_as_bytes(body):
+    with ProcessPool(1) as pool:
+        assert pool.submit(describe, pickle.PickleBuffer(body)).result()[:2] == ("bytes", len(body))
+        assert len(pool.submit(add, b"z" * 3_000_000, b"!").result()) == 3_000_001
+
+
+def test_a_worker_that_keeps_memory_is_replaced():
+    with ProcessPool(1, max_growth=8 << 20) as pool:
+        pool.submit(keep, 1000).result()  # imports this file, which may be much memory already
+        first = pool.submit(keep, 1000).result()
+        assert pool.submit(keep, 32 << 20).result() == first, "small calls keep the process"
+        assert pool.submit(keep, 1000).result() != first
+
+
+def test_all_workers_are_forked_before_calls_need_them():
+    with ProcessPool(3, prefork=True) as pool:
+        pool.submit(add, 1, 2).result()
+        give_up = time.monotonic() + 10
+        while len(pool._workers) < 3 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert len(pool._workers) == 3

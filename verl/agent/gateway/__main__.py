@@ -32,9 +32,11 @@ from verl.utils.http_server.server import (
     bind_socket,
     create_server,
     positive,
+    run_event_loop,
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
+from verl.utils.resources import freeze_gc
 from verl.utils.tool_calls import get_parser
 
 __all__ = ["main"]
@@ -64,8 +66,9 @@ def _serve(options: argparse.Namespace) -> None:
             served = stack.enter_context(ServedModel(options).loaded(max_answers=1, client_templates=False))
             model = stack.enter_context(contextlib.closing(Model(served.facts, served.tokenizer, parser)))
             model.start_workers()
+            freeze_gc()
             gateway, limits = _Gateway(served, model, options), Limits(connections=options.max_connections)
-            asyncio.run(gateway.serve(create_server(gateway.app, served.what, limits, "/sessions/<name>"), bound))
+            run_event_loop(gateway.serve(create_server(gateway.app, served.what, limits, "/sessions/<name>"), bound))
 
 
 class _Gateway:
@@ -108,6 +111,8 @@ class _Gateway:
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
         self._served.check(request)
+        if request.params.grammar is not None:
+            await asyncio.to_thread(self._served.engine.prepare, request.params)
         async with contextlib.aclosing(self._served.engine.stream(request)) as pieces:
             async for piece in pieces:
                 yield piece

@@ -25,7 +25,7 @@ from verl.inference.serving import openai_replies
 from verl.inference.serving.api_errors import ApiError, openai_error
 from verl.inference.serving.openai_replies import Part
 from verl.inference.serving.openai_requests import CHAT, Ask
-from verl.utils.http_server.app import HttpError, create_app, json_response
+from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import RequestModel, parse_json, validate_model
 
 __all__ = ["MAX_REWARD", "GatewayApp"]
@@ -127,7 +127,7 @@ class GatewayApp:
         return await _state_response(session)
 
     async def _set_reward(self, request: Request) -> Response:
-        session, body = self._sessions.get(*self._access(request)), await request.body()
+        session, body = self._sessions.get(*self._access(request)), request_body(request)
         if len(body) > _MAX_REWARD_INFO_BYTES:
             message = f"reward_info: the body has {len(body)} bytes; at most {_MAX_REWARD_INFO_BYTES} are accepted."
             raise ApiError(message, "reward_info", 413)
@@ -145,7 +145,7 @@ class GatewayApp:
         api = MESSAGES if request.scope["path"].endswith(MESSAGES) else CHAT
         with self._sessions.use(*self._access(request)) as session:
             model = self._model
-            parsed = await model.read(api, await request.body())
+            parsed = await model.read(api, request_body(request))
             place, chat = await session.place(parsed, model), parsed.chat
             ask = replace(chat.ask, prompts=[place.prompt_ids])
             answer = Answer(chat, parsed.reads_calls, model.parser, model.tokenizer, await model.ends(chat))

@@ -40,7 +40,7 @@ class GatewayRequest:
     """As of `Tree.lookup`."""
 
 
-def check_body(body: bytes, facts: ModelFacts) -> None:
+def check_body(body: bytes | bytearray, facts: ModelFacts) -> None:
     """Raise ApiError (413) for a body that cannot be a conversation within the model's context."""
     most = facts.max_characters * _BYTES_PER_CHARACTER + _BODY_SLACK
     if len(body) > most:
@@ -56,7 +56,7 @@ def check_body(body: bytes, facts: ModelFacts) -> None:
 def read_request(
     tokenizer: Any,
     api: str,
-    body: bytes,
+    body: bytes | bytearray,
     facts: ModelFacts,
     forces_calls: bool,
     grammars: bool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pickle
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class Model:
         """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
-        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds)
+        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, start_ids])
         self._ends: dict[str, frozenset[int]] = {}
 
     def start_workers(self) -> None:
@@ -75,16 +76,16 @@ class Model:
         """End the text workers."""
         self._workers.close()
 
-    async def read(self, api: str, body: bytes) -> GatewayRequest:
+    async def read(self, api: str, body: bytes | bytearray) -> GatewayRequest:
         """The request in a body sent to `api` (/v1/chat/completions or /v1/messages). ApiError: it is refused."""
         check_body(body, self.facts)
-        arguments = (api, body, self.facts, isinstance(self.parser, HermesParser), self._grammars)
+        arguments = (self.facts, isinstance(self.parser, HermesParser), self._grammars)
         if len(body) <= _SHORT_BODY:
             try:
-                return read_request(self.tokenizer, *arguments, heavy=False)
+                return read_request(self.tokenizer, api, body, *arguments, heavy=False)
             except HeavyRequest:
                 pass
-        return await self._call(read_request, *arguments)
+        return await self._call(read_request, api, pickle.PickleBuffer(body), *arguments)
 
     async def start(self, request: GatewayRequest) -> list[int]:
         """Tokens of the whole conversation."""

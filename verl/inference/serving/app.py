@@ -24,6 +24,7 @@ from verl.inference.serving.text_stream import TextStream
 from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.exceptions import rename_fields
+from verl.utils.http_server.app import request_body
 
 __all__ = ["OpenAIServer", "api_errors", "in_options"]
 
@@ -61,7 +62,7 @@ class OpenAIServer:
 
     async def _generate(self, http_request: HttpRequest) -> Response:
         path = http_request.scope["path"]
-        ask = await self._parsers.parse(path, await http_request.body(), self._facts)
+        ask = await self._parsers.parse(path, request_body(http_request), self._facts)
         requests = ask.requests(self._facts.max_model_len)
         with api_errors():
             for request in requests:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.inference.serving.api_errors import ApiError
@@ -30,21 +30,22 @@ class Parsers(Generic[T]):
         self, read: Callable[[str, bytes, ModelFacts, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
     ) -> None:
         self._read = read
-        self._workers = TextWorkers(partial(_load, load_tokenizer, read), seconds)
+        self._workers = TextWorkers(load_tokenizer, seconds, functions=[read])
 
     def wait_until_ready(self) -> None:
         """Return when requests can be read; raises the error that prevents loading the tokenizer."""
         self._workers.start()
 
-    async def parse(self, path: str, body: bytes, facts: ModelFacts) -> T:
+    async def parse(self, path: str, body: bytes | bytearray, facts: ModelFacts) -> T:
         """The checked request. ApiError: 400 for a request that is refused, 503 if too many heavy ones wait."""
+        shared = pickle.PickleBuffer(body)
         try:
             if len(body) <= _LIGHT_BODY:
                 try:
-                    return await self._workers.call(_read, self._read, path, body, facts, False)
+                    return await self._workers.call(_read, self._read, path, shared, facts, False)
                 except HeavyRequest:
                     pass
-            return await self._workers.call(_read, self._read, path, body, facts, True, heavy=True)
+            return await self._workers.call(_read, self._read, path, shared, facts, True, heavy=True)
         except (TextWorkLimit, TextWorkersBusy) as error:
             raise text_work_error(error) from error
 
@@ -57,11 +58,6 @@ def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
     if isinstance(error, TextWorkersBusy):
         return ApiError(f"{error}. Try again later.", status=503, code="text_workers_busy")
     return ApiError(f"{error}. Shorten it.", code="text_work_limit")
-
-
-def _load(load_tokenizer: Callable[[], Any], _read: Callable[..., Any]) -> Any:
-    """Load the tokenizer. `_read` has its modules imported before the processes fork, so that they share the memory."""
-    return load_tokenizer()
 
 
 def _read(

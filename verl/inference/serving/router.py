@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl.inference.serving.api_errors import openai_error
-from verl.utils.http_server.app import HttpError, create_app
+from verl.utils.http_server.app import HttpError, create_app, request_body
 
 __all__ = ["Router", "least_busy"]
 
@@ -50,9 +50,8 @@ class Router:
         }
         self._in_flight[server] += 1
         try:
-            forwarded = self._client.build_request(
-                request.method, f"http://{server}{request.scope['path']}", content=await request.body(), headers=headers
-            )
+            url, body = f"http://{server}{request.scope['path']}", bytes(request_body(request))
+            forwarded = self._client.build_request(request.method, url, content=body, headers=headers)
             reply = await self._client.send(forwarded, stream=True)
         except BaseException as error:
             self._in_flight[server] -= 1

@@ -19,7 +19,7 @@ from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring_requests import CLASSIFY, REWARDS, ScoreAsk
-from verl.utils.http_server.app import json_response
+from verl.utils.http_server.app import json_response, request_body
 
 __all__ = ["ScoringServer"]
 
@@ -49,7 +49,7 @@ class ScoringServer:
         return await _response("classify", ask, [self._classes(row) for row in logits])
 
     async def _score(self, request: Request) -> tuple[ScoreAsk, list[list[float]]]:
-        ask = await self._parsers.parse(request.scope["path"], await request.body(), self._facts)
+        ask = await self._parsers.parse(request.scope["path"], request_body(request), self._facts)
         futures = self._classifier.submit(ask.inputs)
         try:
             return ask, await asyncio.gather(*map(asyncio.wrap_future, futures))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import pickle
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from verl.utils.http_server.app import HttpError
-from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
-from verl.utils.resources import trim_heap
+from verl.utils.process_pool import LOW_PRIORITY, ProcessDied, ProcessPool, TaskTimeout
 
 __all__ = ["BodyParser", "RequestModel", "parse_json", "parse_model", "validate_model", "validation_message"]
 
@@ -24,7 +26,7 @@ _INTEGER_LIMIT = 2**64
 _INLINE_BYTES, _VERY_LARGE_BYTES = 256 << 10, 2 << 20
 _MOST_PENDING = 64
 _SECONDS = 10.0
-_MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES, _GROWTH_BYTES = 1 << 30, 4 << 20
 _SHOWN = 200
 
 
@@ -41,7 +43,7 @@ class RequestModel(BaseModel):
         return fields
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes | bytearray) -> Any:
     """Parse JSON in UTF-8: no NaN, no infinite or more than 64-bit numbers, no lone surrogates. HttpError 400 if not.
 
     The limits hold for every number in the body, also inside fields that are passed on without validation.
@@ -67,8 +69,9 @@ def parse_json(body: bytes) -> Any:
 
 
 def _bounded_int(digits: str) -> int:
-    if len(digits) > 20 or abs(int(digits)) >= _INTEGER_LIMIT:
-        raise ValueError(f"the number {digits[:20]}… ({len(digits)} digits) does not fit in 64 bits")
+    count = len(digits.removeprefix("-"))
+    if count > 20 or abs(int(digits)) >= _INTEGER_LIMIT:
+        raise ValueError(f"the number {digits[:20]}… ({count} digits) does not fit in 64 bits")
     return int(digits)
 
 
@@ -106,15 +109,12 @@ def validation_message(error: ValidationError) -> tuple[str, str | None]:
     return f"{place or 'the body'}: {reason}{shown}.", place or None
 
 
-def parse_model(model: type[Model], body: bytes) -> Model:
+def parse_model(model: type[Model], body: bytes | bytearray) -> Model:
     return validate_model(model, parse_json(body))
 
 
-def _parse_large(model: type[Model], body: bytes) -> Model:
-    try:
-        return parse_model(model, body)
-    finally:
-        trim_heap()
+def _prepare(_models: tuple[type[BaseModel], ...]) -> None:
+    os.nice(LOW_PRIORITY)
 
 
 class BodyParser:
@@ -124,13 +124,20 @@ class BodyParser:
     use one of the two processes, so that the others do not wait for them.
     """
 
-    def __init__(self) -> None:
-        self._pool = ProcessPool(2, memory_limit=_MEMORY_BYTES)
+    def __init__(self, *models: type[BaseModel]) -> None:
+        """`models` are imported before the processes fork, so that they share the memory."""
+        self._pool = ProcessPool(
+            2,
+            initializer=partial(_prepare, models),
+            memory_limit=_MEMORY_BYTES,
+            max_growth=_GROWTH_BYTES,
+            prefork=True,
+        )
         self._pool.submit(parse_json, b"0")  # starts it now: in the event loop, clients would wait for that
         self._very_large = asyncio.Semaphore(1)
         self._pending = 0
 
-    async def parse(self, model: type[Model], body: bytes) -> Model:
+    async def parse(self, model: type[Model], body: bytes | bytearray) -> Model:
         if len(body) <= _INLINE_BYTES:
             return parse_model(model, body)
         if self._pending >= _MOST_PENDING:
@@ -144,9 +151,10 @@ class BodyParser:
         finally:
             self._pending -= 1
 
-    async def _parse(self, model: type[Model], body: bytes) -> Model:
+    async def _parse(self, model: type[Model], body: bytes | bytearray) -> Model:
         try:
-            parsed: Model = await asyncio.wrap_future(self._pool.submit(_parse_large, model, body, timeout=_SECONDS))
+            task = self._pool.submit(parse_model, model, pickle.PickleBuffer(body), timeout=_SECONDS)
+            parsed: Model = await asyncio.wrap_future(task)
         except TaskTimeout as error:
             raise HttpError(400, f"the body could not be parsed within {_SECONDS:g} s. Shorten it.") from error
         except (MemoryError, ProcessDied) as error:

@@ -9,11 +9,14 @@ import ipaddress
 import logging
 import os
 import resource
+import select
+import selectors
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,6 +25,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from verl.utils import process_tree
+from verl.utils.http_server.lobby import MOST_READY, Lobby
+from verl.utils.resources import trim_heap
+
 __all__ = [
     "Limits",
     "LocalServer",
@@ -29,15 +36,21 @@ __all__ = [
     "bind_socket",
     "create_server",
     "positive",
+    "run_event_loop",
     "serve_in_thread",
     "warn_if_public",
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OTHER_FILES = 256
+_OTHER_FILES = 256 + MOST_READY
 _POLL_SECONDS = 0.01
-# asyncio accepts as many connections in one iteration of the loop as the backlog has entries: other clients wait.
-_ACCEPTED_AT_ONCE, _BACKLOG = 64, 2048
+# Events of connections that are handled in one iteration of the loop. A request needs several iterations.
+_EVENTS_AT_ONCE = 256
+# After this time a thread that computes lets the event loop run (Python's default: 5 ms).
+_SWITCH_SECONDS = 0.001
+_BACKLOG = MOST_READY
+# Every 2 s, if the memory has grown by this much since the last time.
+_TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 logger = logging.getLogger(__name__)
@@ -124,11 +137,43 @@ def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: 
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=limits.header_bytes,
-        backlog=_ACCEPTED_AT_ONCE,
+        backlog=_BACKLOG,
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
     return _Server(config, name, limits, path, signals)
+
+
+def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` for a server: neither very many connections nor a computing thread delay a client for long."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    asyncio.set_event_loop_policy(_FairLoopPolicy())
+    try:
+        asyncio.run(work)
+    finally:
+        asyncio.set_event_loop_policy(None)
+        sys.setswitchinterval(interval)
+
+
+class _FairLoopPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.SelectorEventLoop(_FairSelector()) if hasattr(select, "epoll") else super().new_event_loop()
+
+
+class _FairSelector(selectors.DefaultSelector):
+    """Returns a limited number of events at a time; epoll then continues with those that it has not returned yet."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        epoll: Any = self._selector  # type: ignore[attr-defined]
+        ready = []
+        for descriptor, event in epoll.poll(-1 if timeout is None else max(0, timeout), _EVENTS_AT_ONCE):
+            events = selectors.EVENT_WRITE if event & ~select.EPOLLIN else 0
+            events |= selectors.EVENT_READ if event & ~select.EPOLLOUT else 0
+            key = self.get_map().get(descriptor)
+            if key is not None:
+                ready.append((key, events & key.events))
+        return ready
 
 
 def _allowed_connections(count: int) -> int:
@@ -162,16 +207,37 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._name, self._limits, self._path = name, limits, path
         self._signals = _SIGNALS if signals else ()
+        self._lobbies: list[Lobby] = []
+        self._trimmed_to = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        loop = asyncio.get_running_loop()
         for bound in sockets or ():
-            bound.listen(_BACKLOG)
+            loop.remove_reader(bound)  # of asyncio, which would accept and prepare all connections that wait at once
+            self._lobbies.append(self._lobby(bound))
         host, port = (sockets or [])[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %s at http://%s:%d%s", self._name, shown, port, self._path)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times per second. Free memory of the heap goes back to the system: malloc keeps it."""
+        if counter % _TICKS_PER_TRIM == 0 and process_tree.resident_bytes() > self._trimmed_to + _GROWTH_BYTES:
+            await asyncio.to_thread(trim_heap)
+            self._trimmed_to = process_tree.resident_bytes()
+        return await super().on_tick(counter)
+
+    def _lobby(self, bound: socket.socket) -> Lobby:
+        def create_protocol() -> asyncio.Protocol:
+            protocol: Any = self.config.http_protocol_class
+            return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        connections, limits = self.server_state.connections, self._limits
+        return Lobby(bound, create_protocol, lambda: len(connections), limits.connections, limits.request_seconds)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for lobby in self._lobbies:
+            lobby.close()
         if self._signals:
             grace = self._limits.grace_seconds
             logger.info("stopping: in-flight requests have %d s to finish (send the signal again to stop now)", grace)

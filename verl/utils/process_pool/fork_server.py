@@ -8,10 +8,11 @@ Control messages are a letter and a number: `F` (fork; a socket comes along; the
 (clear up after a worker that the pool killed; no answer), `E` + id (the same for one that ended by itself; the answer
 is how, as in `subprocess.Popen.returncode`) and `P` + length (import the modules whose names follow; no answer).
 
-A worker gets lists of calls (function and arguments, both pickled) and answers each with a frame (a letter, a length,
-seconds, a pickle): `R`, what was returned; `X`, what was raised; `O`, out of memory. Before that come `I` with a name
-while a call imports something, which takes time that is not its fault, and `M` with the modules it has imported, which
-fresh workers shall have.
+A worker gets lists of calls (sizes of all parts, then for each call the pickled function, the pickled arguments and
+their large buffers) and answers each with a frame (a letter, a length, seconds, a pickle): `R`, what was returned; `X`,
+what was raised; `O`, out of memory. Before that come `I` with a name while a call imports something, which takes time
+that is not its fault, `M` with the modules it has imported, which fresh workers shall have, and `G` when its memory has
+grown so much that the pool should replace it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from typing import BinaryIO
 
 from verl.utils import process_tree
 from verl.utils.process_pool.errors import CannotSend
+from verl.utils.resources import trim_heap
 
 FORK, KILLED, ENDED, PRELOAD = b"F", b"K", b"E", b"P"
-CALLS, RETURNED, RAISED, MEMORY, IMPORTING, MODULES = b"C", b"R", b"X", b"O", b"I", b"M"
+CALLS, RETURNED, RAISED, MEMORY, IMPORTING, MODULES, GROWN = b"C", b"R", b"X", b"O", b"I", b"M", b"G"
 CONTROL = struct.Struct("!cq")
 FRAME = struct.Struct("!cIf")
 _LOOK_FOR_PARENT_SECONDS = 2.0
@@ -52,20 +55,20 @@ def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     with Connection(os.dup(control_fd)) as pipe:
         try:
-            initializer, memory_limit = pickle.loads(pipe.recv_bytes())
+            initializer, memory_limit, max_growth = pickle.loads(pipe.recv_bytes())
             if initializer is not None:
                 initializer()
         except Exception:  # noqa: BLE001 - told to the pool, which raises it
             pipe.send(traceback.format_exc())
             return
         pipe.send(None)
-    _Server(control, memory_limit).serve()
+    _Server(control, memory_limit, max_growth).serve()
 
 
 class _Server:
-    def __init__(self, control: socket.socket, memory_limit: int | None) -> None:
+    def __init__(self, control: socket.socket, memory_limit: int | None, max_growth: int | None) -> None:
         self._control = control
-        self._memory_limit = memory_limit
+        self._memory_limit, self._max_growth = memory_limit, max_growth
         self._workers: set[int] = set()
         self._dying: set[int] = set()
 
@@ -151,7 +154,7 @@ class _Server:
             os.setpgid(0, 0)  # killed together with whatever it starts
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             _limit_memory(self._memory_limit)
-            _work_until_closed(socket.socket(fileno=descriptor))
+            _work_until_closed(socket.socket(fileno=descriptor), self._max_growth)
             status = 0
         except BaseException:  # noqa: BLE001 - a process that is about to end
             traceback.print_exc()
@@ -173,7 +176,7 @@ def _limit_memory(limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
 
 
-def _work_until_closed(link: socket.socket) -> None:
+def _work_until_closed(link: socket.socket, max_growth: int | None) -> None:
     def let_go() -> None:
         if link.fileno() >= 0:
             os.close(link.detach())
@@ -182,23 +185,43 @@ def _work_until_closed(link: socket.socket) -> None:
     os.register_at_fork(after_in_child=let_go)
     imports = _ImportWatch(link)
     sys.meta_path.insert(0, imports)
-    calls = link.makefile("rb")
+    received, at_start = link.makefile("rb"), process_tree.resident_bytes()
     with contextlib.suppress(OSError):
-        while header := calls.read(FRAME.size):
-            for function, arguments in pickle.loads(calls.read(FRAME.unpack(header)[1])):
+        while header := received.read(FRAME.size):
+            calls = _read_calls(received, FRAME.unpack(header)[1])
+            while calls:
                 began = time.perf_counter()
-                letter, content = _outcome(function, arguments)
+                letter, content = _outcome(*calls.pop())
                 seconds = time.perf_counter() - began
-                link.sendall(imports.news() + frame(letter, content, seconds))
+                grown = max_growth is not None and _has_grown(at_start, max_growth)
+                link.sendall(imports.news() + (frame(GROWN, b"") if grown else b"") + frame(letter, content, seconds))
+
+
+def _read_calls(received: BinaryIO, size: int) -> list[tuple[bytes, bytes, list[bytes]]]:
+    """(function, arguments, buffers of the arguments) of each call, the first one last."""
+    sizes = pickle.loads(received.read(size))
+    return [
+        (received.read(function), received.read(arguments), [received.read(buffer) for buffer in buffers])
+        for function, arguments, buffers in sizes
+    ][::-1]
+
+
+def _has_grown(at_start: int, most: int) -> bool:
+    """Whether this process holds `most` bytes more than at its start, also after free memory is returned."""
+    if process_tree.resident_bytes() - at_start <= most:
+        return False
+    gc.collect()
+    trim_heap()
+    return process_tree.resident_bytes() - at_start > most
 
 
 _load_function = functools.lru_cache(pickle.loads)
 
 
-def _outcome(function: bytes, arguments: bytes) -> tuple[bytes, bytes]:
+def _outcome(function: bytes, arguments: bytes, buffers: list[bytes]) -> tuple[bytes, bytes]:
     """How a call ended: a letter and its pickle."""
     try:
-        value = _load_function(function)(*pickle.loads(arguments))
+        value = _load_function(function)(*pickle.loads(arguments, buffers=buffers))
     except MemoryError as error:
         # Room to say so. The pool kills a process that does.
         _, most = resource.getrlimit(resource.RLIMIT_DATA)

@@ -30,7 +30,7 @@ from typing import Any
 from verl.utils import process_tree
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
-from verl.utils.process_pool.fork_server import IMPORTING, MEMORY, MODULES, RETURNED
+from verl.utils.process_pool.fork_server import GROWN, IMPORTING, MEMORY, MODULES, RETURNED
 from verl.utils.process_pool.pace import LOOK_SECONDS, Pace
 from verl.utils.process_pool.processes import FROM_OUTSIDE, Done, ForkServer, Task, Worker, ending_in_words, portable
 from verl.utils.progress import expect, tick
@@ -42,20 +42,33 @@ _MOST_BESIDE = 256
 _MOST_LOST = 3
 _TICK_SECONDS = 0.5
 
+LOW_PRIORITY = 5
+"""The `nice` of processes that work for clients of a server: the server itself comes first."""
+
 
 class ProcessPool:
     """Up to `processes` workers, forked by a server that starts from scratch with the first call.
 
     `initializer` runs once, in that server: what it loads, every worker has. It and functions that cannot be imported
-    travel by content (cloudpickle). A worker may take `memory_limit` bytes beyond what is loaded when it starts.
+    travel by content (cloudpickle). A worker may take `memory_limit` bytes beyond what is loaded when it starts. One
+    that holds `max_growth` bytes more after a call than when it started is replaced. With `prefork`, all workers are
+    forked when the server has started, and not only when calls need them.
+
+    An argument that is a `pickle.PickleBuffer` of bytes is not copied in this process; the function receives bytes.
     """
 
     def __init__(
-        self, processes: int, *, initializer: Callable[[], object] | None = None, memory_limit: int | None = None
+        self,
+        processes: int,
+        *,
+        initializer: Callable[[], object] | None = None,
+        memory_limit: int | None = None,
+        max_growth: int | None = None,
+        prefork: bool = False,
     ) -> None:
         self._processes = processes
         self._initializer = initializer
-        self._memory_limit = memory_limit
+        self._memory_limit, self._max_growth, self._prefork = memory_limit, max_growth, prefork
         self._waiting: deque[Task] = deque()
         self._workers: dict[int, Worker] = {}
         self._pace = Pace()
@@ -90,7 +103,7 @@ class ProcessPool:
         tasks, code = [], _pickled(function)
         for number, arguments in enumerate(calls):
             try:
-                tasks.append(Task(code, _pickled(arguments), timeout, done, number))
+                tasks.append(Task(code, *_pickled_arguments(arguments), timeout, done, number))
             except CannotSend as error:
                 done(number, None, CannotSend(f"got what cannot be sent to another process: {error}"))
         if tasks:
@@ -130,7 +143,7 @@ class ProcessPool:
     def _start_server(self) -> None:
         for last in (False,) * (_MOST_LOST - 1) + (True,):
             try:
-                self._server = ForkServer(self._initializer, self._memory_limit)
+                self._server = ForkServer(self._initializer, self._memory_limit, self._max_growth)
                 break
             except EOFError as error:
                 if last:
@@ -212,9 +225,7 @@ class ProcessPool:
             if worker is None:
                 if len(at_work) >= self._processes:
                     return
-                worker = self._server.fork()
-                self._workers[worker.pid] = worker
-                self._selector.register(worker.link, selectors.EVENT_READ, worker)
+                worker = self._fork()
             worker.tasks.extend(
                 self._waiting.popleft() for _ in range(self._pace.share(len(self._waiting), self._processes))
             )
@@ -222,6 +233,14 @@ class ProcessPool:
                 worker.send()
             except OSError:  # it ended before it could read: no fault of these calls, unless they are its first
                 self._died(worker, to_blame=not worker.answered)
+        while self._prefork and len(self._workers) < self._processes:
+            self._fork()
+
+    def _fork(self) -> Worker:
+        worker = self._server.fork()
+        self._workers[worker.pid] = worker
+        self._selector.register(worker.link, selectors.EVENT_READ, worker)
+        return worker
 
     def _let_answers_pile_up(self) -> None:
         """Waking up for every answer would cost more than most calls do: sleep until a worker should be done."""
@@ -246,10 +265,12 @@ class ProcessPool:
             for letter, seconds, content in worker.receive():
                 if letter == IMPORTING:  # which is not the fault of the call that runs now: its time starts anew
                     worker.begin()
-                    worker.importing = content.decode()
+                    worker.importing = bytes(content).decode()
                     imported = True
                 elif letter == MODULES:
                     self._server.preload(content)
+                elif letter == GROWN:
+                    worker.spent = True
                 elif not worker.tasks:  # an answer to nothing: something else writes to its socket
                     self._kill(worker)
                     return
@@ -269,7 +290,7 @@ class ProcessPool:
             if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
                 self._kill(worker)
 
-    def _take(self, worker: Worker, letter: bytes, content: bytes) -> bool:
+    def _take(self, worker: Worker, letter: bytes, content: memoryview) -> bool:
         """Deliver one answer; False: the worker is of no further use."""
         task = worker.tasks.popleft()
         # Perhaps what earlier calls left behind in memory is to blame: a second chance, in a fresh process.
@@ -404,7 +425,23 @@ def _pickled(thing: Any) -> bytes:
         return portable(thing)  # it cannot be found over there by its name; it travels by content
 
 
-def _result(letter: bytes, content: bytes) -> tuple[Any, Exception | None]:
+def _pickled_arguments(arguments: tuple[Any, ...]) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """The pickled arguments, and the buffers among them that are sent as they are."""
+    buffers: list[pickle.PickleBuffer] = []
+
+    def belongs_inside(buffer: pickle.PickleBuffer) -> bool:
+        if isinstance(memoryview(buffer).obj, bytes | bytearray):
+            buffers.append(buffer)
+            return False
+        return True  # arrays would arrive read-only
+
+    try:
+        return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL, buffer_callback=belongs_inside), buffers
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return portable(arguments), []  # by content, as in `_pickled`
+
+
+def _result(letter: bytes, content: memoryview) -> tuple[Any, Exception | None]:
     """(value, error) of an answer."""
     try:
         value = pickle.loads(content)

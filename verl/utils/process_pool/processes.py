@@ -29,6 +29,8 @@ from verl.utils.process_pool.errors import CannotSend, InitializerError
 from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
 
 _READ_BYTES = 1 << 18
+# Messages up to this size are sent at once, larger ones in their parts, without a copy.
+_SMALL_MESSAGE = 1 << 18
 # Only idle workers are sent to, and they read at once. One that does not is broken.
 _SEND_SECONDS = 30.0
 _ANSWER_SECONDS = 120.0
@@ -53,7 +55,8 @@ class Task:
     """A call on its way through the pool."""
 
     function: bytes  # pickled
-    arguments: bytes  # pickled
+    arguments: bytes  # pickled, without `buffers`
+    buffers: list[pickle.PickleBuffer]  # sent as they are: a copy of a large one holds the interpreter's lock
     timeout: float
     done: Done
     number: int
@@ -86,12 +89,17 @@ class Worker:
     def send(self) -> None:
         """Have it run its tasks. OSError: it has ended, or does not read."""
         self.begin()
-        calls = pickle.dumps([(task.function, task.arguments) for task in self.tasks], pickle.HIGHEST_PROTOCOL)
+        calls = [(task.function, task.arguments, [buffer.raw() for buffer in task.buffers]) for task in self.tasks]
+        sizes = [(len(function), len(arguments), list(map(len, buffers))) for function, arguments, buffers in calls]
+        parts: list[bytes | memoryview] = [frame(CALLS, pickle.dumps(sizes))]
+        for function, arguments, buffers in calls:
+            parts += [function, arguments, *buffers]
         self.link.settimeout(_SEND_SECONDS)
-        self.link.sendall(frame(CALLS, calls))
+        for part in [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_MESSAGE else parts:
+            self.link.sendall(part)
         self.link.setblocking(False)
 
-    def receive(self) -> Iterator[tuple[bytes, float, bytes]]:
+    def receive(self) -> Iterator[tuple[bytes, float, memoryview]]:
         """The frames (letter, seconds, content) that are there. EOFError, after the last: it has ended."""
         ended = False
         with contextlib.suppress(BlockingIOError):
@@ -104,17 +112,24 @@ class Worker:
                 self._received += chunk
                 ended = not chunk
                 more = len(chunk) == _READ_BYTES
-        received, start = bytes(self._received), 0
+        yield from self._frames()
+        if ended:
+            raise EOFError
+
+    def _frames(self) -> Iterator[tuple[bytes, float, memoryview]]:
+        """The complete frames of what was received. Contents are not copied: large ones arrive in many pieces."""
+        start, received = 0, self._received
         while len(received) - start >= FRAME.size:
             letter, size, seconds = FRAME.unpack_from(received, start)
             end = start + FRAME.size + size
             if len(received) < end:
                 break
-            yield letter, seconds, received[start + FRAME.size : end]
+            if not start:
+                self._received = bytearray()
+            yield letter, seconds, memoryview(received)[start + FRAME.size : end]
             start = end
-        self._received = bytearray(received[start:])
-        if ended:
-            raise EOFError
+        if start:
+            self._received = received[start:]
 
     def begin(self) -> None:
         """The time of the first of its tasks starts now."""
@@ -148,8 +163,10 @@ class ForkServer:
     An EOFError, here and later: somebody killed or stopped its process.
     """
 
-    def __init__(self, initializer: Callable[[], object] | None, memory_limit: int | None) -> None:
-        payload = portable((initializer, memory_limit))
+    def __init__(
+        self, initializer: Callable[[], object] | None, memory_limit: int | None, max_growth: int | None
+    ) -> None:
+        payload = portable((initializer, memory_limit, max_growth))
         self.control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(theirs.fileno()), json.dumps(_module_path())],
@@ -190,7 +207,7 @@ class ForkServer:
         self._tell(ENDED, worker.pid)
         return self._answer()
 
-    def preload(self, names: bytes) -> None:
+    def preload(self, names: bytes | memoryview) -> None:
         """Have it import modules (a pickled list of names), so that fresh workers need not."""
         self._tell(PRELOAD, len(names))
         self.control.sendall(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pickle import PickleBuffer
 
 import pytest
 
@@ -30,12 +31,13 @@ def body(*messages, **fields):
 class Inline:
     """Text workers that run in this process and record what they run."""
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         self.calls = []
 
     async def call(self, function, *arguments, heavy=False):
         self.calls.append(function.__name__)
-        return function(self.tokenizer, *arguments)
+        received = [bytes(item) if isinstance(item, PickleBuffer) else item for item in arguments]
+        return function(self.tokenizer, *received)
 
 
 @pytest.fixture

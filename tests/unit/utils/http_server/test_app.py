@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from verl.utils.http_server.app import HttpError, create_app, json_pieces, json_response
+from verl.utils.http_server.app import HttpError, create_app, json_pieces, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser, RequestModel, parse_json, parse_model
 
 
@@ -24,7 +24,7 @@ class Numbers(RequestModel):
 
 
 async def echo(request):
-    return JSONResponse(parse_model(Numbers, await request.body()).model_dump())
+    return JSONResponse(parse_model(Numbers, request_body(request)).model_dump())
 
 
 async def fail(request):
@@ -120,6 +120,13 @@ def test_nesting_that_exceeds_the_parser_is_a_400():
     with pytest.raises(HttpError) as error:
         parse_json(b"[" * 200_000)
     assert error.value.status == 400
+
+
+def test_the_sign_is_not_a_digit():
+    assert parse_json(b"-18446744073709551615") == -(2**64 - 1)
+    with pytest.raises(HttpError) as error:
+        parse_json(b"-" + b"9" * 30)
+    assert "30 digits" in error.value.message
 
 
 def test_64_bit_numbers_and_long_digits_in_texts_are_accepted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -147,6 +148,22 @@ def test_many_slow_connections_do_not_keep_others_out(server):
         for _ in range(10):
             with connection(port, get("/")) as client:
                 assert b"200 OK" in client.recv(2**16)
+
+
+@pytest.mark.parametrize("connections", [1000])
+def test_health_does_not_wait_behind_a_flood_of_connections(server):
+    """The server is stopped while 300 requests arrive, and then /health: it is answered before most of them."""
+    process, port = server
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(connection(port, get("/"))).recv(2**16)
+        process.send_signal(signal.SIGSTOP)
+        flood = [opened.enter_context(connection(port, get("/"))) for _ in range(300)]
+        health = opened.enter_context(connection(port, get("/health")))
+        process.send_signal(signal.SIGCONT)
+        assert b"200 OK" in health.recv(2**16)
+        answered = sum(bool(select.select([client], [], [], 0)[0]) for client in flood)
+        assert answered < 200
+        assert all(b"200 OK" in client.recv(2**16) for client in flood)
 
 
 @pytest.mark.parametrize("connections", [100])
