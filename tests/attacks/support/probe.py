@@ -150,6 +150,14 @@ class MemoryProbe(_Sampler):
                     self.peak_parent = max(self.peak_parent, resident)
         return total, len(tree)
 
+    def level(self) -> tuple[int, int]:
+        """(bytes, number of processes); memory that processes share counts once (PSS). Slow, for an idle server."""
+        total, tree = 0, self._server.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+        return total, len(tree)
+
     def alive(self) -> list[psutil.Process]:
         """Processes of the server that still run."""
         return [process for process in self.processes.values() if _runs(process)]
