@@ -57,7 +57,7 @@ def files_passed(folder: Path) -> dict[str, set[CodeType]]:
     sys.setprofile(watch)
     trainer = make_trainer(overrides(make_task(folder), folder, *_KEYS, "trainer.total_training_steps=3"))
     trainer.init_workers()
-    take, log, steps = trainer.prompts.take, trainer._log_metrics, iter(range(3))
+    take, log, steps = trainer.state.prompts.take, trainer._log_metrics, iter(range(3))
 
     def take_and_watch(count: int) -> Any:
         nonlocal watching
@@ -70,7 +70,7 @@ def files_passed(folder: Path) -> dict[str, set[CodeType]]:
         trainer.tracking.log(metrics, step)
         watching = False
 
-    trainer.prompts.take, trainer._log_metrics = take_and_watch, log_and_rest
+    trainer.state.prompts.take, trainer._log_metrics = take_and_watch, log_and_rest
     try:
         trainer.fit()
     finally:

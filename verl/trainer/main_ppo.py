@@ -241,7 +241,7 @@ class TaskRunner:
             train_sampler=create_rl_sampler(data, train_dataset),
             device_name=config.trainer.device,
         )
-        self._trainer.run_start = start
+        self._trainer.state.run_start = start
         if self._stop_requested:
             return None
         try:

@@ -32,7 +32,7 @@ def trainer(tmp_path_factory):
 def answered(trainer):
     """8 prompts, 2 answers each."""
     trainer.actor_wg.update_rollout_weights(0)
-    return trainer._generate(trainer.prompts.take(8))
+    return trainer._generate(trainer.state.prompts.take(8))
 
 
 def test_generation_takes_sampling_parameters_of_the_call(trainer, answered):
@@ -79,9 +79,7 @@ def test_rewards_advantages_and_updates_are_called_without_metrics(trainer, answ
         ("reward_fn reward_manager", "generator.reward_fn"),
         ("global_steps global_step", "state.step"),
         ("policy_version", "state.policy_version"),
-        ("prompts", "state.prompts"),
         ("kl_ctrl_in_reward", "state.kl_controller"),
-        ("run_start", "state.run_start"),
     ],
 )
 def test_an_assigned_attribute_is_the_one_that_the_collaborators_use(trainer, names, owner):

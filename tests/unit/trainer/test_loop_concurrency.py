@@ -68,7 +68,7 @@ def test_an_explicit_number_limits_agents_only(task, tmp_path, monkeypatch, loop
         trainer.phases = Phases(None, None)
         trainer.weight_sync.sync(0)
         engine.most = 0
-        assert len(trainer._generate(trainer.prompts.take(8))) == 16
+        assert len(trainer._generate(trainer.state.prompts.take(8))) == 16
     finally:
         close(trainer)
     assert engine.most in possible

@@ -64,7 +64,7 @@ class Client:
 
 def train_once(trainer) -> None:
     """One update on responses that are generated meanwhile."""
-    answered = trainer._generate(trainer.prompts.take(4))
+    answered = trainer._generate(trainer.state.prompts.take(4))
     batch = trainer._compute_advantage(trainer._compute_reward(answered))
     batch = batch.union(trainer.actor_wg.compute_log_prob(batch))
     trainer.actor_wg.update_actor(batch)

@@ -240,7 +240,7 @@ class RayPPOTrainer(TrainerAttributes):
             test_due=self.val_dataloader is not None and is_due(step, trainer.test_freq, last),
             is_last=step >= last,
         )
-        metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
+        metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.state.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._utilization_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
@@ -342,11 +342,11 @@ class RayPPOTrainer(TrainerAttributes):
     @property
     def _prompt_source(self) -> PromptSource:
         """Source of further prompts for dynamic sampling."""
-        return self.prompts
+        return self.state.prompts
 
     def _next_prompts(self) -> DataProto:
         """Return the prompts of the next step."""
-        return self.prompts.next_batch()
+        return self.state.prompts.next_batch()
 
     def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Return the batch of the step: scored responses to these prompts. With dynamic sampling, groups without reward
@@ -417,7 +417,7 @@ class RayPPOTrainer(TrainerAttributes):
         if self._old_log_probs_from_update:
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes every batch
-            self.prompts.learn_from(batch)
+            self.state.prompts.learn_from(batch)
         self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
 
     # ---------------------------------------------------------------- checkpoints and logs

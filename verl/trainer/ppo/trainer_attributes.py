@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.trainer.common.run_start import RunStart
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.worker_groups import WorkerGroups
 
@@ -103,15 +101,6 @@ class TrainerAttributes:
         self.state.policy_version = version
 
     @property
-    def prompts(self) -> PromptStream:
-        """Source of the training prompts."""
-        return self.state.prompts
-
-    @prompts.setter
-    def prompts(self, prompts: PromptStream) -> None:
-        self.state.prompts = prompts
-
-    @property
     def kl_ctrl_in_reward(self) -> Any:
         """Controller of the coefficient of the KL penalty in the reward."""
         return self.state.kl_controller
@@ -119,12 +108,3 @@ class TrainerAttributes:
     @kl_ctrl_in_reward.setter
     def kl_ctrl_in_reward(self, controller: Any) -> None:
         self.state.kl_controller = controller
-
-    @property
-    def run_start(self) -> RunStart | None:
-        """Result of the checks before the run; `init_workers` creates it unless the caller has assigned it."""
-        return self.state.run_start
-
-    @run_start.setter
-    def run_start(self, start: RunStart | None) -> None:
-        self.state.run_start = start

@@ -258,7 +258,7 @@ def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Pat
     try:
         trainer.init_workers()
         stream = trainer.stream
-        group = stream._new_group(trainer.prompts.take(1))
+        group = stream._new_group(trainer.state.prompts.take(1))
         failed = [
             failed_trajectory(KeyError("x"), CallTrace(), group.state.name, number, [5, 6, 7], 8) for number in range(2)
         ]
