@@ -33,7 +33,7 @@ def ours(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:
     """`SFTTrainer` as `main_sft` runs it on one device."""
     from verl.config import SFTConfig, load_config
     from verl.protocol import DataProto
-    from verl.trainer.sft.trainer import SFTTrainer
+    from verl.trainer.supervised.sft import SFTTrainer
 
     class Timed(SFTTrainer):
         def _step(self, batch: DataProto) -> bool:

@@ -63,7 +63,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 class Stopping(RayPPOTrainer):
     def _step(self, batch):
         ended = super()._step(batch)
-        watched = self.watch.seconds * 1e3 / self.global_steps
+        watched = self.hang_detector.seconds * 1e3 / self.global_steps
         print(f"WATCHED {watched} ms in {self.phases.seconds['step']} s", flush=True)
         return ended
 """

@@ -19,11 +19,9 @@ from tests.support.workers import Counter, Summer
 from verl.single_controller.base import HangError, WorkerDiedError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from verl.trainer.common.controller_poll import ControllerPoll
-from verl.trainer.common.own_ray import OwnRay
-from verl.trainer.common.phases import Phases
-from verl.trainer.common.status_line import Standing, StatusLine
-from verl.trainer.common.watch import HangWatch
+from verl.trainer.common.run_status import Phases, RunStatus, StatusSnapshot
+from verl.trainer.recovery.hang_detector import HangDetector
+from verl.trainer.recovery.ray_monitor import ControllerMonitor, RayProcesses
 from verl.utils.process_tree import command_line, why_not_running, with_descendants
 from verl.utils.progress import expect, tick
 from verl.utils.stacks import answer_stack_requests
@@ -76,10 +74,10 @@ def later(seconds: float, act) -> None:
     threading.Timer(seconds, act).start()
 
 
-def hang_of(act, timeout: float, phase: str = "update_actor") -> tuple[HangError, float, StatusLine]:
-    status = StatusLine(10, done_steps=6)
+def hang_of(act, timeout: float, phase: str = "update_actor") -> tuple[HangError, float, RunStatus]:
+    status = RunStatus(10, done_steps=6)
     began = time.monotonic()
-    with pytest.raises(HangError) as caught, HangWatch(status, timeout), Phases(status)(phase):
+    with pytest.raises(HangError) as caught, HangDetector(status, timeout), Phases(status)(phase):
         act()
     return caught.value, time.monotonic() - began, status
 
@@ -87,19 +85,19 @@ def hang_of(act, timeout: float, phase: str = "update_actor") -> tuple[HangError
 def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_waits(group, caplog):
     pid = group.pids()[1]
     later(1.0, lambda: os.kill(pid, signal.SIGSTOP))
-    status = StatusLine(10, done_steps=6)
+    status = RunStatus(10, done_steps=6)
     asked, over = [], threading.Event()
 
     def keep_asking() -> None:
         while not over.wait(0.2):
             began = time.monotonic()
-            asked.append((status.standing().trouble, time.monotonic() - began))
+            asked.append((status.snapshot().problem, time.monotonic() - began))
 
     asking = threading.Thread(target=keep_asking)
     asking.start()
     began = time.monotonic()
     try:
-        with pytest.raises(HangError) as caught, HangWatch(status, 8.0), Phases(status)("update_actor", group):
+        with pytest.raises(HangError) as caught, HangDetector(status, 8.0), Phases(status)("update_actor", group):
             group.work_together(120)
     finally:
         over.set()
@@ -172,10 +170,10 @@ def test_ranks_in_different_collectives_are_named_with_them(group):
 
 @pytest.mark.slow
 def test_a_call_that_goes_on_counting_is_no_hang_and_the_rank_that_others_wait_for_is_seen(group):
-    status = StatusLine(10)
-    with HangWatch(status, 4.0) as watch, Phases(status)("gen"):
+    status = RunStatus(10)
+    with HangDetector(status, 4.0) as watch, Phases(status)("gen"):
         group.count(6.0, 4.0)  # rank 1 needs longer
-    assert status.trouble is None
+    assert status.problem is None
     assert 1.0 < watch.step_done(10.0)["timing_s/waiting_for_one_rank"] < 10.0
     assert watch.step_done(1.0)["timing_s/waiting_for_one_rank"] == 0.0
 
@@ -186,8 +184,8 @@ def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_gro
     group.expendable = True
     pid = group.whoami()[1][3]
     os.kill(pid, signal.SIGSTOP)
-    status = StatusLine(10)
-    with pytest.raises(WorkerDiedError, match="rank 1"), HangWatch(status, 5.0), Phases(status)("gen"):
+    status = RunStatus(10)
+    with pytest.raises(WorkerDiedError, match="rank 1"), HangDetector(status, 5.0), Phases(status)("gen"):
         group.add(1)
     assert status.hang is None
 
@@ -195,8 +193,8 @@ def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_gro
 class Controller:
     """Answers where it stands until it cannot."""
 
-    def standing(self) -> Standing:
-        return Standing(1, 9, "rollout", pid=os.getpid(), host=os.uname().nodename)
+    def run_status(self) -> StatusSnapshot:
+        return StatusSnapshot(1, 9, "rollout", pid=os.getpid(), host=os.uname().nodename)
 
     def hold_the_gil(self) -> None:
         answer_stack_requests()
@@ -204,10 +202,10 @@ class Controller:
             ctypes.PyDLL(None).sleep(600)
 
 
-def keep_looking(poll: ControllerPoll) -> None:
+def keep_looking(poll: ControllerMonitor) -> None:
     for _ in range(100):
         began = time.monotonic()
-        poll.look()
+        poll.poll()
         assert time.monotonic() - began < 60, "looking never waits for it"
         time.sleep(0.3)
 
@@ -226,11 +224,11 @@ def keep_looking(poll: ControllerPoll) -> None:
 @pytest.mark.slow
 def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, sentence, caplog):
     controller = ray.remote(num_cpus=0, max_concurrency=2)(Controller).remote()
-    poll = ControllerPoll(controller, OwnRay(), 6.0)
-    while poll.standing is None:
-        poll.look()
+    poll = ControllerMonitor(controller, RayProcesses(), 6.0)
+    while poll.status is None:
+        poll.poll()
         time.sleep(0.1)
-    pid = poll.standing.pid
+    pid = poll.status.pid
     try:
         if how == "stop":
             os.kill(pid, signal.SIGSTOP)

@@ -33,7 +33,8 @@ WAITS = """
     from types import SimpleNamespace
 
     import ray
-    from verl.trainer.common.cluster import RayUnavailableError, wait_for_nodes
+    from verl.trainer.recovery.ray_monitor import RayUnavailableError
+    from verl.trainer.common.ray_cluster import wait_for_nodes
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     ray.init(log_to_driver=False, logging_level="ERROR")
@@ -77,7 +78,7 @@ def test_what_a_killed_driver_held_is_waited_for_and_comes_back(environment):
         time.sleep(1)  # the head is not there yet
     waiting = start(WAITS, environment, repr(([4], False, 120)))
     said = waiting.stdout.readline()
-    assert said == "1 of 1 nodes, 0 of 4 GPUs: waiting for the rest (trainer.nodes_within), 2 minutes left\n"
+    assert said == "1 of 1 nodes, 0 of 4 GPUs: waiting for the others (trainer.nodes_within), 2 minutes left\n"
     holder.kill()
     killed = time.monotonic()
     rest, _ = waiting.communicate()
@@ -89,7 +90,7 @@ def test_what_a_killed_driver_held_is_waited_for_and_comes_back(environment):
     later = start(WAITS, environment, repr(([8], True, 1)))
     assert "1 of 1 nodes, 4 of 8 GPUs after 1 s" in later.communicate()[0], "it had been enough once"
     late = start(WAITS, environment, repr(([4, 4], False, 120)))
-    assert late.stdout.readline().startswith("1 of 2 nodes, 4 of 8 GPUs: waiting for the rest")
+    assert late.stdout.readline().startswith("1 of 2 nodes, 4 of 8 GPUs: waiting for the others")
     joins = ["--num-cpus=2", "--num-gpus=4", "--object-store-memory=100000000", "--block"]
     address = environment["RAY_ADDRESS"]
     node = subprocess.Popen(

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.processes
 PROGRAM = """
 import pathlib, sys, time
 from verl.config import load_config
-from verl.trainer.common.ending import ends_in_words
+from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.supervision import policy
+from verl.trainer.recovery import supervisor
 
 class Waits(TaskRunner):
     def run(self, config):
@@ -31,8 +31,8 @@ class Waits(TaskRunner):
         pathlib.Path(f"running_{attempts + 1}").touch()
         time.sleep(0 if attempts >= config.trainer.max_restarts else 300)
 
-policy._FIRST_DELAY_S = 0.1
-with ends_in_words():
+supervisor._FIRST_DELAY_S = 0.1
+with exit_with_message():
     run_ppo(load_config(None, sys.argv[1:]), Waits, supervised=True)
 """
 
@@ -41,7 +41,7 @@ OTHERS = [
     ("raylet", signal.SIGKILL, r"Ray's own processes ended \(raylet, pid \d+\)"),
     ("ray::Waits", signal.SIGKILL, r"the controller's process died"),
     ("driver", signal.SIGKILL, r"the driver \(pid \d+\) was killed by SIGKILL"),
-    ("driver", signal.SIGSTOP, r"the driver \(pid \d+\) was stopped \(SIGSTOP\) and nobody let it go on for 5 s"),
+    ("driver", signal.SIGSTOP, r"the driver \(pid \d+\) was stopped \(SIGSTOP\) and not continued for 5 s"),
 ]
 
 
@@ -110,9 +110,9 @@ def test_a_rank_that_dies_in_the_same_step_again_ends_the_run_with_the_cause_las
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("\nrestart ") in (1, 2), "2: the first death left step 3 unsaved"
-    assert re.search(r"not started again: it died twice at the same place \(\w+ of step 4, role \w+\)", done.stderr)
+    assert re.search(r"not restarted: it died twice at the same place \(\w+ of step 4, role \w+\)", done.stderr)
     last = done.stderr.rstrip().splitlines()[-1]
     assert re.fullmatch(
-        r"Role \w+, rank 0, host \S+ pid \d+, phase \w+ of step 4\. The same command goes on at step [23] \(.*\)\.",
+        r"Role \w+, rank 0, host \S+ pid \d+, phase \w+ of step 4\. The same command resumes at step [23] \(.*\)\.",
         last,
     )

@@ -145,7 +145,7 @@ def test_killed_supervisor_and_killed_rank_cost_no_bit_of_the_final_weights(task
     found = re.match(r"restart 1 of 3 in 2 s: worker process died: .* \(\w+ of step (\d+), role (\w+)\); (.*)", restart)
     assert found, restart
     assert found[2] == "actor_rollout"
-    assert re.match(rf"goes on at step \d+ \({disturbed}/checkpoints/global_step_\d+\), steps? .* made again", found[3])
+    assert re.match(rf"resumes at step \d+ \({disturbed}/checkpoints/global_step_\d+\), steps? .* repeated", found[3])
     assert reference.wait(timeout=200) == 0, (undisturbed / "log.txt").read_text()[-3000:]
     assert final_files(disturbed) == final_files(undisturbed)
 
@@ -177,7 +177,7 @@ def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(
     step = latest_step(tmp_path)
     assert step >= 1
     *_, last = (tmp_path / "log.txt").read_text().splitlines()
-    assert last.startswith(f"stopped by SIGTERM; the same command goes on at step {step} ")
+    assert last.startswith(f"stopped by SIGTERM; the same command resumes at step {step} ")
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_sigterm_that_leaves_little_time_gives_up_a_long_step_and_saves_the_one_
     log = (tmp_path / "log.txt").read_text()
     *_, last = log.splitlines()
     assert last.startswith("stopped by SIGTERM: step 2 given up after "), (log[-3000:], time.monotonic() - asked)
-    assert "; the same command goes on at step 1 " in last
+    assert "; the same command resumes at step 1 " in last
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
 
 
@@ -237,7 +237,7 @@ def test_a_terminal_that_closes(task, tmp_path, ignored):
     if ignored:
         assert latest_step(tmp_path) == 4
     else:
-        assert lines[-1].startswith(f"stopped by SIGHUP; the same command goes on at step {latest_step(tmp_path)} ")
+        assert lines[-1].startswith(f"stopped by SIGHUP; the same command resumes at step {latest_step(tmp_path)} ")
 
 
 def read_until_step(terminal: int, step: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed)
     wait_until((tmp_path / "checkpoints" / "global_step_2").is_dir, tmp_path)
     nodes.kill(1)
     lost.wait()
-    wait_until(lambda: "1 of 2 nodes: waiting for the rest" in said(tmp_path), tmp_path)
+    wait_until(lambda: "1 of 2 nodes: waiting for the others" in said(tmp_path), tmp_path)
     second = start(nodes, 1, task, tmp_path)
     assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
     assert second.wait() == 0, said(tmp_path, 1)

@@ -30,7 +30,7 @@ def test_every_phase_counts_its_samples_and_the_console_says_what_users_know(tmp
 
     def tick_and_look(self: Progress, units: int = 1) -> None:
         tick(self, units)
-        now = trainer.status.standing()
+        now = trainer.status.snapshot()
         seen.setdefault(now.phase, []).append((now.done, now.units))
 
     monkeypatch.setattr(Progress, "tick", tick_and_look)

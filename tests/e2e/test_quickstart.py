@@ -63,7 +63,7 @@ def test_the_curve_is_drawn(tmp_path):
 
 def test_the_note_of_a_dead_ray_does_not_keep_the_quick_start_from_its_own(monkeypatch):
     """A killed node leaves its address where `ray.init` looks: the trainer says so, the quick start does not care."""
-    start = [sys.executable, "-c", "from verl.trainer.common.cluster import start_ray; start_ray(1)"]
+    start = [sys.executable, "-c", "from verl.trainer.common.ray_cluster import start_ray; start_ray(1)"]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:  # short: sockets lie in it
         (Path(folder) / "ray").mkdir()

@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_by_itself_though_it_was_not_to_resume(tmp_path, mo
         monkeypatch.setenv("MORTAL", str(folders["mortal"] / "global_step_2"))
         done = main_sft(*common, f"trainer.experiment_name={name}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert "was killed by SIGKILL; goes on at step " in done.stderr
+    assert "was killed by SIGKILL; resumes at step " in done.stderr
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "runs/verl/mortal/metrics.jsonl").read_text().splitlines()
     ]

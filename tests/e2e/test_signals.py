@@ -19,18 +19,18 @@ from tests.support.training_harness import make_task, overrides
 PROGRAM = """
 import atexit, pathlib, sys, time
 from verl.config import load_config
-from verl.trainer.common.ending import ends_in_words
+from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 
 class Waits(TaskRunner):
     asked = 0
     stopped = False
 
-    def standing(self):
+    def run_status(self):
         self.asked += 1
         if self.asked > 1:  # the driver has the first answer
             pathlib.Path("running").touch()
-        return super().standing()
+        return super().run_status()
 
     def request_stop(self):
         self.stopped = pathlib.Path("saves").exists()
@@ -44,7 +44,7 @@ def clean_up():
     time.sleep(5)
 
 atexit.register(clean_up)
-with ends_in_words():
+with exit_with_message():
     run_ppo(load_config(None, sys.argv[1:]), Waits, supervised=True)
 """
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.tiny import tiny_tokenizer
 from tests.support.training_harness import STEADY, make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.common.status_line import Standing
+from verl.trainer.common.run_status import StatusSnapshot
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 SAME = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/mean", "actor/entropy")
@@ -39,7 +39,7 @@ def assert_same_run(one: list[dict], other: list[dict]) -> None:
 class Watched(RayPPOTrainer):
     """Asks where it stands, over and over, while it trains."""
 
-    seen: list[Standing]
+    seen: list[StatusSnapshot]
 
     def fit(self) -> None:
         self.seen, over = [], threading.Event()
@@ -47,7 +47,7 @@ class Watched(RayPPOTrainer):
         def look() -> None:
             while not over.wait(0.01):
                 if hasattr(self, "status"):
-                    self.seen.append(self.status.standing())
+                    self.seen.append(self.status.snapshot())
 
         watcher = threading.Thread(target=look)
         watcher.start()

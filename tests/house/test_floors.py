@@ -51,6 +51,7 @@ FACES = {
     "verl/workers/fsdp_workers.py",
     "verl/workers/megatron_workers.py",
     "verl/utils/ulysses.py",
+    "verl/utils/dataset/check.py",
     "verl/utils/reward_check.py",
     "verl/utils/sandbox.py",
     "verl/utils/seqlen_balancing.py",

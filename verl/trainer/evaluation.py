@@ -1,4 +1,4 @@
-"""Scores of answers in a file: every answer by the reward function of its data source, and what they say per source."""
+"""Score the responses in a file by the reward functions of their data sources; metrics per data source."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.naive import RewardError, describe_failures
 from verl.workers.reward_manager.scorer import Sample, Score
 
-__all__ = ["evaluate", "reward_rules", "scored", "show"]
+__all__ = ["evaluate", "reward_rules", "score_samples", "show_metrics"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = ("mean@", "pass@", "maj@")
-_BOUNDS = ("/std", "/low", "/high")
+_SHOWN_METRICS = ("mean@", "pass@", "maj@")
+_SUFFIXES = ("/std", "/low", "/high")
 
 Metrics = dict[str, dict[str, dict[str, float]]]
 
 
 def evaluate(config: EvalConfig) -> Metrics:
-    """data source → variable (`reward`, and what the reward function says beside it) → metric.
+    """Return data source → variable (`reward`, and further outputs of the reward function) → metric.
 
-    Metrics are those of validation: mean@n, pass@k, best@k, maj@k. They go to `data.output_path` too, if set.
+    Metrics are those of validation: mean@n, pass@k, best@k, maj@k. They are also written to `data.output_path`, if set.
     """
     data = config.data
     rows = Rows(find_files(data.path))
-    raise_problems(rows, [_answers_rule(data.response_key), *reward_rules(config)])
+    raise_problems(rows, [_responses_rule(data.response_key), *reward_rules(config)])
     prompts, samples = _samples(rows, config)
-    scores = scored(config, samples)
+    scores = score_samples(config, samples)
     names = dict.fromkeys(name for score in scores for name in score.extra)
     columns = {name: [score.extra.get(name) for score in scores] for name in names}
     masked = config.reward_model.on_error == "mask"
@@ -54,26 +54,26 @@ def evaluate(config: EvalConfig) -> Metrics:
     )
     if data.output_path is not None:
         Path(data.output_path).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
-    sources = Counter(sample.data_source for sample in samples)
-    asked = Counter(source for source, _ in {(s.data_source, p) for s, p in zip(samples, prompts, strict=True)})
-    for source, count in sources.items():
-        logger.info("%s: %d answers to %d prompts", source, count, asked[source])
+    responses = Counter(sample.data_source for sample in samples)
+    prompt_count = Counter(source for source, _ in {(s.data_source, p) for s, p in zip(samples, prompts, strict=True)})
+    for source, count in responses.items():
+        logger.info("%s: %d responses to %d prompts", source, count, prompt_count[source])
     return metrics
 
 
-def show(metrics: Metrics, console: Console) -> None:
-    """A table: the metrics of each data source, with their 95 % intervals over prompts."""
+def show_metrics(metrics: Metrics, console: Console) -> None:
+    """Print a table with the metrics of each data source and their 95 % intervals over prompts."""
     table = Table()
     for name in ("data source", "of", "metric"):
         table.add_column(name)
     for name in ("value", "95 % interval"):
         table.add_column(name, justify="right")
     for source, variables in metrics.items():
-        # `acc` where the reward function tells right from wrong beside its reward.
+        # `acc`: a reward function may return correctness in addition to its reward.
         variable = "acc" if "acc" in variables else "reward"
         values = variables[variable]
         for name, value in values.items():
-            if name.startswith(_SHOWN) and not name.endswith(_BOUNDS):
+            if name.startswith(_SHOWN_METRICS) and not name.endswith(_SUFFIXES):
                 low, high = values.get(f"{name}/low"), values.get(f"{name}/high")
                 interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
                 table.add_row(escape(source), variable, name, f"{value:.3f}", interval)
@@ -82,24 +82,24 @@ def show(metrics: Metrics, console: Console) -> None:
 
 
 def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
-    """Rows say what scores them, and hold what that needs."""
+    """Return the rules for rows that a reward function scores: a known data source and a ground truth."""
     key = config.data.reward_fn_key
     if get_custom_reward_fn(config.to_dict()) is not None:
         return []
     return [*data_source_rules(key, known_data_sources()), ground_truth_rule(config.data.ground_truth_key)]
 
 
-def _answers_rule(key: str) -> Rule:
+def _responses_rule(key: str) -> Rule:
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
-        answers = _answers(row, key)
-        if answers and all(isinstance(answer, str) for answer in answers):
+        responses = _responses(row, key)
+        if responses and all(isinstance(response, str) for response in responses):
             return None
-        return f"{key!r} holds no answers (columns: {', '.join(columns)}). Set data.response_key to a column of texts."
+        return f"{key!r} has no responses (columns: {', '.join(columns)}). Set data.response_key to a column of texts."
 
     return Rule((key.split(".")[0],), check, lambda _: False)
 
 
-def _answers(row: Mapping[str, Any], key: str) -> list[Any]:
+def _responses(row: Mapping[str, Any], key: str) -> list[Any]:
     value = value_at(row, key)
     if value is None:
         return []
@@ -107,28 +107,28 @@ def _answers(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _samples(rows: Rows, config: EvalConfig) -> tuple[list[int], list[Sample]]:
-    """Which row each answer belongs to, and what its reward function is told."""
+    """Return the row number of each response, and the input of its reward function."""
     prompts, samples = [], []
     for first, batch in rows.batches(rows.columns):
         for number, row in enumerate(batch, first):
             source, extra = value_at(row, config.data.reward_fn_key) or UNKNOWN_SOURCE, row.get("extra_info")
             truth = ground_truth_of(row, config.data.ground_truth_key)
-            for answer in _answers(row, config.data.response_key):
+            for response in _responses(row, config.data.response_key):
                 prompts.append(number)
-                samples.append(Sample(source, answer, truth, dict(extra or {})))
+                samples.append(Sample(source, response, truth, dict(extra or {})))
     return prompts, samples
 
 
-def scored(config: EvalConfig | SFTConfig, samples: Sequence[Sample]) -> list[Score]:
-    """Every sample by its reward function; one that fails ends this, or scores 0, as `reward_model.on_error` says."""
+def score_samples(config: EvalConfig | SFTConfig, samples: Sequence[Sample]) -> list[Score]:
+    """Score every sample by its reward function; failures raise or score 0, as set by `reward_model.on_error`."""
     manager = load_reward_manager(config.to_dict(), None, 0)
     try:
         scores = manager.score(samples)
     finally:
         manager.close()
     if any(score.error is not None for score in scores):
-        told = describe_failures(samples, scores, config.reward_model.on_error)
+        message = describe_failures(samples, scores, config.reward_model.on_error)
         if config.reward_model.on_error == "fail":
-            raise RewardError(told)
-        logger.warning("%s", told)
+            raise RewardError(message)
+        logger.warning("%s", message)
     return scores

@@ -1,4 +1,4 @@
-"""`main_sft` under the name that older scripts start, with torchrun or without."""
+"""`main_sft` under the name used by older scripts, with torchrun or without."""
 
 from verl.trainer.main_sft import main, run_sft
 

@@ -1,32 +1,37 @@
-"""Generation from a file: n answers to every prompt, kept batch by batch, so that a run that was killed goes on.
+"""Generation from a file: n responses to every prompt, stored batch by batch, so that an interrupted run can resume.
 
-Which answer a prompt gets depends on the seed, its words and which of its n answers it is, not on what else is
-generated with it: a run in two pieces writes what a whole one does.
+A response depends on the seed, its prompt and its index among the n responses, not on what else is generated with it: a
+resumed run writes the same file as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.generation import check_context_length
 from verl.protocol import DataProto
-from verl.trainer.answer_store import RESPONSES, AnswerStore
-from verl.trainer.common.answer_ends import answer_ends
-from verl.trainer.common.status_line import StatusLine, progress_bar
+from verl.trainer.common.end_tokens import response_end_tokens
+from verl.trainer.common.run_status import RunStatus, progress_bar
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
 from verl.utils.dataset.rows import ArrowPart, Part, Rows
 from verl.utils.dataset.tokens import PromptTokens, encode_prompts, truncate
+from verl.utils.disk import atomic_write
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
@@ -36,16 +41,21 @@ from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.prompts import prompt_rows, trajectories_from_prompts
 
-__all__ = ["generate_answers"]
+__all__ = ["RESPONSES", "ResponseStore", "generate_responses"]
 
 logger = logging.getLogger(__name__)
+
+RESPONSES = "responses"
+"""The column of the output file."""
 
 _JOB = "generation"
 # A call for finished rows blocks this long.
 _COLLECT_S = 2.0
+_SETTINGS = b"verl.generation"
+_RESPONSE_TYPE = pa.list_(pa.string())
 
-# Keys of `rollout` that decide answers; the others decide how fast they come.
-_DECISIVE = (
+# Keys of `rollout` that determine the responses; the others affect speed only.
+_RESPONSE_KEYS = (
     "name",
     "temperature",
     "top_p",
@@ -62,28 +72,28 @@ _DECISIVE = (
 )
 
 
-def generate_answers(config: GenerationConfig) -> Path:
-    """Answer the prompts of `data.path`; returns the file that was written. What an earlier run kept is not redone."""
+def generate_responses(config: GenerationConfig) -> Path:
+    """Generate responses to the prompts of `data.path`; return the output file. Stored batches are not repeated."""
     prompts = _Prompts(config)
     output = Path(config.data.output_path).absolute()
-    with AnswerStore(output, prompts.settings(), prompts.batches) as store:
+    with ResponseStore(output, prompts.settings(), prompts.batches) as store:
         if store.finished:
-            logger.info("%s is there already, with these settings", output)
+            logger.info("%s exists already, with these settings", output)
             return output
         missing = store.missing()
         if missing:
-            kept = prompts.batches - len(missing)
-            if kept:
-                logger.info("%d of %d batches are kept from an earlier run", kept, prompts.batches)
+            stored = prompts.batches - len(missing)
+            if stored:
+                logger.info("%d of %d batches are kept from an earlier run", stored, prompts.batches)
             with fields_as_keys("rollout", RolloutConfig):
-                _answer(config, prompts, store, missing)
+                _generate(config, prompts, store, missing)
         store.finish(prompts.table)
-    logger.info("%s: %d rows with %d answers each", output, prompts.count, config.data.n_samples)
+    logger.info("%s: %d rows with %d responses each", output, prompts.count, config.data.n_samples)
     return output
 
 
 class _Prompts:
-    """The rows of the files, their prompts in tokens, and the batches they are answered in."""
+    """The rows of the files, their tokenised prompts, and the batches to generate."""
 
     def __init__(self, config: GenerationConfig) -> None:
         self.config, data = config, config.data
@@ -101,31 +111,33 @@ class _Prompts:
         self.tokenizer = hf_tokenizer(self.model_path, trust_remote_code=config.model.trust_remote_code)
         encoder = PromptEncoder(self.tokenizer, data.apply_chat_template_kwargs, None, data.system_prompt)
         self._tokens = encode_prompts(rows, self.count, data.prompt_key, encoder)
-        _refuse_overlong(rows, self._tokens, config)
-        self.ends = answer_ends(config.model, config.rollout, self.tokenizer, data.apply_chat_template_kwargs)
+        _check_lengths(rows, self._tokens, config)
+        self.end_tokens = response_end_tokens(
+            config.model, config.rollout, self.tokenizer, data.apply_chat_template_kwargs
+        )
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the answers."""
+        """Return everything that determines the responses."""
         data = self.config.data
         digest = hashlib.blake2b(digest_size=16)
         for row in range(self.count):
             digest.update(f"{self._tokens.uid(row)} {self._ids(row).tolist()}".encode())
         return {
             "prompts": f"{self.count} rows, {digest.hexdigest()}",
-            "model.path": [self.model_path, _files_of(self.model_path)],
+            "model.path": [self.model_path, _file_stats(self.model_path)],
             "model.override_config": self.config.model.override_config,
-            "end tokens": self.ends,
+            "end tokens": self.end_tokens,
             "data.n_samples": data.n_samples,
             "data.batch_size": data.batch_size,
-            **{f"rollout.{name}": self.config.rollout[name] for name in _DECISIVE},
+            **{f"rollout.{name}": self.config.rollout[name] for name in _RESPONSE_KEYS},
         }
 
     def size(self, batch: int) -> int:
-        """Prompts of a batch."""
+        """Return the number of prompts of a batch."""
         return min(self.config.data.batch_size, self.count - batch * self.config.data.batch_size)
 
     def rows(self, batch: int) -> DataProto:
-        """`n_samples` rows for every prompt of the batch, in order."""
+        """Return `n_samples` rows for every prompt of the batch, in order."""
         first = batch * self.config.data.batch_size
         numbers = range(first, first + self.size(batch))
         return prompt_rows([*map(self._ids, numbers)], [*map(self._tokens.uid, numbers)], self.config.data.n_samples)
@@ -135,18 +147,18 @@ class _Prompts:
         return truncate(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
 
 
-def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, missing: list[int]) -> None:
-    """Generate and keep the missing batches, under a progress bar."""
+def _generate(config: GenerationConfig, prompts: _Prompts, store: ResponseStore, missing: list[int]) -> None:
+    """Generate and store the missing batches, under a progress bar."""
     n = config.data.n_samples
-    status = StatusLine(prompts.batches, prompts.batches - len(missing))
-    with _engine(config, prompts.model_path) as rollout, progress_bar(status.standing), status.phase("rollout"):
+    status = RunStatus(prompts.batches, prompts.batches - len(missing))
+    with _engine(config, prompts.model_path) as rollout, progress_bar(status.snapshot), status.phase("rollout"):
         host = EngineHost(rollout)
-        host.start(_JOB, {"eos_token_id": prompts.ends}, temperature=config.rollout.temperature)
+        host.start(_JOB, {"eos_token_id": prompts.end_tokens}, temperature=config.rollout.temperature)
         batches = ((number, prompts.rows(number)) for number in missing)
         expect(n * sum(map(prompts.size, missing)))
         for number, responses in _completed_batches(host, batches, 2 * config.rollout.max_num_seqs):
             texts = prompts.tokenizer.batch_decode(responses, skip_special_tokens=True)
-            store.keep(number, [texts[first : first + n] for first in range(0, len(texts), n)])
+            store.add(number, [texts[first : first + n] for first in range(0, len(texts), n)])
             status.step_done()
 
 
@@ -184,12 +196,111 @@ def _completed_batches(
 
 def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
     model = as_config(ModelConfig, config.model.to_dict(), at="actor_rollout_ref.model")
-    # Training never samples at temperature 0; requests say it themselves.
+    # RolloutConfig does not allow temperature 0, which training never uses; it is passed to `EngineHost.start` instead.
     settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
     return open_rollout(model_path, model, as_config(RolloutConfig, settings), config.trainer.device)
 
 
-def _refuse_overlong(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:
+class ResponseStore:
+    """Stores the responses of `batches` batches on disk until `finish` writes `output`. A context; one run at a time.
+
+    Each batch is a file in a folder beside the output, together with the settings that determine the responses; the
+    output file contains the same settings. A later run with the same settings continues with the missing batches.
+    """
+
+    def __init__(self, output: Path, settings: Mapping[str, Any], batches: int) -> None:
+        self.output = output
+        self.folder = output.with_name(f"{output.name}.parts")
+        # Normalised by JSON, for the comparison with stored settings.
+        self._settings = json.loads(json.dumps(settings, sort_keys=True, default=str))
+        self._batches = batches
+        self._lock = FileLock(output.with_name(f".{output.name}.lock"))
+
+    def __enter__(self) -> ResponseStore:
+        """Lock the output. Raises ValueError if another run holds it or the stored settings differ."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"data.output_path: another run is writing {self.output}. Wait, or choose another."
+            ) from error
+        try:
+            self._check_settings()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # In this order: a run that starts in between locks a new file, after this one has finished its work.
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output file exists."""
+        return self.output.exists()
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the batches that are not stored yet."""
+        return [number for number in range(self._batches) if not self._part(number).exists()]
+
+    def add(self, number: int, responses: Sequence[Sequence[str]]) -> None:
+        """Store the responses to each prompt of a batch; they are on disk when this returns."""
+        _write(pa.table({RESPONSES: pa.array(responses, _RESPONSE_TYPE)}), self._part(number))
+
+    def finish(self, rows: pa.Table) -> None:
+        """Write `rows` with their responses atomically, and remove the folder."""
+        parts = [pq.read_table(self._part(number)).column(RESPONSES) for number in range(self._batches)]
+        responses = pa.chunked_array([chunk for part in parts for chunk in part.chunks], _RESPONSE_TYPE)
+        table = rows.append_column(RESPONSES, responses)
+        metadata = {**(table.schema.metadata or {}), _SETTINGS: json.dumps(self._settings).encode()}
+        _write(table.replace_schema_metadata(metadata), self.output)
+        shutil.rmtree(self.folder)
+
+    def _check_settings(self) -> None:
+        if self.output.exists():
+            try:
+                stored = (pq.read_schema(self.output).metadata or {}).get(_SETTINGS)
+            except pa.ArrowInvalid:
+                stored = None
+            self._compare_settings(self.output, None if stored is None else json.loads(stored))
+            return
+        self.folder.mkdir(exist_ok=True)
+        file = self.folder / "settings.json"
+        if file.exists():
+            self._compare_settings(self.folder, json.loads(file.read_text()))
+        else:
+            with atomic_write(file) as stream:
+                stream.write(json.dumps(self._settings, indent=1).encode())
+
+    def _compare_settings(self, path: Path, settings: Any) -> None:
+        """Raise ValueError if the settings stored at `path` differ from those of this run."""
+        if settings == self._settings:
+            return
+        if settings is None:
+            difference = "was not written by main_generation"
+        else:
+            names = sorted({*settings, *self._settings})
+            different = [name for name in names if settings.get(name) != self._settings.get(name)]
+            difference = f"has responses of a run with another {', '.join(different)}"
+        raise ValueError(f"data.output_path: {path} {difference}. Choose another path, or delete it.")
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.parquet"
+
+
+def _write(table: pa.Table, file: Path) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    with atomic_write(file) as stream:
+        stream.write(sink.getvalue())
+
+
+def _check_lengths(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:
     limit, lengths = config.data.max_prompt_length, prompts.tokens.lengths
     long = np.flatnonzero(lengths > limit)
     if len(long) and config.data.truncation == "error":
@@ -203,19 +314,21 @@ def _refuse_overlong(rows: Rows, prompts: PromptTokens, config: GenerationConfig
 
 
 def _table(rows: Rows, count: int) -> pa.Table:
-    """The first `count` rows of all files with all of their columns."""
+    """Return the first `count` rows of all files with all of their columns."""
     tables: list[pa.Table] = []
     for part in rows.parts:
         size = min(len(part), count - sum(table.num_rows for table in tables))
         try:
             tables.append(_part_table(part, size))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise DataError([f"{part.file}: its rows make no table ({error}). Give each field one type."]) from error
+            raise DataError(
+                [f"{part.file}: its rows cannot be converted to a table ({error}). Give each field one type."]
+            ) from error
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         files = ", ".join(part.file for part in rows.parts)
-        raise DataError([f"{files}: a column has several types ({error}). Answer each file by itself."]) from error
+        raise DataError([f"{files}: a column has several types ({error}). Generate each file separately."]) from error
 
 
 def _part_table(part: Part, size: int) -> pa.Table:
@@ -224,7 +337,7 @@ def _part_table(part: Part, size: int) -> pa.Table:
     return pa.Table.from_pylist(part.rows(0, size))
 
 
-def _files_of(folder: str) -> list[list[Any]]:
-    """Which state of a model: name, size and time of each of its files."""
+def _file_stats(folder: str) -> list[list[Any]]:
+    """Return name, size and modification time of each file of a model, which identify its state."""
     stats = [(path.name, os.stat(path)) for path in sorted(Path(folder).glob("*")) if path.is_file()]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

@@ -1,4 +1,4 @@
-"""Scores of generated answers: `python -m verl.trainer.main_eval data.path=answers.parquet`."""
+"""Score generated responses: `python -m verl.trainer.main_eval data.path=answers.parquet`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from verl.config.load import Given
 from verl.trainer.common.command_line import checked, command
 
 
-@command("evaluation", wrong_input=(ValueError,))
+@command("evaluation", invalid_input=(ValueError,))
 def main(config: DictConfig) -> None:
-    """Score the answers of a file."""
+    """Score the responses of a file."""
     run_eval(config)
 
 
 def run_eval(config: Given) -> dict[str, dict[str, dict[str, float]]]:
-    """Check the configuration, score, show a table; returns data source → variable → metric."""
+    """Check the configuration, score, print a table; return data source → variable → metric."""
     config = checked(config, EvalConfig)
 
     from rich.console import Console
 
-    from verl.trainer.evaluation import evaluate, show
+    from verl.trainer.evaluation import evaluate, show_metrics
 
     metrics = evaluate(config)
-    show(metrics, Console())
+    show_metrics(metrics, Console())
     return metrics
 
 

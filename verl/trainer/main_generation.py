@@ -1,6 +1,6 @@
-"""Answers to the prompts of a file: `python -m verl.trainer.main_generation key=value …`. Run it again to go on.
+"""Generate responses to the prompts of a file: `python -m verl.trainer.main_generation key=value …`.
 
-torch is not imported until the configuration is known to be right.
+The same command resumes an interrupted run. torch is not imported before the configuration has been validated.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from verl.trainer.common.preflight import generation_preflight
 
 @command(
     "generation",
-    wrong_input=(ValueError,),
-    # The engine's keys have another place in the configuration of a training.
+    invalid_input=(ValueError,),
+    # Training has the keys of the engine in another block.
     reword=lambda text: text.replace("actor_rollout_ref.", ""),
-    interrupted="stopped. What is finished is kept: the same command goes on there.",
+    interrupted="stopped. Finished batches are kept: the same command resumes there.",
 )
 def main(config: DictConfig) -> None:
-    """Answer the prompts of a file."""
+    """Generate responses to the prompts of a file."""
     run_generation(config)
 
 
 def run_generation(config: Given) -> Path:
-    """Check the configuration, generate, and return the file that was written."""
+    """Check the configuration, generate, and return the output file."""
     config = checked(config, GenerationConfig, preflight=generation_preflight)
 
-    from verl.trainer.generation import generate_answers
+    from verl.trainer.generation import generate_responses
 
-    return generate_answers(config)
+    return generate_responses(config)
 
 
 if __name__ == "__main__":

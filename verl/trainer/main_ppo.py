@@ -1,14 +1,12 @@
-"""The main entry: `python -m verl.trainer.main_ppo key=value …` -> configuration -> Ray -> TaskRunner.
+"""Entry point of RL training: `python -m verl.trainer.main_ppo key=value …` -> configuration -> Ray -> TaskRunner.
 
-Neither torch nor ray is imported until the configuration is known to be right.
+Neither torch nor ray is imported before the configuration has been validated.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,32 +14,23 @@ from omegaconf import DictConfig
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
-from verl.trainer.common import preemption
-from verl.trainer.common.cluster import start_ray, wait_for_nodes
-from verl.trainer.common.code_check import check_code_runner
 from verl.trainer.common.command_line import checked, command
-from verl.trainer.common.completion import log_finished
-from verl.trainer.common.controller_poll import ControllerPoll
-from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
-from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
-from verl.trainer.common.own_ray import OwnRay, result_of
-from verl.trainer.common.preflight import basic_preflight, ppo_preflight
-from verl.trainer.common.signals import FINISHES, RUN_ENDED, Asked, before_first_step, exit_on_signals, stop_on_signals
-from verl.trainer.common.status_line import StatusLine, progress_bar
-from verl.trainer.supervision.report import earlier_attempts
-from verl.trainer.supervision.supervisor import supervise, wants_supervision
-from verl.utils.exceptions import annotate_error
+from verl.trainer.common.driver import run_on_ray
+from verl.trainer.common.nodes import ensure_head, is_worker_node, serve_as_node, start_head, stop_head
+from verl.trainer.common.preflight import basic_preflight, check_code_runner, ppo_preflight
+from verl.trainer.common.run_status import RunStatus, StatusSnapshot
+from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
+from verl.trainer.recovery.signals import before_first_step
+from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.logging_setup import messages_on_stderr
 from verl.utils.lost_terminal import outlive_terminal
-from verl.utils.process_tree import with_descendants
 from verl.utils.resources import freeze_gc
-from verl.utils.stacks import answer_stack_requests
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Train a model by reinforcement learning; a wrong configuration lists every problem and exits with 2."""
+    """Train a model by reinforcement learning; an invalid configuration lists every problem and exits with 2."""
     outlive_terminal()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _main()
@@ -56,8 +45,8 @@ def _main(config: DictConfig) -> None:
 def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = False) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish.
 
-    `supervised`: the run is a child of this process, which starts it again when it dies (`trainer.max_restarts` times)
-    and exits when it is over: what follows in a script is done by the child alone.
+    `supervised`: the run is a child of this process, which restarts it when it dies (`trainer.max_restarts` times) and
+    exits when it is over: code that follows in a script is executed by the child only.
     """
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     has_own_run = getattr(runner_class, "run", None) is not TaskRunner.run
@@ -65,126 +54,55 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     logger.info(batch_plan(config).render())
     check_code_runner(config)
 
-    if joins_a_head(config):
+    if is_worker_node(config):
         return serve_as_node(config)
-    with tells_of_restart(config.trainer):
+    with attach_resume_hint(config.trainer):
         if wants_supervision(config, supervised):
-            attempt = supervise(config, lambda head: running_head(config, head), stop_head)
-            by = _run_on_ray(attempt.config, runner_class, attempt.head, supervised)
+            attempt = supervise(config, lambda head: ensure_head(config, head), stop_head)
+            stopped_by = run_on_ray(attempt.config, runner_class, attempt.head, supervised)
         else:
             with before_first_step():
-                head = start_head(config)  # before Ray is imported: it reads its settings then
+                head = start_head(config)  # before Ray is imported, which reads its settings then
             try:
-                by = _run_on_ray(config, runner_class, head, supervised)
+                stopped_by = run_on_ray(config, runner_class, head, supervised)
             finally:
                 stop_head(head)
-        if by is not None:
-            logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
+        if stopped_by is not None:
+            logger.warning("stopped by %s; %s", stopped_by, describe_resume(config.trainer))
         elif not config.trainer.val_only:
             log_finished(config.trainer, "actor")
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
-    """The signal that ended the run, if one did, and what was given up for it.
-
-    `is_program`: nothing follows the run in this process. A Ray cluster started here is then shut down, so that no
-    actor output follows the last log line.
-    """
-    import ray
-
-    ours = not ray.is_initialized()
-    with before_first_step():
-        own, runner = _start_runner(config, runner_class, head)
-    answer_stack_requests()
-    poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
-    stopping: AbstractContextManager[Asked] = nullcontext(Asked())
-    if hasattr(runner, "request_stop"):
-        by, within = Asked(), config.trainer.save_within
-        first = FINISHES if within is None else f"stopping: saved first, if it can be in {within:g} s"
-        starting = poll.before_first_step if ours else lambda: False
-        stopping = stop_on_signals(lambda: _ask_to_stop(runner, by.by), own.kill, first, by, starting)
-    with stopping as asked, progress_bar(lambda: poll.standing):
-        try:
-            given_up = result_of(runner.run.remote(config), own, asked, poll.look)
-        except Exception as error:
-            now = poll.standing
-            if now is not None and now.phase:  # what an error knows itself stays
-                annotate_error(error, phase=now.phase, step=now.step + 1)
-            raise
-    if is_program:
-        exit_on_signals(RUN_ENDED)
-    if ours and (is_program or asked.by is not None):
-        ray.shutdown()  # what the run printed arrives at any time until then
-        sys.stdout.flush()
-    # Said here: the last that an actor prints may be lost with Ray.
-    return given_up if asked.by is not None and isinstance(given_up, str) else asked.by
-
-
-def _start_runner(config: PPOConfig, runner_class: Any, head: Any) -> tuple[OwnRay, Any]:
-    """Start or join Ray, wait for the nodes and create the actor of `runner_class`."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    own = OwnRay()
-    if not ray.is_initialized():
-        again = earlier_attempts() > 0
-        num_cpus = config.ray_init.num_cpus if config.trainer.node_rank is None else None
-        own = start_ray(num_cpus, config.trainer.nodes_within if again else 0, config.ray_init.start_timeout)
-        if not own:
-            used = {config.role_mapping[role] for role in active_roles(config)}
-            pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
-            nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
-            wait_for_nodes(config.trainer, pools, again, nodes)
-    own = own or OwnRay(() if head is None else with_descendants(head.pid), ray.get_runtime_context().gcs_address)
-    if not hasattr(runner_class, "remote"):
-        # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
-        # it has room: others may go and come.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
-    return own, runner_class.remote()
-
-
-def _ask_to_stop(runner: Any, by: str | None) -> None:
-    if by in preemption.SIGNALS and hasattr(runner, "preempt"):
-        runner.preempt.remote(by)
-    else:
-        runner.request_stop.remote()
-
-
 class TaskRunner:
-    """Runs everything, as a Ray actor beside the driver; subclass it to change a part."""
+    """The controller: a Ray actor that sets up and runs the trainer. Override methods to change parts of it."""
 
     trainer_cls: Any = None
-    """Your subclass of RayPPOTrainer; `trainer.cls_path` of the configuration wins over it."""
+    """A subclass of RayPPOTrainer to use; `trainer.cls_path` of the configuration has precedence."""
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Any, type] = {}
         self.mapping: dict[Any, str] = {}
         self._trainer: Any = None
-        self._starting = StatusLine(0)
+        self._startup_status = RunStatus(0)
         self._stop_requested = False
 
     def run(self, config: PPOConfig) -> str | None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train.
 
-        What was given up at the end, if the run was asked to stop and there was no time for it.
+        Returns a message if a step was given up for a preemption signal; else None.
         """
         from verl.config.context_length import check_context_length
         from verl.config.megatron import refuse_model_layouts
         from verl.planning.check import check_memory
         from verl.search.searcher import check_retriever
-        from verl.trainer.common.watch import HangWatch
-        from verl.trainer.ppo.reward import check_rewards, load_reward_manager
-        from verl.trainer.ppo.reward_check import check_at_start
         from verl.trainer.ppo.state import check_run_start
         from verl.trainer.ppo.teachers import check_teachers
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
-        from verl.utils.reward_score.served import require_server
 
         setup_logging()
-        self._starting.starting = True
+        self._startup_status.starting = True
         config = load_config(config)
         for module in config.external_libs:
             importlib.import_module(module)
@@ -197,37 +115,18 @@ class TaskRunner:
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
         folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
-        local_path = folders[model.path]
         check_context_length(config, folders)
         refuse_model_layouts(config, folders)
         check_memory(config, folders)
         if config.do_search:
             check_retriever(config.retriever)
         start = check_run_start(config, self.role_worker_mapping)
-        tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
-        processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
-        data = config.data
-        train_dataset = create_rl_dataset(
-            data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
-        )
-        val_dataset = None
-        if data.val_files:
-            val_dataset = create_rl_dataset(
-                data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
-            )
-        check_rewards(train_dataset, config, config.distillation.scores_answers)
-        if val_dataset is not None:
-            check_rewards(val_dataset, config)
+        tokenizer = hf_tokenizer(folders[model.path], trust_remote_code=model.trust_remote_code)
+        processor = hf_processor(folders[model.path], trust_remote_code=model.trust_remote_code)
+        train_dataset, val_dataset = self._create_datasets(config, tokenizer, processor)
         if config.distillation.enabled:
             check_teachers(config, folders, tokenizer, train_dataset)
-        with HangWatch(self._starting, config.trainer.hang_timeout):
-            reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-            val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
-            if config.reward_model.url is not None:
-                require_server(config.reward_model.url)
-            elif config.distillation.scores_answers and not config.reward_model.enable:
-                loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
-                check_at_start(reward_fn, train_dataset, data.reward_fn_key, loop)
+        reward_fn, val_reward_fn = self._load_rewards(config, tokenizer, train_dataset)
         self._trainer = trainer_cls(
             config=config,
             tokenizer=tokenizer,
@@ -238,7 +137,7 @@ class TaskRunner:
             val_reward_fn=val_reward_fn,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
-            train_sampler=create_rl_sampler(data, train_dataset),
+            train_sampler=create_rl_sampler(config.data, train_dataset),
             device_name=config.trainer.device,
         )
         self._trainer.state.run_start = start
@@ -256,23 +155,23 @@ class TaskRunner:
             start.close()
 
     def request_stop(self) -> None:
-        """Finish the step that runs, save, and end."""
+        """Finish the current step, save, and end the run."""
         self._stop_requested = True
         if self._trainer is not None:
             self._trainer.stop_requested.set()
 
-    def preempt(self, by: str) -> None:
-        """As `request_stop`, by a signal that leaves `trainer.save_within` seconds."""
+    def preempt(self, signal: str) -> None:
+        """As `request_stop`, for a signal that leaves `trainer.save_within` seconds."""
         self._stop_requested = True
         if self._trainer is not None:
-            self._trainer.preempt(by)
+            self._trainer.preempt(signal)
 
-    def standing(self) -> Any:
-        """Step and phase of the run, for whoever has a terminal; 0 of 0 steps before there is a trainer."""
-        return getattr(self._trainer, "status", self._starting).standing()
+    def run_status(self) -> StatusSnapshot:
+        """Return step and phase of the run for the driver's terminal; 0 of 0 steps before there is a trainer."""
+        return getattr(self._trainer, "status", self._startup_status).snapshot()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
-        """The policy: one hybrid role, or training and generation apart where their pools differ."""
+        """Add the policy: one hybrid role, or separate roles for training and generation if their pools differ."""
         from verl.trainer.ppo.utils import Role
 
         workers = self._workers(config.actor_rollout_ref.actor.strategy)
@@ -283,14 +182,14 @@ class TaskRunner:
             self._add(config, Role.Rollout, workers.ActorRolloutRefWorker, "rollout")
 
     def add_critic_worker(self, config: PPOConfig) -> None:
-        """The critic, where the estimator needs one."""
+        """Add the critic, if the estimator needs one."""
         from verl.trainer.ppo.utils import Role
 
         if config.critic.enable:
             self._add(config, Role.Critic, self._workers(config.critic.strategy).CriticWorker, "critic")
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """The reward model, where one is enabled."""
+        """Add the reward model, if enabled."""
         from verl.trainer.ppo.utils import Role
 
         if not config.reward_model.enable:
@@ -304,7 +203,7 @@ class TaskRunner:
             self._add(config, Role.RewardModel, workers.RewardModelWorker, "reward_model")
 
     def add_ref_policy_worker(self, config: PPOConfig) -> None:
-        """The frozen reference, where a KL needs it."""
+        """Add the reference policy, if a KL term needs it."""
         from verl.trainer.ppo.utils import Role
 
         if "ref" in active_roles(config):
@@ -312,7 +211,7 @@ class TaskRunner:
             self._add(config, Role.RefPolicy, workers.ActorRolloutRefWorker, "ref")
 
     def add_teacher_worker(self, config: PPOConfig) -> None:
-        """The teachers that run here, where one is distilled."""
+        """Add the local teachers of a distillation."""
         from verl.trainer.ppo.utils import Role
         from verl.workers.roles.teacher import TeacherWorker
 
@@ -320,10 +219,45 @@ class TaskRunner:
             self._add(config, Role.Teacher, TeacherWorker, "teacher")
 
     def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
-        """The pools of the configuration, and which role runs on which."""
+        """Return the resource pools of the configuration and the roles on them."""
         from verl.single_controller.ray import ResourcePoolManager
 
         return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
+
+    def _create_datasets(self, config: PPOConfig, tokenizer: Any, processor: Any) -> tuple[Any, Any]:
+        """Return the datasets for training and validation (or None), whose rows their rewards can score."""
+        from verl.trainer.ppo.reward import check_rewards
+
+        data = config.data
+        train_dataset = create_rl_dataset(
+            data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
+        )
+        val_dataset = None
+        if data.val_files:
+            val_dataset = create_rl_dataset(
+                data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+            )
+        check_rewards(train_dataset, config, config.distillation.scores_answers)
+        if val_dataset is not None:
+            check_rewards(val_dataset, config)
+        return train_dataset, val_dataset
+
+    def _load_rewards(self, config: PPOConfig, tokenizer: Any, train_dataset: Any) -> tuple[Any, Any]:
+        """Return the reward managers for training and validation, after a check on a few rows."""
+        from verl.trainer.data_check import check_reward_at_start
+        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.trainer.recovery.hang_detector import HangDetector
+        from verl.utils.reward_score.served import require_server
+
+        with HangDetector(self._startup_status, config.trainer.hang_timeout):
+            reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+            val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation logs its own samples
+            if config.reward_model.url is not None:
+                require_server(config.reward_model.url)
+            elif config.distillation.scores_answers and not config.reward_model.enable:
+                loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+                check_reward_at_start(reward_fn, train_dataset, config.data.reward_fn_key, loop)
+        return reward_fn, val_reward_fn
 
     def _trainer_class(self, config: PPOConfig) -> Any:
         from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
@@ -332,19 +266,19 @@ class TaskRunner:
 
         key, cls_path = "trainer.cls_path", config.trainer.cls_path
         if cls_path is None:
-            ours = RayPPOTrainer if config.trainer.mode == "sync" else AsyncPPOTrainer
-            return ours if self.trainer_cls is None else self.trainer_cls
+            default = RayPPOTrainer if config.trainer.mode == "sync" else AsyncPPOTrainer
+            return default if self.trainer_cls is None else self.trainer_cls
         path, _, name = cls_path.rpartition(":" if ":" in cls_path.removeprefix("pkg://") else ".")
         if not path or not name:
             raise ValueError(f"{key}: {cls_path!r} names no class. Write file.py:Class or package.module.Class.")
-        found: Any = load_user_object(path, name, key=key)
-        if not isinstance(found, type) or not issubclass(found, RayPPOTrainer):
+        user_class: Any = load_user_object(path, name, key=key)
+        if not isinstance(user_class, type) or not issubclass(user_class, RayPPOTrainer):
             module = RayPPOTrainer.__module__
             raise ValueError(f"{key}: {name} in {path} is no RayPPOTrainer. Derive it from {module}.RayPPOTrainer.")
-        return found
+        return user_class
 
     def _model_paths(self, config: PPOConfig) -> dict[str, str]:
-        """The models of the run by the keys that name them."""
+        """Return the model paths of the run by their configuration keys."""
         paths: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
         if config.critic.enable:
             paths["critic.model.path"] = config.critic.model.path
@@ -365,7 +299,7 @@ class TaskRunner:
 def create_rl_dataset(
     data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, is_train: bool = True, max_samples: int = -1
 ) -> Any:
-    """The dataset of `data.custom_cls`, or RLHFDataset."""
+    """Return a dataset of the class `data.custom_cls`, or an RLHFDataset."""
     from verl.config import DataConfig, as_config
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.import_utils import load_user_object
@@ -383,7 +317,7 @@ def create_rl_dataset(
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
-    """The sampler of `data.sampler`, or a seeded shuffle, or the order of the rows."""
+    """Return the sampler of `data.sampler`; else one that shuffles by the seed, or keeps the order of the rows."""
     from verl.config import DataConfig, as_config
     from verl.trainer.ppo.prompts import make_sampler
     from verl.utils.dataset.sampler import AbstractSampler
@@ -404,7 +338,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`RewardManager` and `_select_rm_score_fn`, which older scripts import from here; loaded when asked for."""
+    """Load `RewardManager` and `_select_rm_score_fn`, which older scripts import from here, on access."""
     if name == "RewardManager":
         from verl.workers.reward_manager import NaiveRewardManager
 

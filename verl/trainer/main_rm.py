@@ -1,6 +1,6 @@
 """Reward-model training: `python -m verl.trainer.main_rm key=value …` -> configuration -> RMTrainer.
 
-Neither torch nor ray is imported until the configuration is known to be right.
+Neither torch nor ray is imported before the configuration has been validated.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 from verl.config import RMConfig
 from verl.config.load import Given
 from verl.trainer.common.command_line import command
-from verl.trainer.common.supervised_command import run_supervised_training
+from verl.trainer.supervised.launch import run_supervised_training
 
 
 @command("rm_trainer")
 def main(config: DictConfig) -> None:
-    """Train a reward model on answers that were compared."""
+    """Train a reward model on compared responses."""
     run_rm(config, supervised=True)
 
 
@@ -28,7 +28,7 @@ def run_rm(config: Given, supervised: bool = False) -> None:
 
 
 def _trainer_class() -> type:
-    from verl.trainer.rm.trainer import RMTrainer
+    from verl.trainer.supervised.rm import RMTrainer
 
     return RMTrainer
 

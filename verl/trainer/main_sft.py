@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `python -m verl.trainer.main_sft key=value …` -> configuration -> SFTTrainer.
 
-Neither torch nor ray is imported until the configuration is known to be right.
+Neither torch nor ray is imported before the configuration has been validated.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 from verl.config import SFTConfig
 from verl.config.load import Given
 from verl.trainer.common.command_line import command
-from verl.trainer.common.supervised_command import run_supervised_training
+from verl.trainer.supervised.launch import run_supervised_training
 
 
 @command("sft_trainer")
 def main(config: DictConfig) -> None:
-    """Fine-tune a model on answers that are given."""
+    """Fine-tune a model on given responses."""
     run_sft(config, supervised=True)
 
 
@@ -28,7 +28,7 @@ def run_sft(config: Given, supervised: bool = False) -> None:
 
 
 def _trainer_class() -> type:
-    from verl.trainer.sft.trainer import SFTTrainer
+    from verl.trainer.supervised.sft import SFTTrainer
 
     return SFTTrainer
 

@@ -1,6 +1,6 @@
-"""`main_sft` under the name that newer scripts start, with torchrun or without; every answer of a conversation counts.
+"""`main_sft` under the name used by newer scripts, with torchrun or without, and with `data.multiturn=True`.
 
-That is what those scripts expect of `data.messages_key` alone; `data.multiturn=False` takes it back.
+Those scripts expect to train every assistant message of `data.messages_key`; `data.multiturn=False` overrides it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["main", "run_sft"]
 
 
 def main() -> None:
-    """Fine-tune a model on answers that are given."""
+    """Fine-tune a model on given responses."""
     sys.argv.insert(1, "data.multiturn=True")
     main_sft.main()
 

@@ -1,4 +1,4 @@
-"""A standard output that is lost (its terminal closed, its pipe has no reader) costs no run: lines go to a file."""
+"""Survive a lost standard output (closed terminal, pipe without a reader): further output goes to a file."""
 
 from __future__ import annotations
 
@@ -9,65 +9,65 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-_LOST = (errno.EIO, errno.EPIPE)
-_place = os.devnull
+_LOST_ERRORS = (errno.EIO, errno.EPIPE)
+_fallback = os.devnull
 
 
 def outlive_terminal() -> None:
-    """From here on, what is written to a lost sys.stdout or sys.stderr goes where `keep_lost_output` said.
+    """From now on, output to a lost sys.stdout or sys.stderr goes to the file of `keep_lost_output`.
 
-    Call it before anything else holds these streams.
+    Call it before other code keeps references to these streams.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:  # Python's own on a file; what others put there may have none
+        if type(stream) is io.TextIOWrapper:  # a replacement by other code may have no file
             stream.flush()
-            setattr(sys, name, _Lasting(stream))
+            setattr(sys, name, _FallbackStream(stream))
 
 
-def keep_lost_output(place: str) -> None:
-    """The file for what is written after the loss; before this is called there is none."""
-    global _place
-    _place = place
+def keep_lost_output(path: str) -> None:
+    """Set the file for output after the loss; until then it is discarded."""
+    global _fallback
+    _fallback = path
 
 
-class _Output(io.FileIO):
-    """A file descriptor that becomes another file when nobody can read what is written to it."""
+class _FallbackFile(io.FileIO):
+    """A file descriptor that is redirected to the fallback file when its reader is gone."""
 
     def write(self, data: Any) -> int:
-        """All of it: no buffer that would try again stands before this one."""
+        """Write all data: there is no buffer that would write the remainder later."""
         left = memoryview(data).cast("B")
         while left:
-            written = self._some(left)
+            written = self._write_some(left)
             if written is None:
-                raise BlockingIOError(errno.EAGAIN, "nobody reads what is written, and the file does not wait")
+                raise BlockingIOError(errno.EAGAIN, "the reader does not read, and the file is non-blocking")
             left = left[written:]
         return len(data)
 
-    def _some(self, data: memoryview) -> int | None:
+    def _write_some(self, data: memoryview) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _LOST:
+            if error.errno not in _LOST_ERRORS:
                 raise
-            self._become(os.devnull)
-            with suppress(OSError):  # no such folder yet, or a full disk: then nowhere
-                self._become(_place)
+            self._redirect(os.devnull)
+            with suppress(OSError):  # no such folder yet, or a full disk: the output is discarded
+                self._redirect(_fallback)
             return super().write(data)
 
-    def _become(self, place: str) -> None:
-        other = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    def _redirect(self, path: str) -> None:
+        other = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(other, self.fileno())
         os.close(other)
 
 
-class _Lasting(io.TextIOWrapper):
-    """As the stream that was there, on the same file.
+class _FallbackStream(io.TextIOWrapper):
+    """A copy of a stream, on the same file descriptor.
 
-    Without a `BufferedWriter`, which refuses a signal's handler that writes while it writes: a terminal that closes and
-    the SIGHUP that says so come together, and the run would end with its "reentrant call" instead of saving.
+    Without a `BufferedWriter`, which raises "reentrant call" if a signal handler writes during a write: a closing
+    terminal also sends SIGHUP, and the run would end with that error instead of saving.
     """
 
     def __init__(self, other: io.TextIOWrapper) -> None:
-        raw: Any = _Output(other.fileno(), "w", closefd=False)
+        raw: Any = _FallbackFile(other.fileno(), "w", closefd=False)
         super().__init__(raw, other.encoding, other.errors, None, other.line_buffering, other.write_through)

@@ -1,11 +1,11 @@
-"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: can this reward be trusted?
-
-A face: the check itself is `verl.workers.reward_manager.check`, the command `verl.trainer.ppo.reward_check`.
-"""
+"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: can this reward be trusted? Alias of
+`verl.trainer.data_check`; the checks themselves are in `verl.workers.reward_manager.check`."""
 
 import sys
 
-from verl.trainer.ppo.reward_check import check_files, main, show
+from verl.trainer.data_check import check_reward_function as check_files
+from verl.trainer.data_check_command import main_reward as main
+from verl.trainer.data_check_command import show_report as show
 from verl.workers.reward_manager.check import Finding, RewardReport, Row, check_reward
 
 __all__ = ["Finding", "RewardReport", "Row", "check_files", "check_reward", "main", "show"]

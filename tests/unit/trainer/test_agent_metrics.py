@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.trainer.common.dumps import dump_rows, write_jsonl
-from verl.trainer.common.phases import verdict
+from verl.trainer.common.run_status import describe_bottleneck
 from verl.trainer.ppo.scoring import ToolUseCheck, agent_metrics
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.output import rows_from_trajectories
@@ -117,11 +117,11 @@ def test_tools_that_nobody_calls_are_said_once_after_three_steps(caplog):
 
 def test_the_verdict_knows_whether_generation_waits_for_tools():
     seconds = {"step": 10.0, "gen": 8.0, "update_actor": 2.0}
-    assert "gen took 80% of the time; what helps: shorter answers" in verdict(seconds, tool_share=0.2)
-    slow = verdict(seconds, tool_share=0.75)
+    assert "gen took 80% of the time; what helps: shorter responses" in describe_bottleneck(seconds, tool_share=0.2)
+    slow = describe_bottleneck(seconds, tool_share=0.75)
     assert "gen took 80% of the time, 75% of it in tools" in slow
     assert "multi_turn.tool_timeout" in slow
-    assert "in tools" not in verdict({"gen": 1.0, "update_actor": 2.0}, tool_share=0.75)
+    assert "in tools" not in describe_bottleneck({"gen": 1.0, "update_actor": 2.0}, tool_share=0.75)
 
 
 def test_a_dump_shows_a_person_who_said_what_and_what_it_earned(tmp_path):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
-from verl.trainer.common.phases import Phases
+from verl.trainer.common.run_status import Phases
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 ROLLOUT = "actor_rollout_ref.rollout"

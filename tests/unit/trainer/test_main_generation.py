@@ -16,7 +16,7 @@ import pytest
 from tests.support.tiny import save_tiny_model
 from verl.config import ConfigError
 from verl.config.names import ROLLOUTS
-from verl.trainer.answer_store import AnswerStore
+from verl.trainer.generation import ResponseStore
 from verl.trainer.main_generation import main, run_generation
 from verl.utils.dataset.problems import DataError
 from verl.workers.rollout.engine_host import EngineHost
@@ -179,17 +179,17 @@ def test_a_finished_run_is_not_done_again_and_other_settings_are_refused(generat
 
 def test_answers_are_whole_or_not_there_and_one_run_writes_at_a_time(tmp_path):
     output = tmp_path / "out.parquet"
-    with AnswerStore(output, {"seed": 1}, 2) as store:
-        store.keep(1, [["b", "c"]])
+    with ResponseStore(output, {"seed": 1}, 2) as store:
+        store.add(1, [["b", "c"]])
         (store.folder / ".000000.parquet.partial").write_bytes(b"half of it")
         assert store.missing() == [0]
-        with pytest.raises(ValueError, match="another run is writing"), AnswerStore(output, {"seed": 1}, 2):
+        with pytest.raises(ValueError, match="another run is writing"), ResponseStore(output, {"seed": 1}, 2):
             pass
-    with pytest.raises(ValueError, match="another seed"), AnswerStore(output, {"seed": 2}, 2):
+    with pytest.raises(ValueError, match="another seed"), ResponseStore(output, {"seed": 2}, 2):
         pass
-    with AnswerStore(output, {"seed": 1}, 2) as store:
+    with ResponseStore(output, {"seed": 1}, 2) as store:
         assert store.missing() == [0]
-        store.keep(0, [["a"]])
+        store.add(0, [["a"]])
         store.finish(pa.table({"prompt": ["x", "y"]}))
         assert store.finished
     assert pq.read_table(output).to_pylist() == [

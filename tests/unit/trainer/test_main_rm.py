@@ -12,7 +12,7 @@ from verl.config import ConfigError, RewardModelConfig, RMConfig, as_config, loa
 from verl.config.supervised import describe
 from verl.protocol import DataProto
 from verl.trainer.main_rm import run_rm
-from verl.trainer.rm.trainer import RMTrainer
+from verl.trainer.supervised.rm import RMTrainer
 from verl.utils.fs import resolve_model_path
 from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.roles.reward_model import RewardModelWorker

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
-from verl.trainer.common import supervised_command
 from verl.trainer.common.guard import NonFiniteError
-from verl.trainer.common.signals import RUN_ENDED, StopSignal
-from verl.trainer.common.supervised_loaders import train_loader
 from verl.trainer.main_sft import main, run_sft
-from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
-from verl.trainer.sft.trainer import SFTTrainer
+from verl.trainer.recovery.signals import RUN_ENDED, StopSignal
+from verl.trainer.supervised import launch
+from verl.trainer.supervised.sft import SFTTrainer, create_sft_dataset, prompt_response_batch
+from verl.trainer.supervised.trainer import train_loader
 from verl.utils.fs import resolve_model_path
 from verl.workers.roles.supervised import SFTWorker, token_mean_loss
 
@@ -313,7 +312,7 @@ def test_a_signal_before_the_first_step_stops_at_once_and_finishes_no_step(model
     monkeypatch.setattr(SFTTrainer, "_validate", lambda self: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StopSignal) as caught:
         run_sft(make_config(model_path, "data.val_files=val.jsonl"))
-    assert (caught.value.by, caught.value.before_first_step) == ("SIGTERM", True)
+    assert (caught.value.name, caught.value.before_first_step) == ("SIGTERM", True)
     assert "this step is finished" not in caplog.text
     assert not list((files / "steps").glob("global_step_*"))
 
@@ -323,7 +322,7 @@ def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(model_path,
     messages, closed = [], []
     close = SFTTrainer.close
     monkeypatch.setattr(SFTTrainer, "close", lambda self: (close(self), closed.append(True)))
-    monkeypatch.setattr(supervised_command, "exit_on_signals", lambda message: messages.append((message, bool(closed))))
+    monkeypatch.setattr(launch, "exit_on_signals", lambda message: messages.append((message, bool(closed))))
     keys = ("trainer.total_training_steps=1", "trainer.max_restarts=0")
     run_sft(make_config(model_path, *keys), supervised=is_program)
     assert messages == ([(RUN_ENDED, True)] if is_program else []), "after the last save is complete"

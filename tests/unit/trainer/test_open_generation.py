@@ -10,7 +10,7 @@ import torch
 
 from tests.support.tiny import tiny_model
 from tests.support.training_harness import close, make_task, make_trainer, overrides, weights
-from verl.trainer.common.phases import Phases
+from verl.trainer.common.run_status import Phases
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.types.request import Output, Request, SamplingParams
 

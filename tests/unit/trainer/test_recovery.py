@@ -9,7 +9,7 @@ import pytest
 
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.trainer.ppo.utils import Role
 from verl.workers.rollout.base import EngineDiedError
@@ -57,7 +57,7 @@ class Weights:
 @pytest.fixture
 def made():
     groups, weights, state = Groups(), Weights(), SimpleNamespace(step=1)
-    recovery = WorkerRecovery(groups, weights, state, StatusLine(total_steps=1))  # type: ignore[arg-type]
+    recovery = WorkerRecovery(groups, weights, state, RunStatus(total_steps=1))  # type: ignore[arg-type]
     retry = recovery.retry_on_worker_loss
     return SimpleNamespace(groups=groups, weights=weights, state=state, retry=retry, metrics=recovery.metrics)
 

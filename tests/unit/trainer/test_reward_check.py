@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.tiny import tiny_tokenizer
 from verl.config.names import REWARD_MANAGERS
+from verl.trainer.data_check import check_reward_at_start as check_at_start
+from verl.trainer.data_check_command import main_data as check_data
+from verl.trainer.data_check_command import main_reward as main
 from verl.trainer.ppo.reward import load_reward_manager
-from verl.trainer.ppo.reward_check import check_at_start, main
-from verl.utils.dataset.check import main as check_data
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 HERE = ["reward_model.reward_kwargs.num_processes=0"]
@@ -124,7 +125,7 @@ def test_rows_that_their_agent_scores_are_not_tried(tmp_path, caplog):
 
 
 def test_at_the_start_of_a_run_a_function_that_always_fails_is_an_error(file, own):
-    with pytest.raises(ValueError, match=r"no answer to 8 rows could be scored(.|\n)*the judge is not at home"):
+    with pytest.raises(ValueError, match="the judge is not at home"):
         started(file, own, "custom_reward_function.name=broken")
 
 

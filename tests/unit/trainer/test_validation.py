@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
-from verl.trainer.common.failures import NonFatalFailures
 from verl.trainer.ppo.validator import Validator, join_samples, known_scores, sample_metrics
+from verl.trainer.recovery.failures import NonFatalFailures
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Case, Conversation, template_kwargs
-from verl.trainer.rm.padding import padding_token
+from verl.trainer.supervised.rm import padding_token
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.scoring_tokens import SCORED_AT_END, ScoringEncoder

@@ -17,8 +17,8 @@ from verl.utils.lost_terminal import keep_lost_output, outlive_terminal
 
 outlive_terminal()
 keep_lost_output("kept.log")
-from verl.trainer.common.signals import stop_on_signals
-from verl.trainer.common.status_line import Standing, progress_bar
+from verl.trainer.recovery.signals import stop_on_signals
+from verl.trainer.common.run_status import StatusSnapshot, progress_bar
 from verl.utils.logging_setup import setup_logging
 
 setup_logging()
@@ -26,12 +26,12 @@ logger = logging.getLogger("verl.test")
 # Whoever runs the tests may ignore it.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 ended = pathlib.Path("end")
-with stop_on_signals(lambda: None) as asked, progress_bar(lambda: Standing(3, 10, "gen", 1.0, 1, 2)):
+with stop_on_signals(lambda: None) as request, progress_bar(lambda: StatusSnapshot(3, 10, "gen", 1.0, 1, 2)):
     while not ended.exists():
         logger.info("step")
         print("printed", flush=True)
         time.sleep(0.05)
-print(f"stopped by {asked.by}")
+print(f"stopped by {request.signal}")
 """
 
 
@@ -91,8 +91,8 @@ import os, signal
 from verl.utils import lost_terminal
 lost_terminal.outlive_terminal()
 lost_terminal.keep_lost_output("kept.log")
-become = lost_terminal._Output._become
-lost_terminal._Output._become = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or become(*where)
+redirect = lost_terminal._FallbackFile._redirect
+lost_terminal._FallbackFile._redirect = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or redirect(*where)
 signal.signal(signal.SIGHUP, lambda *_: (signal.signal(signal.SIGHUP, signal.SIG_IGN), print("asked", flush=True)))
 os.read(0, 1)
 print("first" * 9999, flush=True)

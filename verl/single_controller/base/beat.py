@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from verl.utils.activity import Activity, current_activity
-from verl.utils.background_work import current_work
-from verl.utils.helper_processes import Standing, silent_peer, standing_helper
+from verl.utils.liveness import Activity, StoppedProcess, current_activity, current_work, silent_peer, stopped_helper
 from verl.utils.progress import pulse_count
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
@@ -29,7 +27,7 @@ class Beat:
     """Of one process."""
 
     method: str | None = None
-    """The compute call that runs, or the work beside them (`verl.utils.background_work`)."""
+    """The compute call that runs, or the work beside them (`verl.utils.liveness`)."""
     seconds: float = 0.0
     """Since when it runs."""
     done: int = 0
@@ -37,7 +35,7 @@ class Beat:
     thread: int = 0
     stacks: tuple[Stack, ...] = ()
     """The compute thread's first, then, if asked for, those of threads in collectives or in users' code."""
-    helper: Standing | None = None
+    helper: StoppedProcess | None = None
     """A process that this one waits for (an engine's) and that cannot run."""
     awaits: str | None = None
     """Who else is waited for, and has not answered for long."""
@@ -83,17 +81,17 @@ class Heart:
         """From any thread. The stacks of all threads take milliseconds, that of the compute thread does not."""
         running = self._running or _background()
         if running is None:
-            return Beat(done=pulse_count(), helper=standing_helper())
+            return Beat(done=pulse_count(), helper=stopped_helper())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
         shown, activity = telling_stacks(stacks, thread), current_activity()
         units = done() + pulse_count()
         seconds = time.monotonic() - start
-        return Beat(method, seconds, units, thread, shown, standing_helper(), silent_peer(), activity)
+        return Beat(method, seconds, units, thread, shown, stopped_helper(), silent_peer(), activity)
 
 
 def _background() -> tuple[str, float, int, Callable[[], int]] | None:
-    """Work beside compute calls, as if it was one; its units are the pulses of the process."""
+    """BackgroundWork beside compute calls, as if it was one; its units are the pulses of the process."""
     if (work := current_work()) is None:
         return None
     threads = {thread.name: thread.ident or 0 for thread in threading.enumerate()}

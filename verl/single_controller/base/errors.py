@@ -18,7 +18,7 @@ class WorkerError(PicklableError, RuntimeError):
     """A call on a worker group failed. `summary` says what happened; `role`, `rank`, `host` and `method` say where."""
 
     phase: str | None = None
-    """Of the training step, where a trainer made the call (see `verl.trainer.common.status_line`)."""
+    """Of the training step, where a trainer made the call (see `verl.trainer.common.run_status`)."""
     step: int | None = None
 
     def __init__(self, summary: str, role: str, rank: int, host: str, method: str, detail: str = "") -> None:
@@ -60,8 +60,8 @@ class HangError(WorkerError):
     """Nothing moves any more, within `trainer.hang_timeout`: `summary` says who waits for whom, the detail holds what
     every rank did last, with its stack. A run that is started again may get past it."""
 
-    at_once: bool = False
-    """Ray itself hangs: nothing is to be waited for on the way out."""
+    exit_immediately: bool = False
+    """Ray itself hangs: the program exits without waiting for it."""
 
 
 @dataclass(frozen=True)

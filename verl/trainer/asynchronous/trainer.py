@@ -116,5 +116,5 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _wait_phase(self) -> AbstractContextManager[None]:
         """The phase of a wait for trajectories: a phase of the step, or, if a validation waits, of the status line."""
-        phase = self.phases if self.phases.within("step") else self.status.phase
+        phase = self.phases if self.phases.is_running("step") else self.status.phase
         return phase("gen", *self.groups.generating)

@@ -1,1 +1,1 @@
-"""What every trainer shares: how a run starts, stands, saves, fails and ends."""
+"""Shared by all trainers: checks before a run, Ray cluster, status, data loading, checkpoints, guards."""

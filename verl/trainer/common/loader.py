@@ -1,4 +1,4 @@
-"""Batches of rows whose position can be saved and restored, however many processes load ahead of it."""
+"""BatchLoader: batches of rows with a position that can be saved and restored, whatever workers have prefetched."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Batches of a dataset in a sampler's order; iterating once is one epoch, or the rest of a restored one.
+    """Batches of a dataset in a sampler's order; one iteration is one epoch, or the remainder of a restored one.
 
-    The saved position is that of the batches handed out. What was loaded beyond them is drawn again after a restore, so
-    no row is lost or repeated, and the number of workers may change in between. Without worker processes a thread loads
-    the next batch while one is used, where the dataset has `read_in_thread`: tokenizers let others run. A sampler with
-    `state_dict` and `load_state_dict` is restored by them; any other begins anew, and what was handed out is skipped.
-    Worker processes start with the first batch and stay: they see the dataset as it is then.
+    The saved position is that of the batches returned. Prefetched batches are drawn again after a restore, so no row is
+    lost or repeated, and the number of workers may change in between. Without worker processes a thread loads the next
+    batch while one is used, if the dataset has `read_in_thread` (tokenizers release the GIL). A sampler with
+    `state_dict` and `load_state_dict` is restored by them; any other one restarts, and the returned batches are
+    skipped. Worker processes start with the first batch and persist: they see the dataset as it is then.
     """
 
     def __init__(
@@ -41,35 +41,35 @@ class BatchLoader:
     ) -> None:
         if not hasattr(sampler, "__len__"):
             raise ValueError(
-                f"data.sampler.path: {type(sampler).__name__} has no __len__. Let it return the rows of an epoch."
+                f"data.sampler.path: {type(sampler).__name__} has no __len__. Return the number of rows of an epoch."
             )
         self.dataset, self.sampler = dataset, sampler
         self._batch_size, self._drop_last = batch_size, drop_last
         self._num_workers = _useful_workers(num_workers, len(self), sampler)
-        self.learns = isinstance(sampler, AbstractCurriculumSampler)
-        """Whether the next batch depends on what becomes of this one: it must not be fetched early."""
-        # One of the user's may hold what only its own thread may use, or draw numbers that others draw too.
-        own_place = self._num_workers or self.learns or hasattr(dataset, "state_dict")
-        self._by_thread = not own_place and getattr(dataset, "read_in_thread", False)
-        self._keeps_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._done = 0  # batches of this epoch handed out
+        self.is_curriculum = isinstance(sampler, AbstractCurriculumSampler)
+        """Whether the next batch depends on the result of this one: it must not be prefetched."""
+        # A user's dataset may use objects bound to a thread, or a shared random generator: it has to opt in.
+        needs_main_thread = self._num_workers or self.is_curriculum or hasattr(dataset, "state_dict")
+        self._prefetches = not needs_main_thread and getattr(dataset, "read_in_thread", False)
+        self._sampler_has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._done = 0  # batches of this epoch that were returned
         self._restored = False
-        # After each batch that is drawn and not yet handed out: the sampler's state, to be saved once it is.
-        self._ahead: deque[Any] = deque()
+        # Per prefetched batch: the sampler's state after it, to be saved when the batch is returned.
+        self._prefetched_states: deque[Any] = deque()
         self._state: Any = None
-        self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` without the batch handed out last
+        self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` before the last batch
         self._skip = 0
-        self._coming: Future[Any] | None = None
+        self._next_batch: Future[Any] | None = None
         self._collate_fn = collate_fn
         self._loader = self._new_loader()
 
     def _new_loader(self) -> DataLoader:
         return DataLoader(
             self.dataset,
-            batch_sampler=_EachEpoch(self._draw),
+            batch_sampler=_EpochBatches(self._draw),
             num_workers=self._num_workers,
             collate_fn=self._collate_fn,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=_init_worker,
             persistent_workers=self._num_workers > 0,
         )
 
@@ -85,27 +85,27 @@ class BatchLoader:
         return rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        self._ahead.clear()
+        self._prefetched_states.clear()
         self._done = self._done if self._restored else 0
-        self._skip = 0 if self._keeps_state else self._done
+        self._skip = 0 if self._sampler_has_state else self._done
         self._restored = False
         self._state = self._sampler_state()
-        for batch in self._one_ahead() if self._by_thread else self._loader:
+        for batch in self._prefetch() if self._prefetches else self._loader:
             self._before = self._done, self._state
-            self._state = self._ahead.popleft()
+            self._state = self._prefetched_states.popleft()
             self._done += 1
             yield batch
 
     def state_dict(self, without_last: bool = False) -> dict[str, Any]:
-        """Where the epoch stands, and what the data was; plain data.
+        """Return the position in the epoch and the state of the dataset, as plain data.
 
-        `without_last`: as if the batch handed out last had not been.
+        `without_last`: as if the last batch had not been returned.
         """
-        if self._coming is not None:
-            wait([self._coming])  # in the middle of a draw nobody knows where the sampler stands
+        if self._next_batch is not None:
+            wait([self._next_batch])  # during a draw the position of the sampler is undefined
         done, sampler = self._before if without_last else (self._done, self._state)
-        if self._keeps_state and not without_last and not self._ahead:
-            # With nothing drawn ahead the sampler itself knows best: it may have learned since the last batch.
+        if self._sampler_has_state and not without_last and not self._prefetched_states:
+            # Nothing is prefetched: use the current state, which a curriculum sampler may have changed since.
             sampler = copy.deepcopy(self.sampler.state_dict())
         state: dict[str, Any] = {"batches": done, "of": len(self), "sampler": sampler, "dataset": None}
         if hasattr(self.dataset, "state_dict"):
@@ -113,26 +113,26 @@ class BatchLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; a ValueError where the data is not the same."""
+        """Continue where `state` was saved. Raises ValueError if the data is not the same."""
         if "batches" not in state:
             raise ValueError(
-                "trainer.resume_mode: the checkpoint's place in the data was saved by another version of verl. Begin"
+                "trainer.resume_mode: the checkpoint's position in the data was saved by another version of verl. Start"
                 " anew in another folder (trainer.default_local_dir), from the model in the checkpoint."
             )
         if state["dataset"] is not None and hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state["dataset"])
-        self._ahead.clear()
+        self._prefetched_states.clear()
         self._restored, self._done = True, state["batches"] % max(1, state["of"])
-        if self._keeps_state:
+        if self._sampler_has_state:
             self.sampler.load_state_dict(state["sampler"])
         elif self._done:
             logger.warning(
-                "data.sampler: %s has no state_dict and load_state_dict; its order begins anew, %d batches are skipped",
+                "data.sampler: %s has no state_dict and load_state_dict; its order restarts, %d batches are skipped",
                 type(self.sampler).__name__, self._done,
             )  # fmt: skip
 
     def _draw(self) -> Iterator[list[int]]:
-        """Row numbers of one batch after the other; runs in this process, ahead of the workers."""
+        """Yield the row numbers of each batch; runs in this process, ahead of the workers."""
         rows: list[int] = []
         skip = self._skip
         for row in self.sampler:
@@ -141,31 +141,31 @@ class BatchLoader:
                 if skip:
                     skip -= 1
                 else:
-                    self._ahead.append(self._sampler_state())
+                    self._prefetched_states.append(self._sampler_state())
                     yield rows
                 rows = []
         if rows and not self._drop_last:
-            self._ahead.append(self._sampler_state())
+            self._prefetched_states.append(self._sampler_state())
             yield rows
 
-    def _one_ahead(self) -> Iterator[Any]:
-        """Batches; while one is used, a thread makes the next."""
+    def _prefetch(self) -> Iterator[Any]:
+        """Yield batches; while one is used, a thread loads the next."""
         source, end = iter(self._loader), object()
         with ThreadPoolExecutor(1, "next-batch") as thread:
-            self._coming = thread.submit(next, source, end)
-            while (batch := self._coming.result()) is not end:
-                self._coming = thread.submit(next, source, end)
+            self._next_batch = thread.submit(next, source, end)
+            while (batch := self._next_batch.result()) is not end:
+                self._next_batch = thread.submit(next, source, end)
                 yield batch
 
     def _sampler_state(self) -> Any:
-        return copy.deepcopy(self.sampler.state_dict()) if self._keeps_state and not self.learns else None
+        return copy.deepcopy(self.sampler.state_dict()) if self._sampler_has_state and not self.is_curriculum else None
 
 
-class _EachEpoch:
-    """What a DataLoader takes for a batch sampler: an iterator from the method `draw` for every epoch."""
+class _EpochBatches:
+    """A batch sampler for a DataLoader: calls the method `draw` for every epoch."""
 
     def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
-        # Its owner has the DataLoader: in a circle, worker processes would outlive both until somebody cleans up.
+        # Weak: in a reference cycle with the DataLoader, worker processes would live until the garbage collector runs.
         self._draw = weakref.WeakMethod(draw)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -175,13 +175,13 @@ class _EachEpoch:
 
 
 def _useful_workers(wanted: int, batches: int, sampler: Any) -> int:
-    """No more processes than cores or batches; none for a sampler that learns, which must not draw ahead."""
+    """Return at most as many workers as cores or batches; 0 for a curriculum sampler, which must not prefetch."""
     if isinstance(sampler, AbstractCurriculumSampler):
         return 0
     useful = min(wanted, available_cores(), batches)
     return useful if batches > 1 else 0
 
 
-def _begin_worker(worker: int) -> None:
-    # A forked tokenizer that used threads before would wait for threads which are not there.
+def _init_worker(worker: int) -> None:
+    # A forked tokenizer that has used threads would wait for threads that do not exist in the child.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,8 +1,8 @@
 """Several machines without a cluster: `trainer.node_rank=0` starts Ray's head and runs the job, other nodes join it.
 
-The head outlives attempts of a supervised run. A node outlives its head: it waits for another one at the same address,
-and joins that. So that it can tell a job that is over from a head that crashed, whoever ends the head in an orderly way
-answers at its port for a few seconds more.
+The head survives the attempts of a supervised run. A worker node survives its head: it waits for another one at the
+same address and joins that. To let worker nodes distinguish the end of the job from a crash of the head, node 0
+answers at the head's port for a few seconds after an orderly end.
 """
 
 from __future__ import annotations
@@ -17,41 +17,47 @@ import time
 from dataclasses import dataclass
 
 from verl.config import PPOConfig
-from verl.trainer.common.cluster import STALE, RayUnavailableError, Wait, forget_cluster, in_words
-from verl.trainer.common.own_ray import OwnRay
-from verl.trainer.common.ray_startup import allow_time, in_two_attempts, start_timeout
+from verl.trainer.common.ray_cluster import (
+    LoggedWait,
+    forget_cluster,
+    format_seconds,
+    in_two_attempts,
+    set_start_limits,
+    start_limit,
+)
 from verl.trainer.common.ray_token import check_token, create_token, enable_token, has_token, missing_token
-from verl.trainer.common.signals import Asked, stop_on_signals
+from verl.trainer.recovery.ray_monitor import STALE_CLUSTER, RayProcesses, RayUnavailableError
+from verl.trainer.recovery.signals import StopRequest, stop_on_signals
 from verl.utils.network import HTTP2_PREFACE, address_towards, find_foreign_service, own_address, port_in_use
 from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
 logger = logging.getLogger(__name__)
 
-_FREED_S = 10.0
-_LOOK_S = 1.0
-_FAREWELL_S = 15.0
-_OVER = "verl: the job is over"
-_ELSEWHERE = "something else, on another address of this machine"
-_NO_HEAD = "Start the command of node 0 (trainer.node_rank=0), or see why it ended."
-_DIES = "Ray's own logs of it are in the folder `logs` of its session, below RAY_TMPDIR or /tmp."
+_PORT_FREE_S = 10.0
+_POLL_S = 1.0
+_NOTIFY_S = 15.0
+_JOB_ENDED = "verl: the job is over"
+_OTHER_ADDRESS = "something else, on another address of this machine"
+_NO_HEAD = "Start the command of node 0 (trainer.node_rank=0), or check why it ended."
+_RAY_LOGS = "Ray's logs of this node are in the folder `logs` of its session, below RAY_TMPDIR or /tmp."
 
 
 @dataclass(frozen=True)
 class Head:
-    """The head that this process started: a command of its own, so that ending it ends no other Ray of the machine."""
+    """The Ray head that this process started as a separate command: ending it does not affect other Ray clusters."""
 
     process: subprocess.Popen
     host: str
     port: int
     nodes: int
-    """Of the whole job, this one included."""
+    """Number of nodes of the job, including this one."""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def well(self) -> bool:
-        """Whether it runs and answers."""
+    def is_healthy(self) -> bool:
+        """Return whether it runs and answers."""
         try:
             return self.process.poll() is None and find_foreign_service(self.host, self.port) is None
         except OSError:
@@ -59,7 +65,7 @@ class Head:
 
 
 def start_head(config: PPOConfig) -> Head | None:
-    """With `trainer.node_rank=0`: start the head that the other nodes join. `stop_head` ends it."""
+    """Start the head that the other nodes join, if `trainer.node_rank=0`. `stop_head` ends it."""
     trainer = config.trainer
     if trainer.node_rank != 0:
         return None
@@ -75,162 +81,162 @@ def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> Head:
     """Start a head and wait until it answers; RuntimeError if it ends or does not answer within `seconds`."""
     _wait_until_free(host, port)  # also of an earlier attempt
     options = [f"--node-ip-address={host}", f"--port={port}"]
-    process = _start_ray("--head", *options, *_cpus(config), stdout=subprocess.DEVNULL)
+    process = _start_ray("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
     head = Head(process, host, port, config.trainer.nnodes)
     deadline = time.monotonic() + seconds
     try:
-        while not head.well():
+        while not head.is_healthy():
             if process.poll() is not None:
                 raise RuntimeError(f"the head at {host}:{port} ended with code {process.returncode}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no head answers at {host}:{port}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     except BaseException:
-        _end(process, f"{host}:{port}")
+        _kill_ray(process, f"{host}:{port}")
         raise
     return head
 
 
-def running_head(config: PPOConfig, head: Head | None) -> Head | None:
-    """A head that is well: this one, or another in its place."""
+def ensure_head(config: PPOConfig, head: Head | None) -> Head | None:
+    """Return the head if it is healthy, or else a new one."""
     if head is not None:
-        if head.well():
+        if head.is_healthy():
             return head
         logger.warning("the Ray head at %s:%d is gone: starting it again", head.host, head.port)
-        _end(head.process, f"{head.host}:{head.port}")
+        _kill_ray(head.process, f"{head.host}:{head.port}")
     return start_head(config)
 
 
 def stop_head(head: Head | None) -> None:
-    """End the head that this process started, and tell the nodes that joined it that the job is over."""
+    """End the head that this process started, and notify the nodes that joined it that the job is over."""
     if head is None:
         return
-    _end(head.process, f"{head.host}:{head.port}")
+    _kill_ray(head.process, f"{head.host}:{head.port}")
     if head.nodes > 1:
-        _say_farewell(head)
+        _notify_nodes(head)
 
 
-def joins_a_head(config: PPOConfig) -> bool:
-    """Whether this process only lends its machine to the node that runs the job."""
+def is_worker_node(config: PPOConfig) -> bool:
+    """Return whether this process only provides its machine to node 0, which runs the job."""
     return config.trainer.node_rank is not None and config.trainer.node_rank > 0
 
 
 def serve_as_node(config: PPOConfig) -> None:
-    """Join the head at `trainer.master_addr:master_port`, again and again, until the job is over.
+    """Join the head at `trainer.master_addr:master_port`, repeatedly, until the job is over.
 
-    RayUnavailableError where the head does not come (back) within `trainer.nodes_within`, or where this node dies
-    more often than `trainer.max_restarts`.
+    Raises RayUnavailableError if the head does not come (back) within `trainer.nodes_within`, or if this node dies more
+    often than `trainer.max_restarts`.
     """
-    node = _Node(config)
-    # A scheduler stops all nodes at once: this one serves on while the head finishes its step.
-    with stop_on_signals(lambda: None, node.end, "this node stays until the head has saved") as asked:
+    node = _WorkerNode(config)
+    # A scheduler stops all nodes at the same time: this one stays while the head finishes its step.
+    with stop_on_signals(lambda: None, node.kill, "this node stays until the head has saved") as request:
         try:
-            while node.head_comes(asked) and node.wait_for_token(asked) and node.serve():
+            while node.wait_for_head(request) and node.wait_for_token(request) and node.serve():
                 pass
         finally:
-            node.end()
+            node.kill()
     logger.info("The job is over: this node is done.")
 
 
-class _Node:
-    """This machine as a node of another one's head."""
+class _WorkerNode:
+    """This machine as a node of another machine's head."""
 
     def __init__(self, config: PPOConfig) -> None:
         self._config, self._trainer = config, config.trainer
         self._host, self._port = config.trainer.master_addr or "", config.trainer.master_port
         self._process: subprocess.Popen | None = None
         self._deaths = 0
-        self._before = "does not answer yet"
+        self._absence = "does not answer yet"
 
-    def head_comes(self, asked: Asked) -> bool:
-        """Wait for the head; False if the job is over."""
-        wait = Wait(self._trainer.nodes_within)
-        while (head := self._head()) not in ("here", "over") and asked.by is None:
-            what = f"the head at {self._host}:{self._port} {self._before if head == 'gone' else head}"
-            if not wait.goes_on(f"{what}; waiting for it (trainer.nodes_within)"):
-                raise RayUnavailableError(f"{what}, after {in_words(self._trainer.nodes_within)}", _NO_HEAD)
-        return head == "here"
+    def wait_for_head(self, request: StopRequest) -> bool:
+        """Wait for the head; return False if the job is over."""
+        wait = LoggedWait(self._trainer.nodes_within)
+        while (head := self._head_state()) not in ("running", "job over") and request.signal is None:
+            what = f"the head at {self._host}:{self._port} {self._absence if head == 'gone' else head}"
+            if not wait.sleep(f"{what}; waiting for it (trainer.nodes_within)"):
+                raise RayUnavailableError(f"{what}, after {format_seconds(self._trainer.nodes_within)}", _NO_HEAD)
+        return head == "running"
 
-    def wait_for_token(self, asked: Asked) -> bool:
+    def wait_for_token(self, request: StopRequest) -> bool:
         """Wait until this node has a Ray auth token (it may be copied later), and check that the head accepts it.
 
         Returns False if the job ended or a signal arrived first.
         """
         enable_token()
-        wait = Wait(self._trainer.nodes_within)
+        wait = LoggedWait(self._trainer.nodes_within)
         while not has_token():
-            if asked.by is not None or self._head() == "over":
+            if request.signal is not None or self._head_state() == "job over":
                 return False
             cause, remedy = missing_token()
-            if not wait.goes_on(f"{cause}. {remedy} Waiting for it (trainer.nodes_within)"):
-                raise RayUnavailableError(f"{cause}, after {in_words(self._trainer.nodes_within)}", remedy)
+            if not wait.sleep(f"{cause}. {remedy} Waiting for it (trainer.nodes_within)"):
+                raise RayUnavailableError(f"{cause}, after {format_seconds(self._trainer.nodes_within)}", remedy)
         check_token(f"{self._host}:{self._port}")
         return True
 
     def serve(self) -> bool:
-        """Join the head that is there, and stay until it is gone or this node has died; False if the job is over."""
+        """Join the head, and stay until it is gone or this node has died; return False if the job is over."""
         address = f"{self._host}:{self._port}"
-        allow_time(start_timeout(self._config.ray_init.start_timeout))
+        set_start_limits(start_limit(self._config.ray_init.start_timeout))
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
-        # By default Ray takes the address that leads to the internet, which other nodes may not reach.
+        # By default Ray uses the address of the default route, which other nodes may not reach.
         own_address = f"--node-ip-address={address_towards(self._host, self._port)}"
-        self._process = process = _start_ray(f"--address={address}", own_address, *_cpus(self._config))
-        start, own = time.monotonic(), OwnRay()
-        while (head := self._head(serving=True)) == "here" and process.poll() is None and own.lost() is None:
-            own = OwnRay(
-                with_descendants(process.pid)
-            )  # the command itself does not notice a raylet that was asked to end
-            time.sleep(_LOOK_S)
-        self.end()
-        self._before = "is gone"
-        if head == "here":
+        self._process = process = _start_ray(f"--address={address}", own_address, *_cpu_options(self._config))
+        start, processes = time.monotonic(), RayProcesses()
+        while (head := self._head_state(serving=True)) == "running" and process.poll() is None and not processes.lost():
+            # `ray start` does not notice a raylet that was terminated.
+            processes = RayProcesses(with_descendants(process.pid))
+            time.sleep(_POLL_S)
+        self.kill()
+        self._absence = "is gone"
+        if head == "running":
             self._count_death(time.monotonic() - start)
-        return head != "over"
+        return head != "job over"
 
-    def end(self) -> None:
-        """End what serves."""
+    def kill(self) -> None:
+        """Kill the Ray processes of this node."""
         if self._process is not None:
-            _end(self._process, f"{self._host}:{self._port}")
+            _kill_ray(self._process, f"{self._host}:{self._port}")
 
-    def _head(self, serving: bool = False) -> str:
-        """Here, gone, over, or what answers in its place; one that starts may answer oddly.
+    def _head_state(self, serving: bool = False) -> str:
+        """Return "running", "gone", "job over", or a description of another answer (also of a head that is starting).
 
-        While we serve, only a closed port says that it is gone: Ray judges of a slow network.
+        While this node serves, only a closed port means that the head is gone: a slow network is left to Ray.
         """
         try:
             stranger = find_foreign_service(self._host, self._port)
         except OSError as error:
-            return "here" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
-        if stranger is not None and _OVER in stranger:
-            return "over"
-        return "here" if stranger is None or serving else f"does not answer, but {stranger}"
+            return "running" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
+        if stranger is not None and _JOB_ENDED in stranger:
+            return "job over"
+        return "running" if stranger is None or serving else f"does not answer, but {stranger}"
 
     def _count_death(self, served: float) -> None:
         self._deaths = 1 if served > self._trainer.nodes_within else self._deaths + 1
         limit = self._trainer.max_restarts
         if self._deaths > limit:
-            raise RayUnavailableError(f"this node died {self._deaths} times (trainer.max_restarts = {limit})", _DIES)
+            reason = f"this node died {self._deaths} times (trainer.max_restarts = {limit})"
+            raise RayUnavailableError(reason, _RAY_LOGS)
         logger.warning("this node's Ray died: starting it again (%d of %d)", self._deaths, limit)
 
 
-def _say_farewell(head: Head) -> None:
-    """Answer whoever asks at the port that was the head's, until every node has, or for a while."""
-    deadline = time.monotonic() + _FAREWELL_S
+def _notify_nodes(head: Head) -> None:
+    """Answer at the head's former port that the job is over, until every node has asked or the time is over."""
+    deadline = time.monotonic() + _NOTIFY_S
     try:
-        with _door(head, deadline) as door:
+        with _listen(head, deadline) as server:
             left = head.nodes - 1
             while left:
-                door.settimeout(max(0.01, deadline - time.monotonic()))
-                with door.accept()[0] as client:
-                    left -= _heard(client)
+                server.settimeout(max(0.01, deadline - time.monotonic()))
+                with server.accept()[0] as client:
+                    left -= _notify(client)
     except TimeoutError:
-        logger.warning("not every node has asked whether the job is over: those left wait for another head")
+        logger.warning("not every node has asked whether the job is over: the others wait for another head")
     except OSError as error:
-        logger.warning("the other nodes cannot be told that the job is over, and wait for another head: %s", error)
+        logger.warning("the other nodes cannot be notified of the end of the job and wait for another head: %s", error)
 
 
-def _door(head: Head, deadline: float) -> socket.socket:
-    """At the head's port, once what was killed has let go of it."""
+def _listen(head: Head, deadline: float) -> socket.socket:
+    """Listen at the head's port, as soon as the killed processes have released it."""
     while True:
         try:
             return socket.create_server((head.host, head.port))
@@ -240,49 +246,52 @@ def _door(head: Head, deadline: float) -> socket.socket:
             time.sleep(0.1)
 
 
-def _heard(client: socket.socket) -> bool:
-    """Tell it; whether it is a node. Clients of Ray come too, some more than once: they greet at length, or never."""
+def _notify(client: socket.socket) -> bool:
+    """Send the end of the job; return whether the client is a worker node.
+
+    Clients of Ray connect too, some repeatedly: they send a longer greeting, or none.
+    """
     with contextlib.suppress(OSError):
-        client.settimeout(_LOOK_S)
-        client.sendall(f"{_OVER}\n".encode())
+        client.settimeout(_POLL_S)
+        client.sendall(f"{_JOB_ENDED}\n".encode())
         client.shutdown(socket.SHUT_WR)
         return client.recv(512) == HTTP2_PREFACE
     return False
 
 
 def _wait_until_free(host: str, port: int) -> None:
-    """A head that dies with the process that started it may take a moment; anything else at the port is an error."""
-    deadline = time.monotonic() + _FREED_S
+    """Wait for a head that is still exiting; raise RayUnavailableError if anything else uses the port."""
+    deadline = time.monotonic() + _PORT_FREE_S
     while port_in_use(port):
         try:
             stranger = find_foreign_service(host, port)
         except OSError:
-            stranger = _ELSEWHERE
-        if stranger not in (None, _ELSEWHERE) or time.monotonic() > deadline:
-            raise RayUnavailableError(*_taken(host, port, stranger))
-        time.sleep(_LOOK_S)
+            stranger = _OTHER_ADDRESS
+        if stranger not in (None, _OTHER_ADDRESS) or time.monotonic() > deadline:
+            raise RayUnavailableError(*_port_in_use(host, port, stranger))
+        time.sleep(_POLL_S)
 
 
-def _taken(host: str, port: int, stranger: str | None) -> tuple[str, str]:
-    """Cause and remedy where `trainer.master_port` is not free for our head."""
+def _port_in_use(host: str, port: int, stranger: str | None) -> tuple[str, str]:
+    """Return cause and remedy if `trainer.master_port` is in use."""
     if stranger is None:
-        return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE
-    remedy = "Set another trainer.master_port on all nodes, or end what is there."
+        return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE_CLUSTER
+    remedy = "Set another trainer.master_port on all nodes, or end the program that uses it."
     return f"trainer.master_port = {port}: at {host} answers {stranger}, not a Ray head", remedy
 
 
 def _start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
-    """A `ray start` that lives as long as its node, which signals to our group do not reach and which dies with us."""
+    """Run `ray start --block` in its own session, which our signals do not reach; it dies with this process."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
     return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=die_with_parent)
 
 
-def _end(process: subprocess.Popen, address: str) -> None:
-    """End a `ray start` with all it started, and the note by which other commands here would join its cluster."""
+def _kill_ray(process: subprocess.Popen, address: str) -> None:
+    """Kill a `ray start` and its descendants, and remove its address file, by which other commands would join it."""
     kill_tree(process.pid)
     process.wait()
     forget_cluster(address)
 
 
-def _cpus(config: PPOConfig) -> list[str]:
+def _cpu_options(config: PPOConfig) -> list[str]:
     return [] if config.ray_init.num_cpus is None else [f"--num-cpus={config.ray_init.num_cpus}"]

@@ -1,33 +1,38 @@
-"""Checks before Ray starts: data files, users' code, tool files, the device and the model hub.
+"""Checks before Ray starts: data files, users' code, tool files, the sandbox, the device and the model hub.
 
-They take about a second, import neither torch nor ray and run no user code. Problems go to the report of the
+They take about a second, import neither torch nor ray and run no user code. Problems are added to the report of the
 configuration, so that all are reported at once. Problems that only loading can show are reported when data or code
 are loaded.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from verl.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl.config import ConfigError, PPOConfig, Problem, RMConfig, SFTConfig, SupervisedConfig
 from verl.config.devices import has_no_gpu
 from verl.config.generation import GenerationConfig
-from verl.config.layout import runs_own_loop
+from verl.config.layout import runs_own_loop, scored_by_model
 from verl.config.problems import Report
-from verl.trainer.common.cluster import joins_cluster
+from verl.trainer.common.ray_cluster import joins_cluster
 from verl.utils.fs import HubRepo, expand_path, find_hub_problems, is_hub_id
 
-_AGENT = "actor_rollout_ref.rollout.agent"
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
+logger = logging.getLogger(__name__)
+
 # From the columns of a file to the rules that its rows must satisfy.
 Rules = Callable[[Sequence[str]], list[Any]]
-# Files of a key that are opened.
+
+_AGENT = "actor_rollout_ref.rollout.agent"
+# Number of files of a key that are opened.
 _MAX_FILES = 256
+# Tools that run code in the sandbox.
+_CODE_TOOLS = ("verl.tools.sandbox_fusion_tools.SandboxFusionTool", "verl.tools.code_session_tool.CodeSessionTool")
 
 
 def ppo_preflight(config: PPOConfig, report: Report) -> None:
@@ -86,6 +91,26 @@ def generation_preflight(config: GenerationConfig, report: Report) -> None:
     hub.report_to(report)
 
 
+def check_code_runner(config: PPOConfig) -> None:
+    """Log where model-written code runs and what isolates it. Raises ConfigError if the isolation is insufficient.
+
+    Does nothing unless a tool or a data source is known to run such code.
+    """
+    from verl.sandbox.code_runner import CodeSettings
+
+    settings = CodeSettings.of(config.sandbox, config.sandbox_fusion)
+    users = [*_code_tools(config), *_code_data_sources(config)]
+    if not users:
+        return
+    try:
+        isolation = settings.check()
+    except ValueError as error:
+        key, value = ("sandbox_fusion.url", settings.url) if settings.url else ("sandbox.require", settings.require)
+        fix = f"It is needed for {', '.join(users)}"
+        raise ConfigError([Problem(key, value, str(error).rstrip("."), fix)]) from error
+    logger.info("code that the model writes (%s) runs in %s", ", ".join(users), isolation)
+
+
 def _models_of(config: PPOConfig) -> dict[str, str | None]:
     models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.critic.enable:
@@ -116,7 +141,7 @@ def _check_device(trainer: Any, report: Report, has_node_rank: bool = False) -> 
 
 
 def _has_joined_cluster() -> bool:
-    """Whether a user's program has called `ray.init` before; ray is not imported for this."""
+    """Return whether a user's program has called `ray.init` before; ray is not imported for this."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
@@ -164,7 +189,7 @@ def _check_files(
     from verl.utils.dataset.rows import Rows
 
     local = [_local_files(key, name, split, report) for name in names or ()]
-    files = [file for each in local for file in each or ()]
+    files = [file for entry in local for file in entry or ()]
     counts: list[int | None] = [None] if None in local or len(files) > _MAX_FILES else []
     budget = Budget(min(len(files), _MAX_FILES))
     for file in files[:_MAX_FILES]:
@@ -186,7 +211,7 @@ def _check_files(
 
 
 def _local_files(key: str, name: str, split: str | None, report: Report) -> list[str] | None:
-    """The local files of an entry of `key` (file or folder); None: not local, or only the dataset card lists them."""
+    """Return the local files of an entry of `key` (file or folder); None: not local, or listed in a dataset card."""
     from verl.utils.dataset.files import find_files
 
     local = Path(expand_path(name).removeprefix("file://"))
@@ -284,13 +309,47 @@ def _check_loop_file(path: str, report: Report) -> None:
         _check_code(f"{path}: entry {number}._target_", module, name, report)
 
 
+def _code_tools(config: PPOConfig) -> Iterator[str]:
+    """Yield the classes in the tool file that run code in the sandbox of this run."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not turns.enable or turns.tool_config_path is None:
+        return
+    import yaml
+
+    content: Any = yaml.safe_load(Path(turns.tool_config_path).read_text())
+    for tool in (content or {}).get("tools") or []:
+        if tool.get("class_name") in _CODE_TOOLS and not (tool.get("config") or {}).get("sandbox_fusion_url"):
+            yield str(tool["class_name"]).rpartition(".")[2]
+
+
+def _code_data_sources(config: PPOConfig) -> Iterator[str]:
+    """Yield the data sources in local parquet files that are scored by the reward for code."""
+    if config.custom_reward_function.path is not None or scored_by_model(config):
+        return
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    from verl.utils.reward_score import code, score_function
+
+    column, sources = config.data.reward_fn_key, set()
+    for path in (*config.data.train_files, *(config.data.val_files or ())):
+        if path.endswith(".parquet") and Path(path).is_file() and column in pq.read_schema(path).names:
+            sources |= set(pc.unique(pq.read_table(path, columns=[column])[column]).to_pylist())
+    for source in sorted(map(str, sources)):
+        try:
+            if score_function(source).compute is code.compute_score:
+                yield source
+        except ValueError:  # an unknown source: reported with file and row when the data is loaded
+            continue
+
+
 class _HubCheck:
     """Requests every hub repository that the run needs once, in a thread, while the other checks run."""
 
     def __init__(self, models: dict[str, str | None], data: dict[str, Sequence[str]]) -> None:
         """`models` and `data`: paths and names by configuration key; only those on the hub are requested."""
         self._keys: dict[HubRepo, str] = {}
-        self._found: Future[dict[HubRepo, str]] | None = None
+        self._problems: Future[dict[HubRepo, str]] | None = None
         for key, path in models.items():
             if path and _is_on_hub(path):
                 self._keys.setdefault(HubRepo(path), key)
@@ -299,12 +358,12 @@ class _HubCheck:
                 self._keys.setdefault(HubRepo(name, "dataset"), key)
         if self._keys:
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-check")
-            self._found = executor.submit(find_hub_problems, self._keys)
+            self._problems = executor.submit(find_hub_problems, self._keys)
             executor.shutdown(wait=False)
 
     def report_to(self, report: Report) -> None:
-        """Wait for the answers, and report the repositories that cannot be obtained."""
-        for repo, problem in (self._found.result() if self._found is not None else {}).items():
+        """Wait for the hub, and report the repositories that cannot be downloaded."""
+        for repo, problem in (self._problems.result() if self._problems is not None else {}).items():
             report.statement(self._keys[repo], repo.name, problem)
 
 

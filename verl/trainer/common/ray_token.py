@@ -15,7 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from verl.trainer.common.ray_startup import RayUnavailableError
+from verl.trainer.recovery.ray_monitor import RayUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ _GROUP_AND_OTHERS = 0o077
 
 
 def token_file() -> Path:
-    """The file that Ray reads the token from where RAY_AUTH_TOKEN is not set."""
+    """Return the file that Ray reads the token from if RAY_AUTH_TOKEN is not set."""
     return Path(os.environ.get(_PATH) or Path.home() / ".ray" / "auth_token")
 
 
 def has_token() -> bool:
-    """Whether this process can authenticate, or token authentication is switched off (RAY_AUTH_MODE)."""
+    """Return whether this process can authenticate, or token authentication is switched off (RAY_AUTH_MODE)."""
     return not _is_enabled() or bool(os.environ.get(_TOKEN, "").strip()) or _is_filled(token_file())
 
 
@@ -57,7 +57,7 @@ def create_token() -> None:
 
 
 def missing_token() -> tuple[str, str]:
-    """Cause and remedy for a node without a token."""
+    """Return cause and remedy for a node without a token."""
     cause = f"this node has no Ray auth token: {_TOKEN} is not set and {token_file()} does not exist or is empty"
     return cause, _copy_remedy()
 
@@ -74,7 +74,7 @@ def check_token(address: str) -> None:
 
 
 def rejected_token(address: str) -> tuple[str, str]:
-    """Cause and remedy where the cluster at `address` refuses this process."""
+    """Return cause and remedy if the cluster at `address` rejects this process."""
     if not has_token():
         cause, remedy = missing_token()
         return f"the head at {address} requires a token: {cause}", remedy

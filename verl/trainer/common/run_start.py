@@ -1,5 +1,5 @@
-"""Before models are loaded: the run owns its folder, what it will write can be written and fits on its disk, and the
-step it goes on from is whole and fits its models."""
+"""Checks before models are loaded: the run locks its folder, its folders are writable, checkpoints fit on the disk, and
+the step to resume from is complete and matches the models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _DIR = "trainer.default_local_dir"
 _FLOAT32, _HALF = 4, 2
-_ANOTHER = "Give each run a folder of its own: set trainer.experiment_name (it is part of the default) or the folder"
+_OTHER_FOLDER = "Give each run its own folder: set trainer.experiment_name (it is part of the default) or the folder"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,24 +38,24 @@ class RunPart:
     """One trained model of a run."""
 
     folder: str
-    """In a step: `actor`, `critic`, or `.` for the step itself."""
+    """Its folder in a step: `actor`, `critic`, or `.` for the step itself."""
     key: str
-    """The block of its model, as users write it."""
+    """The configuration key of its model block."""
     kind: Any
     block: Any
-    """How it is trained: its engine, optimizer and checkpoint."""
+    """Its block with engine, optimizer and checkpoint."""
     model: Any
     limit: int | None
-    """How many steps keep it."""
+    """Number of steps that keep it; None: all."""
 
     @property
     def precision(self) -> str:
-        """In which matrices are multiplied, and the model for transformers is written."""
+        """The precision of matrix products and of the exported model."""
         return self.block[TRAINING_ENGINES[self.block.strategy].block].mixed_precision
 
     @functools.cached_property
     def expected(self) -> Any:
-        """What a checkpoint of it must fit; reads the config of the model, not its weights."""
+        """The tensors that a checkpoint must contain; read from the config of the model, not from its weights."""
         from verl.workers.engine.fsdp.state import expected_model
 
         return expected_model(self._local_path, self.kind, self.model)
@@ -73,10 +73,11 @@ class RunPart:
 
 
 class RunStart:
-    """Made once per run, as soon as its configuration is known: every problem at once, as a ConfigError.
+    """Created once per run, after its configuration. Raises ConfigError with all problems at once.
 
-    `resume_from` is the step the run goes on from (None: it begins anew), `step` its number, `step_bytes` what
-    one step will take. The run's folder is its own until `close`; a run that only reads (`saves=False`) owns none.
+    `resume_from` is the step to resume from (None: start from the beginning), `step` its number, `step_bytes` the
+    expected size of one step. The run folder is locked until `close`, except for a run that only reads
+    (`saves=False`).
     """
 
     def __init__(
@@ -86,24 +87,24 @@ class RunStart:
         folders: Mapping[str, str | None] | None = None,
         saves: bool = True,
     ) -> None:
-        """`folders`: others that the run will write to, by key."""
+        """`folders`: further folders that the run writes to, by key."""
         report = Report()
         self._config, self._parts = trainer_config, parts
-        self._owned: FolderOwnership | None = None
+        self._lock: FolderOwnership | None = None
         self.resume_from: Path | None = None
         self.step = 0
         self.step_bytes = 0
         try:
             check_writable(trainer_config, folders or {}, report)
             if saves:
-                self._take_folder(report)
-            if self._owned is not None and parts:
+                self._lock_folder(report)
+            if self._lock is not None and parts:
                 self.step_bytes = sum(map(step_bytes, parts))
                 check_space(trainer_config, parts, trainer_config.save_freq, report)
-            if self._owned is not None or not saves:
-                self._find_step(parts, report)
+            if self._lock is not None or not saves:
+                self._resolve_resume(parts, report)
             report.raise_if_any()
-            if self._owned is not None and trainer_config.resume_mode == "disable":
+            if self._lock is not None and trainer_config.resume_mode == "disable":
                 self._move_steps_aside()
         except BaseException:
             self.close()
@@ -111,7 +112,7 @@ class RunStart:
 
     @property
     def first_step(self) -> int:
-        """The first step it logs: 0 is what is known before training."""
+        """The first step that is logged: 0 is the state before training."""
         return 0 if self.resume_from is None else self.step + 1
 
     @functools.cached_property
@@ -123,31 +124,31 @@ class RunStart:
         return {FILE: json.dumps(weights).encode()} if weights else {}
 
     def close(self) -> None:
-        """Give the folder back; safe to call twice."""
-        if self._owned is not None:
-            self._owned.close()
-            self._owned = None
+        """Release the folder; safe to call twice."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
-    def _take_folder(self, report: Report) -> None:
+    def _lock_folder(self, report: Report) -> None:
         config = self._config
         root = Path(expand_path(config.default_local_dir)).absolute()
         try:
-            self._owned = FolderOwnership(root)
+            self._lock = FolderOwnership(root)
         except FolderTakenError as error:
             owner = f": {error.owner}" if error.owner else ""
-            report.add(Problem(_DIR, config.default_local_dir, f"another run is writing there{owner}", _ANOTHER))
+            report.add(Problem(_DIR, config.default_local_dir, f"another run is writing there{owner}", _OTHER_FOLDER))
             return
         except OSError as error:
             why = f"the folder cannot be written to ({error.strerror})"
             report.add(Problem(_DIR, config.default_local_dir, why, "Choose another, or change its rights"))
             return
         if config.resume_mode == "disable" and config.used_dir == "refuse":
-            self._refuse_used(root, report)
+            self._check_unused(root, report)
 
-    def _refuse_used(self, root: Path, report: Report) -> None:
-        """Report the checkpoint folder and the folder of copies if they have steps of an earlier run."""
+    def _check_unused(self, root: Path, report: Report) -> None:
+        """Report a checkpoint folder or a folder of copies that has steps of an earlier run."""
         config, steps = self._config, [step.name for step in newest_first(root)]
-        fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or resume from them with trainer.resume_mode=auto"
+        fix = f"{_OTHER_FOLDER}; or set trainer.used_dir=move_aside; or resume from them with trainer.resume_mode=auto"
         folders = {_DIR: (config.default_local_dir, steps)}
         if (copies := config.default_hdfs_dir) is not None:
             folders[remote.KEY] = (copies, remote.remote_steps(copies))
@@ -167,7 +168,7 @@ class RunStart:
             if copies is not None:
                 logger.warning("%s: moved the copies of an earlier run to %s", remote.KEY, copies)
 
-    def _find_step(self, parts: Sequence[RunPart], report: Report) -> None:
+    def _resolve_resume(self, parts: Sequence[RunPart], report: Report) -> None:
         config = self._config
         self.resume_from = resolve_resume(
             config.resume_mode, config.default_local_dir, config.resume_from_path, config.default_hdfs_dir
@@ -189,22 +190,22 @@ def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
 
     folder = step / part.folder
     contents = [content for content in part.block.checkpoint.load_contents if content != "hf_model"]
-    found = differences(folder, contents, part.expected)
-    if not found and "model" in contents:
-        found = weight_differences(read_digests(step).get(part.folder, {}), part.initial_weights)
-    if found:
+    mismatches = differences(folder, contents, part.expected)
+    if not mismatches and "model" in contents:
+        mismatches = weight_differences(read_digests(step).get(part.folder, {}), part.initial_weights)
+    if mismatches:
         fix = (
-            "Set the model and its keys back to what the checkpoint was saved from; or begin anew, in another folder "
-            "(trainer.experiment_name or trainer.default_local_dir)"
+            "Restore the model and its keys as they were when the checkpoint was saved; or start anew in another "
+            "folder (trainer.experiment_name or trainer.default_local_dir)"
         )
-        if found[0].startswith(NOT_SAVED):
+        if mismatches[0].startswith(NOT_SAVED):
             fix = "Leave them out of checkpoint.load_contents, or choose another step"
-        why = f"the checkpoint {folder} (trainer.resume_mode={mode}) does not fit it: {'; '.join(found)}"
+        why = f"the checkpoint {folder} (trainer.resume_mode={mode}) does not match it: {'; '.join(mismatches)}"
         report.add(Problem(f"{part.key}.path", part.model.path, why, fix))
 
 
 def run_parts(config: PPOConfig | SupervisedConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:
-    """The parts whose layout is known here: [] where a worker class is the user's own and may save as it likes."""
+    """Return the trained models of a run; [] if a worker class is the user's own, whose checkpoints are not known."""
     if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
         return []
     if isinstance(config, SupervisedConfig):
@@ -220,11 +221,11 @@ def run_parts(config: PPOConfig | SupervisedConfig, worker_classes: Iterable[typ
 
 
 def step_bytes(part: RunPart) -> int:
-    """What one step of a part takes: float32 shards, two moments of what learns, the model for transformers."""
+    """Return the size of one step of a part: float32 shards, two moments per trained parameter, the exported model."""
     expected, contents = part.expected, part.block.checkpoint.save_contents
     stored = sum(math.prod(spec.shape) for spec in expected.tensors.values())
     learning = sum(math.prod(spec.shape) for spec in expected.learning.values())
-    copies = 2 if expected.about["lora"] else 1  # adapters are written once more, as peft loads them
+    copies = 2 if expected.about["lora"] else 1  # adapters are also written in the format of peft
     total = 0
     if "model" in contents:
         total += stored * _FLOAT32 * copies
@@ -236,7 +237,7 @@ def step_bytes(part: RunPart) -> int:
 
 
 def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, report: Report) -> None:
-    """A problem where the steps that are kept, and the one being written, do not fit; a warning where all would not."""
+    """Report a problem if the kept steps and the one being written do not fit on the disk."""
     root = Path(expand_path(config.default_local_dir)).absolute()
     sizes = {part: step_bytes(part) for part in parts}
     free = shutil.disk_usage(root).free
@@ -246,31 +247,35 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
     one = sum(sizes.values())
     if needed > free:
         why = (
-            f"its disk {describe_disk(root)} has {format_bytes(free)} for checkpoints that need {format_bytes(needed)}:"
-            f" a step is {format_bytes(one)}, and those kept and the one being written must fit"
+            f"its disk {describe_disk(root)} has {format_bytes(free)} for checkpoints, which need"
+            f" {format_bytes(needed)}: a step has {format_bytes(one)}, and the kept steps and one being written must"
+            " fit"
         )
         fix = (
-            "Free some or choose another; or keep fewer (trainer.max_actor_ckpt_to_keep, in SFT max_ckpt_to_keep) or "
-            "less of each (checkpoint.save_contents)"
+            "Free some space or choose another disk; or keep fewer steps (trainer.max_actor_ckpt_to_keep, in SFT "
+            "max_ckpt_to_keep) or less of each (checkpoint.save_contents)"
         )
         report.add(Problem("trainer.default_local_dir", config.default_local_dir, why, fix))
     elif one:
-        logger.info("A step is about %s; %s has room for %d.", format_bytes(one), describe_disk(root), free // one)
+        logger.info("A step is about %s; %s has space for %d.", format_bytes(one), describe_disk(root), free // one)
 
 
 def check_writable(config: Any, folders: Mapping[str, str | None], report: Report) -> None:
-    """Problems of the trackers, of their folders and of those that keys name."""
+    """Report problems of the trackers, and folders of trackers or keys that cannot be written."""
     for text in tracking_problems(config.logger):
         report.add(Problem("trainer.logger", config.logger, text, "Correct it, or leave it out"))
-    places = {("trainer.logger", str(folder)) for folder in tracking_folders(config)}
-    for key, folder in [*sorted(places), *((key, folder) for key, folder in folders.items() if folder is not None)]:
-        problem = unwritable(Path(expand_path(folder)))
+    tracker_folders = {("trainer.logger", str(folder)) for folder in tracking_folders(config)}
+    for key, folder in [
+        *sorted(tracker_folders),
+        *((key, folder) for key, folder in folders.items() if folder is not None),
+    ]:
+        problem = write_problem(Path(expand_path(folder)))
         if problem is not None:
             report.add(Problem(key, folder, problem, "Choose another folder, or change its rights"))
 
 
-def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into a folder, which is made if need be; None where it can."""
+def write_problem(folder: Path) -> str | None:
+    """Create the folder if necessary; return why it cannot be written to, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
@@ -282,7 +287,7 @@ def unwritable(folder: Path) -> str | None:
 
 
 def _kept(limit: int | None, total_steps: int | None, save_freq: int | None) -> int:
-    """How many steps must have room at once; without a limit one, since the user may move them elsewhere."""
+    """Return the number of steps that must fit at once; 1 without a limit, since the user may move them elsewhere."""
     if limit is None or (save_freq is not None and save_freq <= 0):
         return 1
     if total_steps is None or save_freq is None:

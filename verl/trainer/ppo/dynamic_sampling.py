@@ -20,7 +20,7 @@ from verl.algos.groups import Groups
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.guard import no_samples
+from verl.trainer.common.guard import no_samples_error
 from verl.trainer.ppo.advantage import trajectory_values
 from verl.trainer.ppo.row_balancing import concat_rows
 from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS
@@ -90,7 +90,7 @@ class DynamicSampling:
             # reported as unsuitable data. With on_error=zero or fail the user has chosen what happens.
             unscored = kept.unscored_prompts >= max_unscored * data.gen_batch_size
             if unscored and getattr(reward_fn, "on_error", None) == "mask":
-                raise no_samples(f"{max_unscored} generation batches", getattr(reward_fn, "last_failure", None))
+                raise no_samples_error(f"{max_unscored} generation batches", getattr(reward_fn, "last_failure", None))
             # Without a limit: after a whole epoch without a single group, another epoch would not help.
             in_vain = kept.prompts_without_group >= source.batches_per_epoch * data.gen_batch_size
             if kept.missing == 0 or 0 < max_prompts <= kept.prompts or in_vain:

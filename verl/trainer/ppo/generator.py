@@ -20,8 +20,8 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
+from verl.trainer.common.end_tokens import response_end_tokens
 from verl.trainer.ppo.dynamic_sampling import with_unique_uids
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
@@ -81,7 +81,7 @@ class Generator:
         """Determine the end tokens of responses, and log them."""
         policy, data = self._config.actor_rollout_ref, self._config.data
         template = data.apply_chat_template_kwargs
-        self._end_token_ids = answer_ends(policy.model, policy.rollout, self._tokenizer, template)
+        self._end_token_ids = response_end_tokens(policy.model, policy.rollout, self._tokenizer, template)
 
     def rollout_rows(self, prompts: DataProto) -> DataProto:
         """Return the rows to generate: `rollout.n` adjacent rows per prompt, and for some estimators a greedy one."""

@@ -21,7 +21,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var
 
 if TYPE_CHECKING:
-    from verl.trainer.common.phases import Phases
+    from verl.trainer.common.run_status import Phases
 
 __all__ = [
     "bootstrap_metric",

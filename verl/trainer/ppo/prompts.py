@@ -93,7 +93,7 @@ class PromptStream:
         self._iterator: Iterator[Any] | None = None
         self._drawn_batches = 0
         self._queue: DataProto | None = None
-        self._prefetches = isinstance(dataloader, BatchLoader) and not dataloader.learns
+        self._prefetches = isinstance(dataloader, BatchLoader) and not dataloader.is_curriculum
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._prefetched: Future[tuple[Any, bool]] | None = None
 

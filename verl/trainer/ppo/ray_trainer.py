@@ -14,13 +14,9 @@ from verl.config.layout import actor_is_reference, judge_shares_devices, needs_r
 from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.common.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
-from verl.trainer.common.guard import StepGuard, WeightGuard, advises_on_memory, update_remedies
+from verl.trainer.common.guard import StepGuard, WeightGuard, add_memory_advice, update_remedies
 from verl.trainer.common.loader import BatchLoader
-from verl.trainer.common.phases import Phases, memory_gb
-from verl.trainer.common.preemption import Preemption
-from verl.trainer.common.status_line import StatusLine
-from verl.trainer.common.watch import HangWatch
+from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
 from verl.trainer.ppo.advantage import (
     add_advantage_columns,
     apply_kl_penalty,
@@ -43,6 +39,9 @@ from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.trainer.recovery.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
+from verl.trainer.recovery.hang_detector import HangDetector
+from verl.trainer.recovery.preemption import Preemption
 from verl.utils.tracking import Tracking
 
 __all__ = [
@@ -100,13 +99,13 @@ class RayPPOTrainer(TrainerAttributes):
         )
         self.use_rm = Role.RewardModel in role_worker_mapping
         self.stop_requested = threading.Event()
-        self.status = StatusLine(total_steps=0)
+        self.status = RunStatus(total_steps=0)
         self.status.starting = True
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.state.draw_from(self.train_dataloader)
         self.status.total = self.total_training_steps
-        self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
+        self.hang_detector = HangDetector(self.status, self.config.trainer.hang_timeout)
         self.phases = self._new_phases()  # for calls outside of `fit`
 
     # ---------------------------------------------------------------- setup
@@ -146,7 +145,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.generator.start()
         self.teachers.check_servers(self.tokenizer)
         self.state.begin()
-        with self.watch:
+        with self.hang_detector:
             policy = dict.fromkeys(_POLICY_ROLES, self._create_actor_rollout_worker_group)
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
             self.weight_sync.connect()
@@ -167,7 +166,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def fit(self) -> None:
         """Train for `total_training_steps`; on a stop request, finish the current step, save and return."""
-        with self.watch:
+        with self.hang_detector:
             self._fit()
 
     @cached_property
@@ -187,7 +186,7 @@ class RayPPOTrainer(TrainerAttributes):
         trainer = self.config.trainer
         tracking = self.tracking
         try:
-            with advises_on_memory(self.config):
+            with add_memory_advice(self.config):
                 self._load_checkpoint()
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
@@ -197,7 +196,7 @@ class RayPPOTrainer(TrainerAttributes):
                         self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
-                    logger.info("Where the time went: %s.", self.record.verdict())
+                    logger.info("Where the time went: %s.", self.record.bottleneck())
         finally:
             tracking.close()
             if isinstance(self.val_dataloader, BatchLoader):
@@ -212,7 +211,7 @@ class RayPPOTrainer(TrainerAttributes):
         while self.global_steps < self.total_training_steps:
             batch = self._next_prompts()
             self.global_steps += 1
-            with self._weight_guard.explained(self.global_steps), self.state.saver.settled():
+            with self._weight_guard.explained(self.global_steps), self.state.saver.waits_on_error():
                 if self._step(batch):
                     return
 
@@ -225,12 +224,12 @@ class RayPPOTrainer(TrainerAttributes):
             with self.phases("step"):
                 metrics = self._train_step(batch)
         except Exception:
-            if self._preemption.ended() is None:
+            if self._preemption.finish() is None:
                 raise
             self.state.go_back()
-            self._end_step.go_back(self.global_steps, self._save_checkpoint, self.phases)
+            self._end_step.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
             return True
-        self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.settle)
+        self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.wait)
         end_metrics, stopping = self._end_step(
             step,
             self._save_checkpoint,
@@ -243,7 +242,7 @@ class RayPPOTrainer(TrainerAttributes):
         metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.state.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._utilization_metrics()
-        metrics |= self.watch.step_done(self.phases.seconds["step"])
+        metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
         self.record.add(self.phases.seconds, metrics)
         self._log_metrics(metrics, step)
         self.status.step_done()
@@ -254,7 +253,7 @@ class RayPPOTrainer(TrainerAttributes):
         return stopping
 
     def _new_phases(self) -> Phases:
-        return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
+        return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter_phase)
 
     def _utilization_metrics(self) -> dict[str, float]:
         """Return the idle times of generation and training, if they run concurrently."""
@@ -281,7 +280,7 @@ class RayPPOTrainer(TrainerAttributes):
         """Cancel the running generation or scoring. Thread-safe."""
         self.rollouts.cancel_waiting()
         self.groups.cancel_generation()
-        if "reward" in self.status.now.key:
+        if "reward" in self.status.current_phase.key:
             for manager in (self.reward_fn, self.val_reward_fn):
                 if hasattr(manager, "close"):
                     manager.close()

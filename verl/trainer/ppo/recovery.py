@@ -13,12 +13,12 @@ from typing import ParamSpec, TypeVar
 
 from verl.single_controller.base.errors import WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
-from verl.trainer.common.hang_limits import RESTART
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transfer
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.trainer.recovery.hang_detector import RESTART_PHASE
 
 __all__ = ["MAX_RESTARTS_PER_STEP", "WorkerRecovery"]
 
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 class WorkerRecovery:
     """Runs calls that are safe to repeat: their result depends neither on the process that computes it nor on time."""
 
-    def __init__(self, groups: WorkerGroups, weight_sync: WeightSync, state: TrainerState, status: StatusLine) -> None:
+    def __init__(self, groups: WorkerGroups, weight_sync: WeightSync, state: TrainerState, status: RunStatus) -> None:
         """Restarts are counted per step of `state` and shown as a phase of `status`."""
         self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
         self._step, self._restarts_in_step = 0, 0
@@ -75,7 +75,7 @@ class WorkerRecovery:
                 raise error
             self._count(error, roles)
             try:
-                with self._status.phase(f"{RESTART}{error.role}"):
+                with self._status.phase(f"{RESTART_PHASE}{error.role}"):
                     self._restart(engine, roles)
                 return
             except ResourceError as no_resources:

@@ -19,14 +19,14 @@ from verl.protocol import DataProto
 from verl.trainer.asynchronous.group_state import saved_prompts
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.dumps import dump_batch, dump_rows
-from verl.trainer.common.failures import FOLDER, NonFatalFailures
-from verl.trainer.common.phases import verdict
 from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.common.run_status import describe_bottleneck
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.scoring import TOOL_SHARE
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +188,6 @@ class RunRecord:
         if TOOL_SHARE in metrics:
             self._tool_shares.append(metrics[TOOL_SHARE])
 
-    def verdict(self) -> str:
+    def bottleneck(self) -> str:
         """Return one line: the phase that took most of the time, and remedies."""
-        return verdict(dict(self._seconds), sum(self._tool_shares) / max(1, len(self._tool_shares)))
+        return describe_bottleneck(dict(self._seconds), sum(self._tool_shares) / max(1, len(self._tool_shares)))

@@ -13,9 +13,8 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.dumps import answer_texts, beside_ours, ground_truths, write_jsonl
-from verl.trainer.common.failures import NonFatalFailures
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
+from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
     correct_responses,
@@ -26,6 +25,7 @@ from verl.trainer.ppo.scoring import (
     with_turn_rewards,
 )
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.trainer.recovery.failures import NonFatalFailures
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED
 
@@ -64,7 +64,7 @@ class Validator:
         generate: BatchToBatch,
         reward_fn: Any,
         step: int,
-        status: StatusLine,
+        status: RunStatus,
         tracking: Tracking,
     ) -> dict[str, float]:
         """Return metrics such as `val-core/<source>/<score>/mean@n`; log the accuracy per source and sampled responses.
@@ -88,7 +88,7 @@ class Validator:
         if (folder := config.validation_data_dir) is not None:
             more = samples.get("more", [{}] * len(rows))
             names = ("data_source", "uid", *(name for name in samples if name not in (*_DESCRIPTIONS, "reward")))
-            extra = _rows(beside_ours({name: samples[name] for name in names}))
+            extra = _rows(extra_fields({name: samples[name] for name in names}))
             dumped = [
                 {"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, extra, strict=True)
             ]
@@ -99,7 +99,7 @@ class Validator:
                 self._failures.dump("trainer.validation_data_dir", folder, step, write)
 
     def _generate_and_score(
-        self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine
+        self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: RunStatus
     ) -> Samples:
         """Generate and score one batch; return prompts, responses, `reward` and the extra columns of the reward."""
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
@@ -114,7 +114,7 @@ class Validator:
             scores = with_turn_rewards(base_scores, local)
         key, columns, trajectories = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
         rows = trajectories.last_rows
-        texts = answer_texts(local, self._tokenizer)
+        texts = response_texts(local, self._tokenizer)
         extra_values = {name: [values[row] for row in rows] for name, values in extra.items()}
         if "num_turns" in columns:
             extra_values["num_turns"] = columns["num_turns"][rows].tolist()

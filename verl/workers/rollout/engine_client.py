@@ -25,7 +25,7 @@ from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request, SamplingParams, TokenOutput
 from verl.utils.counter_noise import sample_keys
-from verl.utils.helper_processes import Standing, add_peer, remove_peer
+from verl.utils.liveness import StoppedProcess, add_peer, remove_peer
 from verl.utils.progress import pulse
 from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
@@ -72,7 +72,7 @@ class _Replica:
     """Number of requests of other clients and jobs."""
     pulses: int = 0
     last_progress: float = field(default_factory=time.monotonic)
-    stopped_process: Standing | None = None
+    stopped_process: StoppedProcess | None = None
     closed: bool = False
     lost: str | None = None
     """The reason why it cannot generate any more; None: it can."""

@@ -18,7 +18,7 @@ from verl.config import RolloutConfig
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
 from verl.utils.exceptions import fields_as_keys
-from verl.utils.helper_processes import Standing, standing_helper
+from verl.utils.liveness import StoppedProcess, stopped_helper
 from verl.utils.progress import pulse_count
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost
@@ -54,7 +54,7 @@ class CollectedOutputs:
     """Progress counter of the engine's process: it changes as long as there is progress."""
     closed: bool
     """The host is closed: there will be no further outputs."""
-    stopped_process: Standing | None = None
+    stopped_process: StoppedProcess | None = None
     """A process of the engine that is stopped (by a signal or a debugger), for hang diagnosis."""
     partials: dict[str, Output] = field(default_factory=dict)
     """If requested: tokens sampled since the last report, by request id."""
@@ -132,7 +132,7 @@ class EngineHost(LoopHost):
         with self._changed:
             outputs = self._outputs.pop(client, [])
             return CollectedOutputs(
-                outputs, len(self._futures), pulse_count(), self._closed, standing_helper(), partials
+                outputs, len(self._futures), pulse_count(), self._closed, stopped_helper(), partials
             )
 
     def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl.utils.activity import activity
+from verl.utils.liveness import activity
 from verl.utils.stacks import Stack, own_stacks
 
 __all__ = ["engine_start", "step_of"]

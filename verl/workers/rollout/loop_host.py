@@ -24,7 +24,7 @@ from verl.single_controller.base.errors import CallCancelled
 from verl.types.request import Output
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Trajectory
-from verl.utils.background_work import Work, add_work, remove_work
+from verl.utils.liveness import BackgroundWork, add_work_source, remove_work_source
 from verl.utils.progress import expect, pulse_count, tick
 from verl.workers.rollout.errors import EngineLostError
 from verl.workers.rollout.prompts import sampling_params
@@ -99,7 +99,7 @@ class LoopHost(ABC):
             if self._closed:
                 return
             if self._busy_since is None:
-                add_work(self._work)
+                add_work_source(self._work)
             if not any(running.unfinished for running in self._jobs.values()):
                 self._busy_since = time.monotonic()
             open_job.unfinished |= {task.key: task for task in tasks}
@@ -182,7 +182,7 @@ class LoopHost(ABC):
         """End all jobs; `collect` then reports `closed`."""
         for job in list(self._jobs):
             self.finish(job)
-        remove_work(self._work)
+        remove_work_source(self._work)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -296,10 +296,10 @@ class LoopHost(ABC):
 
     # ---------------------------------------------------------------- waiting
 
-    def _work(self) -> Work | None:
+    def _work(self) -> BackgroundWork | None:
         """Unfinished rows, for hang diagnosis."""
         rows = sum(len(job.unfinished) for job in list(self._jobs.values()))
-        return Work(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
+        return BackgroundWork(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
 
     def _finished_job(self) -> RolloutJob | None:
         """A job with finished trajectories: if several have some, not the one that was served last."""

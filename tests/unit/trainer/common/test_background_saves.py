@@ -17,9 +17,9 @@ from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import SFTConfig, load_config
 from verl.single_controller.base import Worker
 from verl.trainer.common.checkpoint import Saver, background_part
-from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.sft.trainer import SFTTrainer
+from verl.trainer.recovery.failures import UnsavedRunError
+from verl.trainer.supervised.sft import SFTTrainer
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
@@ -294,7 +294,7 @@ def test_a_last_step_that_does_not_read_back_is_an_unsaved_end(task, tmp_path, m
         return path
 
     monkeypatch.setattr(CheckpointManager, "commit", commit_and_damage)
-    with pytest.raises(UnsavedRunError, match=r"is not whole: trainer.pt: damaged"):
+    with pytest.raises(UnsavedRunError, match=r"trainer\.pt: damaged"):
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
 
 
@@ -307,7 +307,7 @@ def test_a_store_that_is_away_costs_copies_not_the_run(task, tmp_path, monkeypat
     keys = ("trainer.total_training_steps=1", f"trainer.default_hdfs_dir={tmp_path}/store")
     trainer = run_training(command(task, tmp_path, *keys))
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
-    assert f"{tmp_path}/store has no whole copy of global_step_1, which" in caplog.text
+    assert f"{tmp_path}/store has no complete copy of global_step_1, which" in caplog.text
     assert trainer.state.saver.metrics()["training/failed_copies"] == 2, "after the save, and at the end"
 
 

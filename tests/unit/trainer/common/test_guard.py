@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
-from verl.trainer.common.guard import NonFiniteError, NoSamplesError, StepGuard, update_remedies
-from verl.trainer.common.nonfinite_weights import explain_initial_weights
+from verl.trainer.common.guard import (
+    NonFiniteError,
+    NoSamplesError,
+    StepGuard,
+    explain_initial_weights,
+    update_remedies,
+)
 
 GOOD = {"actor/skipped_steps": 0.0, "critic/skipped_steps": 0.0}
 EMPTY = {"actor/skipped_steps": 0.0, "actor/empty_steps": 1.0}

@@ -59,7 +59,7 @@ def test_a_step_that_lost_them_is_not_saved_and_the_one_before_is_where_to_go_on
     rising = (f"{ACTOR}.optim.lr=1e12", f"{ACTOR}.optim.lr_warmup_steps=100", ONE_UPDATE)
     said, saved = ruined(task, tmp_path, monkeypatch, *rising, "trainer.save_freq=1")
     assert said.startswith("step 2: the weights are not finite, or give no finite numbers: they are not saved.")
-    assert "the same command goes on at step 1" in said
+    assert "the same command resumes at step 1" in said
     assert saved == ["global_step_1"]
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from verl.config import PPOConfig, load_config
-from verl.trainer.common import nodes, ray_startup
-from verl.trainer.common.cluster import RayUnavailableError
+from verl.trainer.common import nodes, ray_cluster
 from verl.trainer.common.nodes import Head, serve_as_node, start_head, stop_head
+from verl.trainer.recovery.ray_monitor import RayUnavailableError
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def started(monkeypatch) -> list[subprocess.Popen]:
         processes.append(subprocess.Popen(["sleep", "0" if not processes else "100"], start_new_session=True))
         return processes[-1]
 
-    for name in (*ray_startup._LIMITS, ray_startup._NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
+    for name in (*ray_cluster._LIMITS, ray_cluster._NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-    monkeypatch.setattr(ray_startup, "_set_here", set())
+    monkeypatch.setattr(ray_cluster, "_set_here", set())
     monkeypatch.setattr(nodes, "_start_ray", start)
-    monkeypatch.setattr(nodes, "_LOOK_S", 0.05)
+    monkeypatch.setattr(nodes, "_POLL_S", 0.05)
     return processes
 
 
@@ -126,7 +126,7 @@ def test_a_head_that_does_not_start_is_tried_twice_within_the_configured_time(po
 
 
 def test_a_head_that_starts_at_the_second_attempt_is_used(port, started, monkeypatch):
-    monkeypatch.setattr(Head, "well", lambda self: self.process is started[-1] and len(started) == 2)
+    monkeypatch.setattr(Head, "is_healthy", lambda self: self.process is started[-1] and len(started) == 2)
     head = start_head(head_of(port))
     assert head is not None
     assert head.process is started[1]

@@ -2,13 +2,12 @@
 
 import pytest
 
-from verl.trainer.common.phases import Phases, verdict
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.run_status import Phases, RunStatus, describe_bottleneck
 
 
 def test_memory_is_asked_of_the_working_groups_and_nested_peaks_count():
     told = {("actor",): [(5.0, 1.0), (2.0, 1.5)], ("critic",): [(9.0, 3.0)]}
-    phases = Phases(StatusLine(1, 0), lambda groups: told[groups].pop(0))
+    phases = Phases(RunStatus(1, 0), lambda groups: told[groups].pop(0))
     with phases("step"):
         with phases("old_log_prob", "actor"):
             pass
@@ -28,7 +27,7 @@ def test_memory_is_asked_of_the_working_groups_and_nested_peaks_count():
 
 
 def test_without_a_device_no_memory_is_asked_for():
-    phases = Phases(StatusLine(1, 0))
+    phases = Phases(RunStatus(1, 0))
     with phases("gen"):
         pass
     assert phases.memory_gb == {}
@@ -36,7 +35,7 @@ def test_without_a_device_no_memory_is_asked_for():
 
 
 def test_an_error_carries_the_innermost_phase_and_the_step_it_came_from():
-    console = StatusLine(10, done_steps=6)
+    console = RunStatus(10, done_steps=6)
     phases = Phases(console)
     with pytest.raises(KeyError) as caught, phases("step"), phases("update_actor"):
         raise KeyError("advantages")
@@ -44,6 +43,6 @@ def test_an_error_carries_the_innermost_phase_and_the_step_it_came_from():
 
 
 def test_the_verdict_names_the_phase_and_a_key_that_helps():
-    text = verdict({"gen": 6.0, "update_actor": 3.0, "step": 9.5, "reward": 1.0})
+    text = describe_bottleneck({"gen": 6.0, "update_actor": 3.0, "step": 9.5, "reward": 1.0})
     assert text.startswith("gen took 60% of the time")
     assert "data.max_response_length" in text

@@ -21,9 +21,10 @@ import ray
 
 from verl.config import PPOConfig, load_config
 from verl.trainer.common import ray_token
-from verl.trainer.common.cluster import RayUnavailableError, start_ray
 from verl.trainer.common.nodes import serve_as_node, start_head, stop_head
+from verl.trainer.common.ray_cluster import start_ray
 from verl.trainer.common.ray_token import check_token, create_token, has_token, token_file
+from verl.trainer.recovery.ray_monitor import RayUnavailableError
 
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # How a Ray head answers a client of HTTP/2: with an empty settings frame.

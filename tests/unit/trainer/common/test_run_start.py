@@ -18,8 +18,8 @@ from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.problems import Problem
 from verl.trainer.common.run_start import run_parts
 from verl.trainer.ppo.state import check_run_start
-from verl.trainer.rm.trainer import RMTrainer
-from verl.trainer.sft.trainer import SFTTrainer
+from verl.trainer.supervised.rm import RMTrainer
+from verl.trainer.supervised.sft import SFTTrainer
 from verl.workers.engine.common import checkpoint_compatibility
 from verl.workers.engine.common.checkpoint_compatibility import weight_differences, weight_digests
 

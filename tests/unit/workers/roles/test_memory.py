@@ -17,8 +17,8 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 from verl.single_controller.ray.deaths import RecentMemory, death
-from verl.trainer.common.guard import advises_on_memory
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.guard import add_memory_advice
+from verl.trainer.common.run_status import RunStatus
 from verl.workers.roles.memory import phase_memory
 
 MESSAGE = (
@@ -147,7 +147,7 @@ def test_what_would_do_nothing_in_asynchronous_training_is_not_advised():
 def test_a_rank_that_was_killed_is_not_told_to_move_a_served_judge_back(served):
     key = "reward_model.fsdp_config.param_offload"
     config = run_of("grpo", *(SERVED if served else JUDGED), f"{key}=True")
-    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), StatusLine(5).phase("save_checkpoint"):
+    with pytest.raises(WorkerDiedError) as caught, add_memory_advice(config), RunStatus(5).phase("save_checkpoint"):
         raise by_monitor()
     assert (f"{key}=False" in caught.value.summary) == (not served)
 
@@ -218,7 +218,7 @@ def run_of(estimator="gae", *keys: str, **actor) -> PPOConfig:
 
 def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
     config = run_of(ppo_micro_batch_size_per_gpu=8, **{"fsdp_config.grad_offload": True})
-    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), StatusLine(5).phase("update_actor"):
+    with pytest.raises(WorkerDiedError) as caught, add_memory_advice(config), RunStatus(5).phase("update_actor"):
         raise by_monitor()
     died = pickle.loads(pickle.dumps(caught.value))
     assert died.summary.startswith(
@@ -232,8 +232,8 @@ def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_a_rank_that_was_killed_leaves_with_keys_of_roles_that_the_run_has(estimator):
-    config, phase = run_of(estimator), StatusLine(5).phase("save_checkpoint")
-    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), phase:
+    config, phase = run_of(estimator), RunStatus(5).phase("save_checkpoint")
+    with pytest.raises(WorkerDiedError) as caught, add_memory_advice(config), phase:
         raise by_monitor()
     assert "actor_rollout_ref.actor.optim.state_dtype=bf16" in caught.value.summary
     assert ("critic.optim.state_dtype=bf16" in caught.value.summary) == (estimator == "gae")
@@ -242,7 +242,7 @@ def test_a_rank_that_was_killed_leaves_with_keys_of_roles_that_the_run_has(estim
 def test_where_the_phase_tells_nothing_the_general_advice_stays():
     for error in (by_monitor(), killed(ray.exceptions.RayActorError())):
         said = error.summary
-        with pytest.raises(WorkerDiedError), advises_on_memory(run_of()), StatusLine(5).phase("testing"):
+        with pytest.raises(WorkerDiedError), add_memory_advice(run_of()), RunStatus(5).phase("testing"):
             raise error
         assert error.summary == said
     assert said == "worker process died", "no sign of memory"

@@ -18,7 +18,7 @@ from tests.support.script_runner import scripted_engine
 from verl.single_controller.base.beat import Heart
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request, SamplingParams
-from verl.utils.helper_processes import silent_peer
+from verl.utils.liveness import silent_peer
 from verl.workers.rollout import engine_client as module
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from verl.single_controller.base.beat import Beat, Heart, RankReport
-from verl.trainer.common.hang_verdict import judge
-from verl.trainer.common.status_line import StatusLine
-from verl.trainer.common.watch import HangWatch
-from verl.utils.activity import Activity, activity, current_activity
+from verl.trainer.common.run_status import RunStatus
+from verl.trainer.recovery.hang_detector import HangDetector
+from verl.trainer.recovery.hang_diagnosis import diagnose_hang
+from verl.utils.liveness import Activity, activity, current_activity
 from verl.utils.progress import pulse_count
 from verl.utils.stacks import Frame
 from verl.workers.rollout.engine_start import engine_start, step_of
@@ -61,9 +61,9 @@ def test_a_rank_whose_engine_starts_says_so_and_is_not_blamed_for_other_threads(
     over.set()
     thread.join()
     assert beat.activity.label == "starting the vllm engine: loading weights"
-    verdict = judge([RankReport("actor_rollout", 0, "node-0", 4710, "runs", beat)])
-    assert verdict.kind == "starting"
-    assert verdict.sentence.startswith(
+    diagnosis = diagnose_hang([RankReport("actor_rollout", 0, "node-0", 4710, "runs", beat)])
+    assert diagnosis.kind == "starting"
+    assert diagnosis.sentence.startswith(
         "rank 0 of actor_rollout (host node-0, pid 4710) is starting the vllm engine: loading weights ("
     )
     assert current_activity() is None
@@ -78,15 +78,15 @@ def test_a_new_step_is_progress_and_the_last_known_one_stays():
 
 
 def test_the_watch_logs_a_start_every_ten_seconds_and_shows_it_in_the_status(caplog):
-    status = StatusLine(10)
-    watch = HangWatch(status, None)
+    status = RunStatus(10)
+    watch = HangDetector(status, None)
     with caplog.at_level(logging.INFO):
         for seconds in (0.0, 4.0, 9.0, 11.0, 14.0, 22.0):
             beat = Beat("init_model", activity=Activity("starting the vllm engine", "loading weights", seconds))
-            watch._report_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
+            watch._log_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
     lines = [record.message for record in caplog.records]
     said = "rank 0 of actor_rollout (and 1 more) is starting the vllm engine: loading weights"
     assert lines == [f"{said} ({seconds} s)" for seconds in (0, 11, 22)]
-    assert status.standing().label == "starting the vllm engine: loading weights"
-    watch._report_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Beat())], 30.0)
-    assert status.standing().label == ""
+    assert status.snapshot().label == "starting the vllm engine: loading weights"
+    watch._log_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Beat())], 30.0)
+    assert status.snapshot().label == ""

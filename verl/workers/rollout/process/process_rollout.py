@@ -26,9 +26,8 @@ import torch
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
-from verl.utils.activity import activity
 from verl.utils.exceptions import RemoteTraceback
-from verl.utils.helper_processes import add_helper, remove_helper
+from verl.utils.liveness import activity, add_helper, remove_helper
 from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, EngineDiedError, Load

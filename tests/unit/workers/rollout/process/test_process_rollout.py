@@ -20,7 +20,7 @@ from tests.support.whole_model import WholeModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.utils.helper_processes import standing_helper
+from verl.utils.liveness import stopped_helper
 from verl.utils.process_tree import children, why_not_running
 from verl.utils.progress import pulse_count
 from verl.workers.rollout.base import EngineDiedError
@@ -177,9 +177,9 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     hosted.pause_generation("keep")  # nothing is finished before what follows
     futures = hosted.submit(requests(2))
     os.kill(hosted.pid, signal.SIGSTOP)
-    while standing_helper() is None:
+    while stopped_helper() is None:
         time.sleep(0.01)
-    assert standing_helper() == (hosted.pid, "stopped")
+    assert stopped_helper() == (hosted.pid, "stopped")
     os.kill(hosted.pid, signal.SIGCONT)
     worker, first = workers(hosted)[0], hosted.pid
     assert os.path.exists(f"/dev/shm/verl-{first}")

@@ -1,0 +1,293 @@
+"""Start or join Ray, and wait for its nodes. Ray is not imported before it is needed.
+
+Either a cluster is running (`ray start` on every node, or `trainer.node_rank`: see `nodes`), or one is started on this
+machine: with time limits scaled by the machine's load, and in two attempts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl.config import RunConfig
+from verl.trainer.common.ray_token import check_token, rejected_token
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
+from verl.trainer.recovery.signals import StopSignal
+from verl.utils.network import find_foreign_service
+from verl.utils.process_tree import children, command_line
+from verl.utils.resources import describe_load, load_factor
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_LOG_INTERVAL_S = 20.0
+_TOO_FEW_NODES = "Check the missing nodes (`ray status`), join them again, or set trainer.nnodes."
+
+# Limit for starting Ray on an idle machine; Ray's own limits are 30 to 60 s.
+_IDLE_LIMIT_S = 120.0
+_NODE_LOOKUP_POLL_S = 0.5
+# Load factor from which the error message blames the load.
+_BUSY_FACTOR = 1.5
+# Environment variables of Ray's limits, and their units in seconds.
+_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": 1.0,
+    "RAY_py_gcs_connect_timeout_s": 1.0,
+    "RAY_worker_register_timeout_seconds": 1.0,
+    "RAY_agent_register_timeout_ms": 0.001,
+}
+# Keeps Ray from printing C++ stacks of all threads when a signal ends it.
+_NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+# Environment variables that `set_start_limits` has set and may change again.
+_set_here: set[str] = set()
+
+Result = TypeVar("Result")
+
+
+def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> RayProcesses:
+    """Join the running cluster, or start one; return the processes that were started.
+
+    `within`: seconds to wait for a cluster that does not answer; `start_timeout`: `ray_init.start_timeout`.
+    """
+    import ray
+
+    logger.info("Initializing Ray...")
+    wait = LoggedWait(within)
+    while True:
+        try:
+            _check_cluster_answers(_known_cluster())
+            break
+        except RayUnavailableError as error:
+            if not wait.sleep(f"{error.reason}; waiting for it (trainer.nodes_within)"):
+                raise
+    runtime_env = get_ppo_ray_runtime_env()
+
+    def init() -> Any:
+        try:
+            return ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
+        except ValueError:
+            if num_cpus is None:
+                raise
+            # Ray rejects a number of CPUs for a running cluster.
+            context = ray.init(runtime_env=runtime_env)
+            logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
+            return context
+
+    if _known_cluster() in (None, "local"):
+        context, pids = start_local_cluster(init, start_timeout)
+    else:
+        try:
+            with separate_process_groups() as pids:
+                context = init()
+        except ray.exceptions.AuthenticationError as error:
+            raise RayUnavailableError(*rejected_token(str(_known_cluster()))) from error
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            # Ray reports a rejected token as a cluster that does not answer.
+            check_token(str(_known_cluster()))
+            raise RayUnavailableError(_first_line(error)) from error
+    if context.dashboard_url:  # with the extra `dashboard`
+        logger.info("Ray dashboard: http://%s", context.dashboard_url.removeprefix("http://"))
+    return RayProcesses(pids)
+
+
+def joins_cluster() -> bool:
+    """Return whether `ray.init` would join a cluster instead of starting one on this machine."""
+    return _known_cluster() not in (None, "", "local")
+
+
+def forget_cluster(address: str) -> None:
+    """Remove the address file of `ray start`, if it contains this address."""
+    if _address_file().is_file() and _address_file().read_text().strip() == address:
+        _address_file().unlink(missing_ok=True)
+
+
+def wait_for_nodes(
+    trainer: RunConfig, pools: Sequence[Sequence[int]], is_retry: bool = False, at_least: int = 1
+) -> None:
+    """Wait until the cluster has room for the pools (processes per node), up to `trainer.nodes_within` seconds.
+
+    Nodes may join late, and nodes of a failed attempt may have to restart. At a first attempt, a cluster whose nodes
+    are too small even when idle is not waited for: placing the ranks reports at once what is missing. At a retry
+    (`is_retry`) the cluster was large enough before, and is waited for.
+    """
+    from verl.single_controller.ray.resource_pool import alive_nodes, room_for
+
+    on_gpus, least = trainer.device == "cuda", max(at_least, *map(len, pools))
+    wait = LoggedWait(trainer.nodes_within)
+    while True:
+        # A head node without GPUs does not count.
+        nodes = [node for node in alive_nodes() if node.total_gpus or not on_gpus]
+        complete = len(nodes) >= least
+        if complete and room_for(pools, on_gpus, nodes):
+            return
+        if complete and not is_retry and not room_for(pools, on_gpus, [node.when_free() for node in nodes]):
+            return
+        available = f"{min(len(nodes), least)} of {least} nodes"
+        if on_gpus:
+            available += f", {sum(node.free_gpus for node in nodes):g} of {sum(map(sum, pools))} GPUs"
+        if not wait.sleep(f"{available}: waiting for the others (trainer.nodes_within)"):
+            raise RayUnavailableError(f"{available} after {format_seconds(trainer.nodes_within)}", _TOO_FEW_NODES)
+
+
+class LoggedWait:
+    """A wait with a time limit that logs at once and regularly what it waits for, and how long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._next_log = time.monotonic() + seconds, 0.0
+
+    def sleep(self, what: str) -> bool:
+        """Sleep a little and log `what` from time to time; return False when the time is over."""
+        now = time.monotonic()
+        if now >= self._end:
+            return False
+        if now >= self._next_log:
+            self._next_log = now + _LOG_INTERVAL_S
+            logger.warning("%s, %s left", what, format_seconds(self._end - now))
+        time.sleep(min(_POLL_S, self._end - now))
+        return True
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds up to a minute and a half, then minutes."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+def start_limit(configured: float | None = None) -> float:
+    """Return the seconds that Ray may take to start: the configured value, or 120 s scaled by the machine's load."""
+    return _IDLE_LIMIT_S * load_factor() if configured is None else configured
+
+
+def set_start_limits(seconds: float) -> None:
+    """Set the start limits of Ray in the environment; variables that the user has set are kept."""
+    values = {name: str(round(seconds / unit)) for name, unit in _LIMITS.items()} | {_NO_CPP_STACKS: "1"}
+    for name, value in values.items():
+        if name in _set_here or name not in os.environ:
+            _set_here.add(name)
+            os.environ[name] = value
+
+
+def in_two_attempts(attempt: Callable[[float], Result], configured: float | None = None) -> Result:
+    """Call `attempt` with the seconds it may take, and once more if it fails; Ray's own limits are set to the same.
+
+    A RayUnavailableError is raised at once: its message has a remedy.
+    """
+    seconds = start_limit(configured)
+    set_start_limits(seconds)
+    try:
+        return attempt(seconds)
+    except RayUnavailableError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Ray raises plain exceptions here; the second attempt's is raised
+        logger.warning("Ray did not start (%s; %s). Starting it again.", _first_line(error), describe_load())
+    seconds = max(seconds, start_limit(configured))
+    set_start_limits(seconds)
+    try:
+        return attempt(seconds)
+    except RayUnavailableError:
+        raise
+    except Exception as error:
+        reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_first_line(error)}"
+        raise RayUnavailableError(reason, _start_remedy(seconds)) from error
+
+
+def start_local_cluster(init: Callable[[], Any], configured: float | None = None) -> tuple[Any, list[int]]:
+    """Call `init` (a `ray.init` that starts a local cluster) with time limits, and once more if it fails.
+
+    Returns its result and the ids of the processes that it started. A failed attempt leaves no process behind.
+    """
+
+    def attempt(seconds: float) -> tuple[Any, list[int]]:
+        pids: list[int] = []
+        try:
+            with _node_lookup(seconds), separate_process_groups() as pids:
+                return init(), pids
+        except Exception:
+            import ray
+
+            ray.shutdown()
+            RayProcesses(pids).kill()
+            raise
+        except BaseException as error:
+            RayProcesses(pids).kill()
+            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # raised by Ray's SIGTERM handler
+                raise StopSignal("SIGTERM") from None
+            raise
+
+    return in_two_attempts(attempt, configured)
+
+
+@contextmanager
+def _node_lookup(seconds: float) -> Iterator[None]:
+    """Let `ray.init` wait up to `seconds` for its raylet: Ray's own limit of 30 s cannot be configured."""
+    from ray._private import services
+
+    lookup = services.get_node
+    deadline = time.monotonic() + seconds
+
+    def get_node(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return lookup(*args, **kwargs)
+            except RuntimeError:
+                if time.monotonic() > deadline or not _raylet_runs():
+                    raise
+            time.sleep(_NODE_LOOKUP_POLL_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = lookup
+
+
+def _raylet_runs() -> bool:
+    return any(b"raylet" in command_line(pid) for pid in children(os.getpid()))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _start_remedy(seconds: float) -> str:
+    logs = f"Ray's logs are in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs."
+    more = f"ray_init.start_timeout={2 * seconds:.0f}"
+    if load_factor() < _BUSY_FACTOR:
+        return f"{logs} If they show no error, allow more time with {more}."
+    return (
+        f"The machine is busy ({describe_load()}): stop other processes or wait for them, or allow more time with"
+        f" {more}. {logs}"
+    )
+
+
+def _known_cluster() -> str | None:
+    """Return the address of the cluster that `ray.init` would join: RAY_ADDRESS, or the file written by `ray start`."""
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    return _address_file().read_text().strip() if _address_file().is_file() else None
+
+
+def _address_file() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+
+
+def _check_cluster_answers(address: str | None) -> None:
+    """Raise RayUnavailableError if no Ray answers at the address. Ray itself would wait for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        stranger = find_foreign_service(host, int(port))
+    except OSError as error:
+        raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
+    if stranger is not None:
+        source = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else f"the file {_address_file()}"
+        raise RayUnavailableError(
+            f"at port {port} of {host} answers {stranger}: not Ray",
+            f"Correct {source}, or unset it and let the command start a Ray of its own (RAY_ADDRESS=local).",
+        )

@@ -1,0 +1,337 @@
+"""Status of a run: its step, its phase, time and memory per phase; progress bars on a terminal, log lines elsewhere.
+
+The trainer updates a `RunStatus`; the driver requests a `snapshot()` every second, and only then are the ranks asked
+for their counts, concurrently to their work. Training never waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from verl.utils.exceptions import annotate_error
+from verl.utils.progress import Progress, record_progress
+
+logger = logging.getLogger(__name__)
+
+_REDRAW_S = 0.5
+_LOG_POLL_S = 5.0
+_PROGRESS_TIMEOUT_S = 1.0
+_MEMORY_TIMEOUT_S = 10.0
+_LOG_INTERVAL_S = 30.0
+
+# Phase names on the terminal where they differ from those in metrics.
+BAR_NAMES = {
+    "gen": "rollout",
+    "values": "compute_values",
+    "update_actor": "train_actor",
+    "update_critic": "train_critic",
+    "testing": "validation",
+}
+
+
+@dataclass(frozen=True)
+class StatusSnapshot:
+    """`step` of `total` steps are complete; `done` of `units` samples of the current phase."""
+
+    step: int
+    total: int
+    phase: str = ""
+    phase_seconds: float = 0.0
+    done: int = 0
+    units: int = 0
+    """0: this phase is not counted."""
+    problem: str | None = None
+    """What the run is blocked by, if it does not progress."""
+    hang: Exception | None = None
+    """The error that ends a run that hangs."""
+    pid: int = 0
+    host: str = ""
+    """Process and host of the controller."""
+    activity: str | None = None
+    """The long operation of the ranks outside of phases, such as the start of their engines."""
+    starting: bool = False
+    """The run has not reached its first step: a stop signal has nothing to finish or save."""
+
+    @property
+    def label(self) -> str:
+        """The phase, or the activity outside of phases."""
+        return self.phase or self.activity or ""
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase that is running."""
+
+    key: str
+    """Its name in metrics."""
+    groups: Sequence[Any] = ()
+    progress: Progress = field(default_factory=Progress)
+    start: float = field(default_factory=time.monotonic)
+
+
+class RunStatus:
+    """Updated by the trainer, which may run in an actor without a terminal."""
+
+    def __init__(self, total_steps: int, done_steps: int = 0) -> None:
+        self.total, self.step = total_steps, done_steps
+        self.current_phase = Phase("")
+        self.problem: str | None = None
+        self.hang: Exception | None = None
+        self.activity: str | None = None
+        self.starting = False
+        self.on_phase_end: Callable[[str, float], None] = lambda name, seconds: None
+        self._counts_ranks = True
+
+    @contextmanager
+    def phase(self, name: str, *groups: Any) -> Iterator[None]:
+        """Enter a phase in which these worker groups work; afterwards the enclosing phase is current again.
+
+        `verl.utils.progress` also counts work of the controller itself. Errors get the attributes `phase` and `step`.
+        """
+        outer, self.current_phase = self.current_phase, Phase(name, groups)
+        try:
+            with record_progress(self.current_phase.progress):
+                yield
+            self.on_phase_end(name, time.monotonic() - self.current_phase.start)
+        except Exception as error:
+            annotate_error(error, phase=name, step=self.step + 1)
+            raise
+        finally:
+            self.current_phase = outer
+
+    def step_done(self) -> None:
+        """Count a completed step."""
+        self.step += 1
+
+    def snapshot(self) -> StatusSnapshot:
+        """Return the current status. Thread-safe."""
+        phase = self.current_phase
+        counts = [phase.progress.read(), *self._counts_of_ranks(phase)]
+        done, units = (sum(column) for column in zip(*counts, strict=True))
+        return StatusSnapshot(
+            step=self.step,
+            total=self.total,
+            phase=BAR_NAMES.get(phase.key, phase.key),
+            phase_seconds=time.monotonic() - phase.start,
+            done=done,
+            units=units,
+            problem=self.problem,
+            hang=self.hang,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            activity=self.activity,
+            starting=self.starting,
+        )
+
+    def _counts_of_ranks(self, phase: Phase) -> list[tuple[int, int]]:
+        """Return (done, total) of every rank that works in the phase."""
+        if not self._counts_ranks:
+            return []
+        try:
+            # A user's worker class need not count.
+            counting = [group for group in phase.groups if hasattr(group, "progress")]
+            answers = [counts for group in counting for counts in group.ask("progress", _PROGRESS_TIMEOUT_S)]
+            return [counts for counts in answers if counts is not None]
+        except Exception as error:  # noqa: BLE001 - logged once; a missing count must not end a training run
+            self._counts_ranks = False
+            logger.warning("progress inside phases is not shown any more: %r", error)
+            return []
+
+
+class Phases:
+    """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, the final value as `name/after`.
+
+    Only the workers of a phase are asked for memory, after it: a request costs the controller milliseconds. The peak of
+    a phase includes those of nested phases.
+    """
+
+    def __init__(
+        self,
+        status: RunStatus,
+        memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None,
+        on_enter: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """`memory` returns (peak since the last call, current) in GB, of the fullest rank of some groups.
+
+        `on_enter` is called with the name of every phase before it begins, and may raise to refuse it.
+        """
+        self._status, self._memory, self._on_enter = status, memory, on_enter
+        self._running: dict[str, float] = {}
+        self._peaks: list[float] = []
+        self.seconds: dict[str, float] = {}
+        self.memory_gb: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, *groups: Any) -> Iterator[None]:
+        """Measure a phase in which these worker groups work; nested phases each count their whole time."""
+        self._on_enter(name)
+        start, inner = time.perf_counter(), len(self._peaks)
+        self._running[name] = start
+        try:
+            with self._status.phase(name, *groups):
+                yield
+        finally:
+            self._running.pop(name, None)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        working = tuple(group for group in groups if group is not None)
+        if self._memory is not None and working:
+            peak, self.memory_gb[f"{name}/after"] = self._memory(working)
+            self._peaks.append(peak)
+        if self._peaks[inner:]:
+            self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
+
+    def is_running(self, name: str) -> bool:
+        """Return whether this phase is running."""
+        return name in self._running
+
+    def elapsed(self) -> dict[str, float]:
+        """Return the seconds per phase so far, including running phases. Thread-safe."""
+        now, seconds = time.perf_counter(), dict(self.seconds)
+        for name, start in dict(self._running).items():
+            seconds[name] = seconds.get(name, 0.0) + now - start
+        return seconds
+
+
+def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
+    """Return (peak since the last call, current) of the fullest rank; dead ranks are detected by their next call."""
+    ranks = [memory for group in groups for memory in group.ask("memory_gb", _MEMORY_TIMEOUT_S) if memory is not None]
+    return max((peak for peak, _ in ranks), default=0.0), max((now for _, now in ranks), default=0.0)
+
+
+# Remedies for a phase that takes most of the time.
+_REMEDIES = {
+    "gen": "shorter responses (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",
+    "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
+    "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
+    "teacher": "larger distillation.teacher.log_prob_micro_batch_size_per_gpu, a pool of their own (role_mapping)",
+    "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "values": "larger critic.forward_micro_batch_size_per_gpu",
+    "update_actor": "larger actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, no gradient checkpointing",
+    "update_critic": "larger critic.ppo_micro_batch_size_per_gpu, or an estimator without a critic (grpo)",
+    "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
+    "save_checkpoint": "a larger trainer.save_freq",
+}
+# The same for generation in which agents wait for tools more than for the model.
+_TOOL_REMEDY = (
+    "faster tools, more concurrent conversations (a larger actor_rollout_ref.rollout.agent.max_concurrent_requests), a"
+    " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
+)
+
+
+def describe_bottleneck(seconds: dict[str, float], tool_share: float = 0.0) -> str:
+    """Return one line: the phase that takes most of the time, and remedies. `tool_share`: of the agents' time."""
+    phases = {name: value for name, value in seconds.items() if name != "step"}
+    total = sum(phases.values())
+    if total <= 0:
+        return "no step was timed"
+    name = max(phases, key=lambda phase: phases[phase])
+    in_tools = name == "gen" and tool_share > 0.5
+    remedy = _TOOL_REMEDY if in_tools else _REMEDIES.get(name)
+    share = f"{name} took {phases[name] / total:.0%} of the time"
+    return (
+        share
+        + (f", {tool_share:.0%} of it in tools" if in_tools else "")
+        + (f"; what helps: {remedy}" if remedy else "")
+    )
+
+
+@contextmanager
+def progress_bar(snapshot: Callable[[], StatusSnapshot | None]) -> Iterator[None]:
+    """Show `snapshot()` repeatedly while the block runs; from a thread, so that the block never waits."""
+    is_terminal = sys.stderr.isatty()
+    done = threading.Event()
+    with _bars() if is_terminal else nullcontext(ProgressLog()) as show:
+
+        def keep_showing() -> None:
+            try:
+                while not done.wait(_REDRAW_S if is_terminal else _LOG_POLL_S):
+                    now = snapshot()
+                    if now is not None and now.total:
+                        show(now)
+            except Exception as error:  # noqa: BLE001 - logged; the run continues without its bar
+                if not done.is_set():
+                    logger.warning("progress is not shown any more: %r", error)
+
+        thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(timeout=5)
+
+
+class ProgressLog:
+    """Logs a line for every 30 s of a phase; shorter phases are not logged."""
+
+    def __init__(self) -> None:
+        self._last: StatusSnapshot | None = None
+        self._logged_at = 0.0
+
+    def __call__(self, now: StatusSnapshot) -> None:
+        if _is_new_phase(self._last, now):
+            self._logged_at = 0.0
+        self._last = now
+        if now.phase and now.phase_seconds - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now.phase_seconds
+            count = f" {now.done}/{now.units}" if now.units else ""
+            logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
+
+
+# References to the streams by which rich replaces sys.stdout and sys.stderr: `print` uses a borrowed reference while it
+# writes, and would crash if the thread that closes the bars freed them.
+_rich_streams: list[TextIO] = []
+
+
+@contextmanager
+def _bars() -> Iterator[_ProgressBars]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]:>11}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as rows:
+        _rich_streams.extend((sys.stdout, sys.stderr))
+        yield _ProgressBars(rows)
+
+
+class _ProgressBars:
+    """Two rows of a rich `Progress`: the steps, and the samples of the current phase."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self._steps = rows.add_task("steps", total=None, count="")
+        self._phase = rows.add_task("starting", total=None, count="")
+        self._last: StatusSnapshot | None = None
+
+    def __call__(self, now: StatusSnapshot) -> None:
+        if not self._rows.console.is_terminal:  # the terminal was closed: further drawing would fill a file
+            self._rows.stop()
+        self._rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
+        if _is_new_phase(self._last, now):
+            # A new row restarts the elapsed time and the estimate.
+            self._rows.remove_task(self._phase)
+            self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
+        if now.units:  # ranks that are done no longer count: keep the last count until the phase ends
+            self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
+        self._last = now
+
+
+def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
+    if before is None or (before.step, before.label) != (now.step, now.label):
+        return True
+    return now.phase_seconds < before.phase_seconds  # the same phase again: a step may generate several times

@@ -1,0 +1,1 @@
+"""How runs fail, stop and continue: supervision, hang detection, preemption, non-fatal failures and exit messages."""

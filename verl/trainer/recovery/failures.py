@@ -1,0 +1,200 @@
+"""Saving and validating after a step. A save, a validation or a dump that fails does not end the run: the failure is
+logged and counted, and training continues."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.config import ConfigError
+from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
+from verl.trainer.common.checkpoint import Saver
+from verl.trainer.common.guard import TrainingStoppedError
+from verl.trainer.common.run_status import Phases
+from verl.trainer.recovery.preemption import Preemption
+from verl.utils.exceptions import cause_chain
+from verl.workers.reward_manager.naive import RewardError
+
+logger = logging.getLogger(__name__)
+
+SAVE, VALIDATION, DUMP = "save", "validation", "dump"
+FOLDER = "trainer.default_local_dir"
+
+# Always fatal: dead or hanging processes, an invalid configuration, non-finite weights, and a reward that is configured
+# to end the run (`reward_model.on_error=fail`).
+_FATAL = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
+# Worker calls whose failure leaves all ranks ready for the next call: ranks generate independently, and all ranks learn
+# of a failed save. In other calls, ranks that did not fail may still wait in a collective for the one that did.
+_NON_FATAL_CALLS = (
+    *("generate_sequences", "require_engine", "end_generation"),
+    *("save_checkpoint", "begin_save", "finish_save"),
+)
+_NEXT = {
+    SAVE: "Training continues and saves again at the next step that is due",
+    VALIDATION: "Training continues; this step has no validation metrics",
+}
+
+Result = TypeVar("Result")
+
+
+class UnsavedRunError(RuntimeError):
+    """The run has ended and its last step could not be saved."""
+
+
+class NonFatalFailures:
+    """Counts failures in `training/failed_saves`, `training/failed_validations` and `training/failed_dumps`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._unsaved: str | None = None
+        self._reported_keys: set[str] = set()
+
+    def attempt(self, what: str, step: int, act: Callable[[], Result], essential: bool = False) -> Result | None:
+        """Return the result of `act`, or None after a non-fatal failure. With `essential` every failure is raised."""
+        try:
+            result = act()
+        except Exception as error:
+            if essential or is_fatal(error):
+                raise
+            self._counts[what] += 1
+            reason = summary(error)
+            if what == SAVE:
+                self._unsaved = reason
+            # The traceback first: users read the last line.
+            logger.warning("%s of step %d failed:", what, step, exc_info=_unexpected(error))
+            logger.error("%s of step %d failed: %s. %s.", what, step, reason, _NEXT[what])
+            return None
+        if what == SAVE:
+            self._unsaved = None
+        return result
+
+    def dump(self, key: str, folder: str, step: int, act: Callable[[], Result]) -> Result | None:
+        """Like `attempt`, for writing a file below `folder`, the value of the key `key`; logged once per key."""
+        try:
+            return act()
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            self._counts[DUMP] += 1
+            if key not in self._reported_keys:
+                self._reported_keys.add(key)
+                logger.warning("%s: a file of step %d could not be written:", key, step, exc_info=_unexpected(error))
+                logger.error(
+                    "%s = %s: a file of step %d could not be written: %s. Training continues without it; further"
+                    " failures are only counted (training/failed_dumps).",
+                    *(key, folder, step, summary(error)),
+                )
+            return None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of failures so far, per kind that has failed."""
+        return {f"training/failed_{what}s": float(count) for what, count in self._counts.items()}
+
+    def raise_if_unsaved(self, step: int) -> None:
+        """Raise UnsavedRunError if the newest save failed: the run ends, and training since the last save is lost."""
+        if self._unsaved is not None:
+            raise UnsavedRunError(f"the run ends at step {step}, which could not be saved: {self._unsaved}")
+
+
+class StepEnd:
+    """After a training step: save and validate if due, and save if a stop was requested.
+
+    A save begins before the validation, so that a failing validation loses no step; it is written in the background
+    during validation and the next step. A failure of the background write is reported at the end of the next step. The
+    last save of a run is awaited and read back.
+    """
+
+    def __init__(
+        self,
+        stop_requested: threading.Event,
+        failures: NonFatalFailures,
+        saver: Saver,
+        preemption: Preemption,
+    ) -> None:
+        self._stop_requested, self._failures, self._saver = stop_requested, failures, saver
+        self._preemption = preemption
+
+    def __call__(
+        self,
+        step: int,
+        save: Callable[[], Any],
+        validate: Callable[[], dict[str, float]],
+        phases: Phases,
+        *groups: Any,
+        save_due: bool,
+        test_due: bool,
+        is_last: bool,
+    ) -> tuple[dict[str, float], bool]:
+        """Return the metrics of saves, validation and non-fatal failures, and whether the run stops now.
+
+        `save` begins a save of the saver; `groups` are the worker groups that run during `validate`.
+        """
+        metrics = self._saved()
+        saved = save_due or self._stop_requested.is_set()
+        if saved:
+            metrics |= self._attempt_save(step, save, phases)
+        if test_due and not self._stop_requested.is_set():
+            with phases("testing", *groups):
+                attempt = partial(self._preemption.unless_given_up, validate)
+                metrics |= self._failures.attempt(VALIDATION, step, attempt) or {}
+        stopping = self._stop_requested.is_set()
+        if stopping and not saved:
+            metrics |= self._attempt_save(step, save, phases)
+        if stopping or is_last:
+            with phases("save_checkpoint"):
+                metrics |= self._saved(last=True)
+        return metrics | self._saver.metrics() | self._failures.metrics(), stopping
+
+    def finish_preempted(self, step: int, save: Callable[[], Any], phases: Phases) -> None:
+        """After the next step was given up: save `step` unless it is already saved."""
+        if step and self._saver.newest_step != step:
+            self._attempt_save(step, save, phases)
+        with phases("save_checkpoint"):
+            self._saved(last=True)
+        self._failures.raise_if_unsaved(step)
+        place = f"is saved in {self._saver.root}" if step else "is where the same command starts: no step was complete"
+        logger.warning("%s; step %d %s", self._preemption.given_up, step, place)
+
+    def _attempt_save(self, step: int, save: Callable[[], Any], phases: Phases) -> dict[str, float]:
+        with phases("save_checkpoint"):
+            self._saver.wait_for_turn(step)
+            metrics = self._saved()
+            self._failures.attempt(SAVE, step, save)
+        return metrics
+
+    def _saved(self, last: bool = False) -> dict[str, float]:
+        """Return the metrics of the saves completed since the last call. With `last`, wait for all saves and read them
+        back if there is time."""
+        metrics: dict[str, float] = {}
+        verify = last and (self._preemption.within is None or not self._stop_requested.is_set())
+        for save in self._saver.collect(wait=last):
+            metrics |= self._failures.attempt(SAVE, save.step, partial(save.metrics, verify=verify)) or {}
+        return metrics
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return whether `step` is a multiple of `every` (never if that is not positive) or the last step."""
+    return step >= last or (every > 0 and step % every == 0)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Return whether the run cannot continue after this error or one of its cause_chain."""
+    return any(
+        isinstance(cause, _FATAL) or (isinstance(cause, WorkerCallError) and cause.method not in _NON_FATAL_CALLS)
+        for cause in cause_chain(error)
+    )
+
+
+def summary(error: BaseException) -> str:
+    """Return the type of the error and the first line of its message."""
+    first_line = str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {first_line[0].rstrip('.')}" if first_line else type(error).__name__
+
+
+def _unexpected(error: BaseException) -> BaseException | None:
+    """Return the error if its traceback is useful; None for OSErrors such as a full disk."""
+    return error if not isinstance(error, OSError) else None

@@ -1,0 +1,207 @@
+"""Stop signals. Before the first step they end the run immediately; later the run finishes its step and saves first.
+A second signal always ends it immediately. A supervisor forwards signals to its child."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
+# `timeout` signals its command and then the whole process group; schedulers signal every process, and our processes
+# forward signals to each other: within this time, the same signal counts once.
+_DUPLICATE_S = 0.5
+FINISH_STEP = "stopping: this step is finished and saved first"
+RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"
+
+
+@dataclass
+class StopRequest:
+    """Name of the signal that requested the stop; None: no request so far."""
+
+    signal: str | None = None
+
+
+class StopSignal(KeyboardInterrupt):
+    """A stop signal while there is no step to finish or save; `name` is the signal's.
+
+    `before_first_step`: the program is known to train, and its first step has not begun.
+    """
+
+    def __init__(self, name: str, before_first_step: bool = False) -> None:
+        super().__init__(name)
+        self.name, self.before_first_step = name, before_first_step
+
+    @property
+    def exit_code(self) -> int:
+        """The code that a shell reports for a process killed by the signal."""
+        return 128 + signal.Signals[self.name]
+
+
+@contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """SIGTERM, SIGHUP and SIGUSR1 raise StopSignal in the main thread instead of killing the process silently."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        raise StopSignal(signal.Signals(number).name)
+
+    caught = [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def before_first_step() -> Iterator[None]:
+    """Around the start of a training run: mark a StopSignal from this block with `before_first_step`."""
+    try:
+        yield
+    except StopSignal as error:
+        error.before_first_step = True
+        raise
+
+
+def exit_on_signals(message: str) -> None:
+    """From now on a signal prints one line and exits with code 0: only clean-up is left."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        sys.stderr.write(f"{signal.Signals(number).name}: {message}\n")
+        sys.stderr.flush()
+        os._exit(0)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, on_signal)
+
+
+@contextmanager
+def stop_on_signals(
+    request_stop: Callable[[], Any],
+    kill: Callable[[], Any] = lambda: None,
+    message: str = FINISH_STEP,
+    request: StopRequest | None = None,
+    is_starting: Callable[[], bool] = lambda: False,
+) -> Iterator[StopRequest]:
+    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `request_stop` and log `message`; a second signal calls `kill` and ends
+    the process. While `is_starting()` is true, the first one calls `kill` and raises StopSignal.
+
+    SIGUSR1 is a scheduler's warning before another signal, which then counts as the first. Signals that are ignored
+    (`nohup`, a job in the background) stay ignored. Outside of the main thread nothing is installed.
+    """
+    request = request or StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    received_at = 0.0
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal received_at
+        name, now = signal.Signals(number).name, time.monotonic()
+        previous, seconds = request.signal, now - received_at
+        # No function call since these were read: no other handler ran in between.
+        request.signal, received_at = name, now
+        if _is_duplicate(previous, name, seconds):
+            return
+        if previous not in (None, "SIGUSR1"):
+            return on_second(number)
+        if is_starting():
+            kill()
+            raise StopSignal(name, before_first_step=True)
+        logger.warning("%s: %s (again to stop at once)", request.signal, message)
+        request_stop()
+
+    def on_second(number: int) -> None:
+        for known, handler in before.items():
+            # Ctrl-C stays an exception for the caller. Other signals kill: Ray's handler would wait for Ray first.
+            signal.signal(known, handler if known == signal.SIGINT else signal.SIG_DFL)
+        kill()
+        os.kill(os.getpid(), number)
+
+    before = {
+        number: signal.signal(number, on_signal)
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class SignalForwarder:
+    """As a context: stop signals are recorded and forwarded to the process `child`, if there is one.
+
+    Signals that are ignored stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self.child: int | None = None
+        self.received: str | None = None
+        """Name of the last stop signal; None: none so far."""
+        self.received_twice = False
+        """A second stop signal arrived: the child is killed."""
+        self._received_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalForwarder:
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        """Install the signal handlers from before this context."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for `seconds`, or until a signal arrives."""
+        deadline = time.monotonic() + seconds
+        while self.received is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        previous, seconds = self.received, now - self._received_at
+        # No function call since these were read: no other handler ran in between.
+        self.received, self._received_at = name, now
+        if _is_duplicate(previous, name, seconds):
+            return
+        self.received_twice = previous not in (None, "SIGUSR1")
+        if self.child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.child, number)
+
+
+def _is_duplicate(first: str | None, second: str, seconds: float) -> bool:
+    """Return whether a signal is another delivery of the first one, `seconds` after it."""
+    return first == second and seconds < _DUPLICATE_S

@@ -1,0 +1,249 @@
+"""The process that a user starts: it runs each attempt as a child and restarts a child that died. Imports no Ray and no
+torch. Processes that an attempt leaves behind become children of this process and are killed after it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from verl.trainer.recovery.exit_messages import describe_resume
+from verl.trainer.recovery.signals import SignalForwarder
+from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
+from verl.utils.checkpoint.manifest import MANIFEST
+from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
+from verl.utils.fs import expand_path
+from verl.utils.process_tree import adopt_orphans, children, with_descendants
+
+logger = logging.getLogger(__name__)
+
+_KILL_TIMEOUT_S = 10.0
+_FIRST_DELAY_S = 2.0
+_MAX_DELAY_S = 60.0
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[C]):
+    """Input of a child: its configuration, and the Ray head that all attempts share, if there is one."""
+
+    config: C
+    head: Any = None
+
+
+def supervise(
+    config: C,
+    ensure_head: Callable[[Any], Any] = lambda head: None,
+    stop_head: Callable[[Any], None] = lambda head: None,
+) -> Attempt[C]:
+    """Return once per attempt, in a child of this process. This process itself exits here when the run is over.
+
+    All attempts share the id in `VERL_RUN`, by which trackers know that they are one run. `ensure_head` receives the
+    Ray head so far, which may have died, and returns a running one; `stop_head` ends it.
+    """
+    supervisor, unrelated = Supervisor(config), with_descendants(os.getpid())[1:]
+    adopt_orphans()
+    os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]
+    forwarder = SignalForwarder()
+    while True:
+        supervisor.head = ensure_head(supervisor.head)
+        with forwarder:
+            process = SupervisedProcess.fork(forwarder, supervisor.attempts)
+            if process is None:
+                return supervisor.next_attempt()
+            code = process.wait()
+            kill_descendants(keep=[*unrelated, *([] if supervisor.head is None else [supervisor.head.pid])])
+            if not supervisor.restarts(process, code, forwarder):
+                break
+    stop_head(supervisor.head)
+    kill_descendants(keep=unrelated)
+    supervisor.exit(process, code, forwarder)
+
+
+def wants_supervision(config: Any, supervised: bool) -> bool:
+    """Return whether a run is supervised; warn if `trainer.max_restarts` is set but has no effect."""
+    if not supervised and config.trainer.max_restarts > 0 and "trainer.max_restarts" in config.changed:
+        logger.warning("trainer.max_restarts has no effect: call with supervised=True, or start the program itself.")
+    return supervised and config.trainer.max_restarts > 0
+
+
+class Supervisor(Generic[C]):
+    """The state over all attempts of one command."""
+
+    def __init__(self, config: C) -> None:
+        self._config, self._trainer = config, getattr(config, "trainer")  # noqa: B009 - of any configuration
+        self._saved, self._history = SavedSteps(self._trainer), RestartHistory()
+        self.attempts = 0
+        self.head: Any = None
+        self._stopped_in_delay = False
+
+    def next_attempt(self) -> Attempt[C]:
+        """Return the input of the next child; called in the child."""
+        first = self.attempts == 0
+        return Attempt(self._config if first else self._saved.resume_config(self._config), self.head)
+
+    def restarts(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> bool:
+        """Return whether there is another attempt; log the decision and wait for the delay before it."""
+        self.attempts += 1
+        failure = process.failure(code)
+        if failure is None or forwarder.received is not None:
+            return False
+        limit = self._trainer.max_restarts
+        self._history, decision = decide_restart(self._history, failure, self._saved.newest_id(), limit)
+        if isinstance(decision, GiveUp):
+            if decision.reason is not None:
+                logger.error("not restarted: %s", decision.reason)
+            return False
+        for line in process.final_lines[:1]:  # the file with the traceback
+            logger.warning(line)
+        resume = self._saved.describe_restart(process.step)
+        logger.warning(
+            "restart %d of %d in %.0f s: %s; %s", decision.number, limit, decision.delay, failure.cause, resume
+        )
+        forwarder.wait(decision.delay)
+        self._stopped_in_delay = forwarder.received is not None
+        return not self._stopped_in_delay
+
+    def exit(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> NoReturn:
+        """Exit as the child did; print its error message last, if the child left that to the supervisor."""
+        stop_signal, failure, lines = forwarder.received, process.failure(code), process.final_lines
+        resume = describe_resume(self._trainer)
+        if stop_signal == "SIGINT" and (code < 0 or forwarder.received_twice or self._stopped_in_delay):
+            raise KeyboardInterrupt
+        if self._stopped_in_delay:
+            lines = [f"stopped by {stop_signal} before the restart; {resume}"]
+        elif stop_signal is not None and code < 0:
+            signal.signal(signal.Signals[stop_signal], signal.SIG_DFL)
+            os.kill(os.getpid(), signal.Signals[stop_signal])
+        elif not lines and failure is not None and (code < 0 or not process.reported_ending):
+            lines = [f"{failure.cause[0].upper()}{failure.cause[1:]}. {resume[0].upper()}{resume[1:]}."]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.exit(code if code >= 0 else 1)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the run again after `delay` seconds; `number` counts from 1 since the last new checkpoint."""
+
+    number: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """No further attempt; `reason` is None if the cause of the failure already explains it."""
+
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RestartHistory:
+    """Restarts and failure locations since the newest complete checkpoint of this command, `saved` (None: none)."""
+
+    saved: str | None = None
+    restarts: int = 0
+    locations: frozenset[str] = field(default=frozenset())
+
+
+def decide_restart(
+    history: RestartHistory, failure: AttemptFailure, saved: str | None, max_restarts: int
+) -> tuple[RestartHistory, Restart | GiveUp]:
+    """Return the updated history and the decision. Pure.
+
+    `saved` identifies the newest complete checkpoint of this command: a new one is progress and resets the history.
+    """
+    if saved is not None and saved != history.saved:
+        history = RestartHistory(saved)
+    if not failure.restartable:
+        return history, GiveUp()
+    if failure.location in history.locations:
+        return history, GiveUp(f"it died twice at the same place ({failure.location})")
+    if history.restarts >= max_restarts:
+        return history, GiveUp(f"trainer.max_restarts = {max_restarts}, and no step was saved since the first of them")
+    locations = history.locations if failure.location is None else history.locations | {failure.location}
+    number = history.restarts + 1
+    delay = min(_FIRST_DELAY_S * 2 ** (number - 1), _MAX_DELAY_S)
+    return RestartHistory(history.saved, number, locations), Restart(number, delay)
+
+
+class SavedSteps:
+    """The steps in `trainer.default_local_dir` that this command has saved; earlier ones are excluded."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._root = Path(expand_path(trainer.default_local_dir)).absolute()
+        self._existing = {_manifest_id(folder) for folder in newest_first(self._root)}
+
+    def newest(self) -> Path | None:
+        """Return the newest complete step."""
+        own = (folder for folder in newest_first(self._root) if _manifest_id(folder) not in self._existing)
+        return next(filter(has_expected_sizes, own), None)
+
+    def newest_id(self) -> str | None:
+        """Return an identifier of the newest step, which also changes when the same step is saved again."""
+        newest = self.newest()
+        return None if newest is None else f"{newest} {_manifest_id(newest)}"
+
+    def resume_config(self, config: C) -> C:
+        """Return the configuration of an attempt that resumes from the newest step.
+
+        `trainer.resume_mode` `disable` and `resume_path` apply to the first attempt only. `auto` finds the step itself,
+        and also copies in `trainer.default_hdfs_dir`.
+        """
+        newest = self.newest()
+        if newest is None or self._trainer.resume_mode == "auto":
+            return config
+        changed: Any = copy.deepcopy(config)
+        changed.trainer.resume_mode, changed.trainer.resume_from_path = "resume_path", str(newest)
+        return changed
+
+    def describe_restart(self, failed_step: int | None) -> str:
+        """Return where the next attempt resumes and which steps it repeats; `failed_step` was running, if known."""
+        newest, mode = self.newest(), self._trainer.resume_mode
+        if newest is None and mode == "auto":
+            newest = next(filter(has_expected_sizes, newest_first(self._root)), None)
+        elif newest is None and mode == "resume_path":
+            newest = Path(str(self._trainer.resume_from_path))
+        step = 0 if newest is None else step_of(newest.name)
+        text = "starts from the beginning" if newest is None else f"resumes at step {step} ({newest})"
+        if step is None or failed_step is None or failed_step <= step:
+            return text
+        repeated = f"step {failed_step} is" if failed_step == step + 1 else f"steps {step + 1}-{failed_step} are"
+        return f"{text}, {repeated} repeated"
+
+
+def kill_descendants(keep: Collection[int] = ()) -> None:
+    """Kill all descendants of this process, except the children in `keep` and their descendants."""
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        left = [pid for child in children(os.getpid()) if child not in keep for pid in with_descendants(child)]
+        if not left:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children(os.getpid()):
+            if pid not in keep:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+    logger.warning("some processes could not be killed: %s", left)
+
+
+def _manifest_id(folder: Path) -> tuple[int, int] | None:
+    """Identify a saved step by its manifest, also after it was moved; None without a manifest."""
+    try:
+        stat = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns

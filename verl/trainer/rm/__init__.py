@@ -1,1 +1,0 @@
-"""Reward-model training: batches of compared answers, their loss, what a validation says."""

@@ -1,0 +1,1 @@
+"""Training on given data: supervised fine-tuning (`sft`) and reward models (`rm`)."""

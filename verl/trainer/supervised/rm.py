@@ -1,0 +1,275 @@
+"""RMTrainer: train a reward model on compared responses.
+
+A pair is trained in one pass if both of its responses are in the same micro-batch. Therefore the responses to a prompt
+stay together, in one micro-batch of one rank. A prompt whose responses do not fit is split: its responses go where they
+fit, and each is trained by the gradient of the loss with respect to its score, which takes an additional pass that only
+scores them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from verl.algos.preference import Pairs, preference_loss, preference_metrics, score_slopes, validation_metrics
+from verl.config import RMConfig
+from verl.models.loading import read_config
+from verl.protocol import DataProto
+from verl.trainer.supervised.preference_dataset import PreferenceDataset
+from verl.trainer.supervised.trainer import SupervisedTrainer
+from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.fs import resolve_model_path
+from verl.utils.import_utils import load_user_object
+from verl.utils.metric import reduce_metrics
+from verl.utils.scoring_tokens import SCORED_AT_END
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.micro_batches import TOGETHER
+from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker, micro_batching
+
+logger = logging.getLogger(__name__)
+
+PROMPT = "prompt"
+"""Column [responses]: the number of the prompt in the batch."""
+
+# A scoring pass costs a third of a training pass.
+_COST_WITH_SCORING = 4 / 3
+
+
+class RMTrainer(SupervisedTrainer[RMConfig]):
+    """A `SupervisedTrainer` of pairs. `data.train_batch_size` counts prompts."""
+
+    worker_class = RewardTrainingWorker
+    row_name = "prompts"
+
+    def __init__(self, config: RMConfig) -> None:
+        super().__init__(config)
+        model = self.config.model
+        hf_config = read_config(resolve_model_path(model.path), model.trust_remote_code, model.override_config)
+        if "pad_token_id" in model.override_config and hf_config.pad_token_id is not None:
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(hf_config.pad_token_id)
+        else:
+            self.tokenizer.pad_token = padding_token(
+                self.tokenizer,
+                hf_config.get_text_config().vocab_size,
+                self.config.data.apply_chat_template_kwargs,
+            )
+            model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
+        self.tokenizer.init_kwargs[SCORED_AT_END] = True
+
+    def create_dataset(self, is_train: bool) -> Any:
+        data = self.config.data
+        files = data.train_files if is_train else data.val_files
+        limit = data.train_max_samples if is_train else data.val_max_samples
+        custom = data.custom_cls
+        if custom.path is not None and custom.name is not None:
+            names = ("data_files", "tokenizer", "config", "max_samples")
+            cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
+            return cls(data_files=files, tokenizer=self.tokenizer, config=data, max_samples=limit)
+        return PreferenceDataset(files, self.tokenizer, data, limit, split="train" if is_train else "validation")
+
+    def collate_fn(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
+        return partial(collate_comparisons, pad_token_id=self.tokenizer.pad_token_id)
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, float]:
+        return {"train/answers": float(len(batch)), "train/pairs": float(len(batch_pairs(batch.batch)))}
+
+    def validation_metrics(self, results: Sequence[DataProto]) -> dict[str, float]:
+        """Computed from all pairs at once: some metrics are no mean over batches."""
+        pairs = Pairs.joined([batch_pairs(part.batch) for part in results], [len(part) for part in results])
+        scores, lengths = (torch.cat([part.batch[name] for part in results]) for name in ("scores", "answer_tokens"))
+        metrics = validation_metrics(scores, lengths, pairs, self.config.centering_coef)
+        return {f"val/{name}": value for name, value in metrics.items()}
+
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        """Take one optimizer step; every rank gets whole prompts where they fit, and about as many tokens."""
+        pairs, places = batch_pairs(batch.batch), torch.arange(len(batch))
+        lengths, prompts = batch.batch["attention_mask"].sum(dim=1), batch.batch[PROMPT]
+        micro = micro_batching(self.config).shared_by(self.config.sharing)
+        whole = whole_prompts(prompts, lengths, micro, self.config.dp_size)
+        rows = batch.select(batch_keys=TOKENS)
+        rows.meta_info["weight"] = float(pairs.weight.sum())
+        rows.batch[ROW] = places
+        rows.batch[TOGETHER] = torch.where(whole, prompts, len(batch) + places)
+        rows.batch[COMPARED] = batch.batch[COMPARED].where(whole[:, None, None], -1.0)
+        rows.batch[SLOPES] = self._slopes(batch, pairs, ~whole)
+        rows = distribute_to_ranks(rows, self.config.dp_size)
+        output = self.worker_group.train_batch(rows)
+        scores = torch.zeros(len(rows)).index_copy(0, rows.batch[ROW], output.batch["scores"])[: len(batch)]
+        loss = float(preference_loss(scores.double(), pairs, self.config.centering_coef))
+        metrics = {"loss": loss, **preference_metrics(scores, pairs)}
+        return {f"train/{name}": value for name, value in metrics.items()} | reduce_metrics(output.meta_info["metrics"])
+
+    def _slopes(self, batch: DataProto, pairs: Pairs, is_split: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the loss with respect to the scores of split prompts [responses], which are scored for
+        it; 0 for other responses."""
+        slopes, (rows,) = torch.zeros(len(batch)), is_split.nonzero(as_tuple=True)
+        if len(rows):
+            columns = {name: batch.batch[name][rows] for name in TOKENS}
+            split_scores = score_rows(self.worker_group.evaluate, columns, self.config.dp_size)
+            scores = slopes.index_copy(0, rows, split_scores)
+            weight = float(pairs.weight.sum())
+            slopes = score_slopes(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
+        return slopes
+
+
+# -------------------------------------------------------------------- batches
+
+
+def collate_comparisons(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Collate items of a `PreferenceDataset`: a right-padded row per response, with the pairs in which it was chosen.
+
+    `answer_tokens` [responses] is the length without the prompt.
+    """
+    responses = [ids for item in items for ids in item["answers"]]
+    mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
+    return {
+        "input_ids": pad_sequence(responses, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": mask,
+        "answer_tokens": torch.tensor([tokens for item in items for tokens in item["answer_tokens"]]),
+        PROMPT: torch.tensor([number for number, item in enumerate(items) for _ in item["answers"]]),
+        COMPARED: _pairs_by_chosen(items, len(responses)),
+    }
+
+
+def batch_pairs(columns: Mapping[str, torch.Tensor]) -> Pairs:
+    """Return the pairs of a batch of `collate_comparisons`, with its rows in the original order."""
+    compared = columns[COMPARED]
+    chosen, place = (compared[..., 0] >= 0).nonzero(as_tuple=True)
+    rejected, *numbers = compared[chosen, place].unbind(dim=1)
+    return Pairs(chosen, rejected.long(), *numbers)
+
+
+def _pairs_by_chosen(items: Sequence[Mapping[str, Any]], responses: int) -> torch.Tensor:
+    """Return the column `COMPARED`: [responses, most pairs of one, 4], filled with -1."""
+    by_chosen: list[list[list[float]]] = [[] for _ in range(responses)]
+    first = 0
+    for item in items:
+        for chosen, rejected, *numbers in item["pairs"].tolist():
+            by_chosen[first + int(chosen)].append([first + rejected, *numbers])
+        first += len(item["answers"])
+    compared = torch.full((responses, max(map(len, by_chosen)), 4), -1.0, dtype=torch.float64)
+    for row, pairs in enumerate(by_chosen):
+        if pairs:
+            compared[row, : len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
+    return compared
+
+
+# -------------------------------------------------------------------- distribution to ranks
+
+
+def whole_prompts(prompts: torch.Tensor, lengths: torch.Tensor, micro: MicroBatching, ranks: int) -> torch.Tensor:
+    """Return whether all responses to a prompt are trained in one pass [responses].
+
+    `prompts`, `lengths`: prompt number and tokens of each response [responses]; `micro`: the size of a micro-batch.
+    A prompt is also split if it is so large that the other ranks would wait for longer than its scoring pass takes.
+    """
+    tokens = torch.zeros(int(prompts.max()) + 1, dtype=lengths.dtype).index_add(0, prompts, lengths)
+    if ranks > 1:
+        whole = tokens * ranks <= _COST_WITH_SCORING * tokens.sum()
+    else:
+        whole = torch.ones_like(tokens, dtype=torch.bool)
+    if micro.max_tokens is not None:
+        whole &= tokens <= micro.max_tokens
+    elif micro.size is not None:
+        whole &= prompts.bincount() <= micro.size
+    return whole[prompts]
+
+
+def score_rows(
+    evaluate: Callable[[DataProto], DataProto], tokens: Mapping[str, torch.Tensor], ranks: int
+) -> torch.Tensor:
+    """Return the scores [responses] of rows with the columns `tokens`, balanced over the ranks.
+
+    `evaluate` returns the columns `scores` and `ROW`.
+    """
+    places = torch.arange(len(tokens["input_ids"]))
+    rows = DataProto.from_dict({**tokens, ROW: places, TOGETHER: places})
+    output = evaluate(distribute_to_ranks(rows, ranks))
+    return torch.zeros(len(output)).index_copy(0, output.batch[ROW], output.batch["scores"])[: len(places)]
+
+
+def distribute_to_ranks(rows: DataProto, ranks: int) -> DataProto:
+    """Reorder the rows so that equal parts, one per rank, have whole sets (`TOGETHER`) and about as many tokens.
+
+    Ranks with fewer rows get filler rows of one token, which are in no pair.
+    """
+    if ranks == 1:
+        return rows
+    lengths = rows.batch["attention_mask"].sum(dim=1).tolist()
+    sets: dict[int, list[int]] = {}
+    for row, number in enumerate(rows.batch[TOGETHER].tolist()):
+        sets.setdefault(number, []).append(row)
+    members = list(sets.values()) + [[]] * (-len(sets) % ranks)
+    tokens = [sum(lengths[row] for row in member) for member in members]
+    parts = get_seqlen_balanced_partitions(tokens, ranks, equal_size=True)
+    rows_of_rank = [[row for index in part for row in members[index]] for part in parts]
+    most, fillers = max(map(len, rows_of_rank)), iter(range(len(rows), ranks * len(rows)))
+    order = [row for part in rows_of_rank for row in [*part, *(next(fillers) for _ in range(most - len(part)))]]
+    return _add_fillers(rows, len(order)).select_idxs(torch.tensor(order))
+
+
+def _add_fillers(rows: DataProto, count: int) -> DataProto:
+    """Append rows without weight up to `count` rows in all."""
+    known = len(rows)
+    rows.padding(count - known)
+    columns = rows.batch
+    columns["attention_mask"][known:, 1:] = 0
+    for name, no_weight in ((COMPARED, -1), (SLOPES, 0)):
+        if name in columns.keys():
+            columns[name][known:] = no_weight
+    columns[ROW][known:] = torch.arange(known, count)
+    columns[TOGETHER][known:] = int(columns[TOGETHER].max()) + 1 + torch.arange(count - known)
+    return rows
+
+
+# -------------------------------------------------------------------- padding token
+
+
+def padding_token(tokenizer: Any, vocab_size: int, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """Return the tokenizer's padding token, or another special token below `vocab_size` that ends no response.
+
+    transformers reads a classifier's score at the last token that is not padding: if the end token is also the padding
+    token, it would read the score one token too early. It also does not train the embedding of the padding token, so a
+    token that the chat template does not write is preferred.
+    """
+    special = tokenizer.added_tokens_decoder
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id]
+    candidates += [token_id for token_id, token in special.items() if token.special]
+    known = [token_id for token_id in dict.fromkeys(candidates) if token_id is not None and token_id < vocab_size]
+    end_tokens = find_end_tokens(None, None, tokenizer, template_kwargs).ids
+    free = [token_id for token_id in known if token_id not in end_tokens]
+    if not free:
+        return _end_token_as_padding(tokenizer, vocab_size)
+    template = str((template_kwargs or {}).get("chat_template") or tokenizer.chat_template or "")
+    tokens = tokenizer.convert_ids_to_tokens(free)
+    in_template = [
+        token_id == tokenizer.bos_token_id or token in template for token_id, token in zip(free, tokens, strict=True)
+    ]
+    token = tokens[in_template.index(False)] if False in in_template else tokens[0]
+    if token != tokenizer.pad_token:
+        logger.info(
+            "padding token: %r instead of %r, which ends responses or is not in the model's vocabulary",
+            *(token, tokenizer.pad_token),
+        )
+    return token
+
+
+def _end_token_as_padding(tokenizer: Any, vocab_size: int) -> str:
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= vocab_size:
+        raise ValueError(
+            f"model.path: the model has {vocab_size} tokens (vocab_size), which include neither the padding nor the end"
+            f" token of its tokenizer ({tokenizer.pad_token!r} = {tokenizer.pad_token_id}, {tokenizer.eos_token!r} ="
+            f" {tokenizer.eos_token_id}). Resize the model's embeddings, or use the model's original tokenizer."
+        )
+    logger.warning(
+        "the tokenizer has no special token of the model except its end token %r, which is therefore also the padding"
+        " token: transformers reads scores one token too early; here they are read at the end",
+        tokenizer.eos_token,
+    )
+    return tokenizer.eos_token

@@ -1,0 +1,185 @@
+"""SFTTrainer: supervised fine-tuning on given responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from verl.config import SFTConfig, SFTDataConfig
+from verl.protocol import DataProto
+from verl.trainer.common.end_tokens import generation_config_file, response_end_tokens
+from verl.trainer.evaluation import reward_rules, score_samples
+from verl.trainer.ppo.validator import sample_metrics
+from verl.trainer.supervised.trainer import SupervisedTrainer
+from verl.utils.dataset.chat import PromptEncoder
+from verl.utils.dataset.files import find_files
+from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems
+from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
+from verl.utils.dataset.tokens import encode_prompts
+from verl.utils.import_utils import load_user_object
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE
+from verl.utils.tracking import Tracking
+from verl.workers.reward_manager.scorer import Sample
+from verl.workers.roles.supervised import SFTWorker
+from verl.workers.rollout.prompts import prompt_rows
+
+_MAX_ON_CONSOLE = 3
+
+
+class SFTTrainer(SupervisedTrainer[SFTConfig]):
+    """A `SupervisedTrainer` of responses: `val/loss` is the mean over all response tokens of the validation rows.
+
+    With `data.val_prompt_files`, a validation also generates responses to prompts and scores them.
+    """
+
+    worker_class = SFTWorker
+
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.saver.model_files = generation_config_file(self.config, self.tokenizer)
+        has_prompts = bool(config.data.val_prompt_files)
+        self._generation = GenerativeValidation(self.config, self.tokenizer) if has_prompts else None
+
+    @property
+    def validates(self) -> bool:
+        return super().validates or self._generation is not None
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        if self._generation is None or (self.stop_requested.is_set() and self.config.trainer.save_within is not None):
+            return metrics
+        return metrics | self._generation.run(self.worker_group, self.global_steps, self.tracking)
+
+    def create_dataset(self, is_train: bool) -> Any:
+        return create_sft_dataset(self.config.data, self.tokenizer, is_train)
+
+    def collate_fn(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
+        return partial(prompt_response_batch, pad_token_id=self.tokenizer.pad_token_id)
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, float]:
+        return {"train/learned_tokens": float(batch.batch["response_mask"].sum())}
+
+
+def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) -> Any:
+    """Return the dataset of `data.train_files` or `data.val_files`: a `data.custom_cls`, or ours."""
+    files = config.train_files if is_train else config.val_files
+    limit = config.train_max_samples if is_train else config.val_max_samples
+    custom = config.custom_cls
+    if custom.path is not None and custom.name is not None:
+        names = ("data_files", "tokenizer", "config", "max_samples")
+        user_class = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
+        return user_class(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
+    cls: type[SFTDataset] = MultiTurnSFTDataset if config.multiturn else SFTDataset
+    return cls(files, tokenizer, config.to_dict(), max_samples=limit, split="train" if is_train else "validation")
+
+
+def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Collate rows to the columns of a rollout: `prompts` left-padded, `responses` right-padded, masks, positions.
+
+    A row is split before its first token with loss (but never before its first token, which nothing predicts), so that
+    an engine computes log-probs only from there. `response_mask` marks the response tokens whose `loss_mask` is not 0;
+    `loss_weights` has the values of `loss_mask` if it is not integer.
+    """
+    splits = [_first_loss_token(row["loss_mask"]) for row in rows]
+    prompts, responses = _split_and_pad([row["input_ids"] for row in rows], splits, pad_token_id)
+    attention_mask = torch.cat(_split_and_pad([row["attention_mask"] for row in rows], splits, 0), dim=1)
+    masks = [row["loss_mask"] for row in rows]
+    weights = {}
+    if any(mask.is_floating_point() for mask in masks):
+        weights["loss_weights"] = _split_and_pad([mask.float() for mask in masks], splits, 0)[1]
+        masks = [(mask != 0).long() for mask in masks]
+    return weights | {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": compute_position_id_with_mask(attention_mask),
+        "response_mask": _split_and_pad(masks, splits, 0)[1],
+    }
+
+
+def _first_loss_token(loss_mask: torch.Tensor) -> int:
+    marked = loss_mask.nonzero()
+    return max(1, int(marked[0])) if len(marked) else len(loss_mask)
+
+
+def _split_and_pad(
+    sequences: Sequence[torch.Tensor], splits: Sequence[int], fill: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parts before their split, padded on the left, and after it, padded on the right."""
+    before = [sequence[:split] for sequence, split in zip(sequences, splits, strict=True)]
+    after = [sequence[split:] for sequence, split in zip(sequences, splits, strict=True)]
+    return (
+        pad_sequence(before, batch_first=True, padding_value=fill, padding_side="left"),
+        pad_sequence(after, batch_first=True, padding_value=fill),
+    )
+
+
+class GenerativeValidation:
+    """Generates responses to the prompts of `data.val_prompt_files` (rows as for `main_ppo`) and scores them."""
+
+    def __init__(self, config: SFTConfig, tokenizer: Any) -> None:
+        self._config, self._tokenizer, data = config, tokenizer, config.data
+        self._rows = rows = Rows(find_files(data.val_prompt_files))
+        raise_problems(rows, [chat_rule(data.prompt_key, "data.prompt_key"), *reward_rules(config)])
+        self._count = len(rows) if data.val_max_samples < 0 else min(data.val_max_samples, len(rows))
+        encoder = PromptEncoder(tokenizer, data.apply_chat_template_kwargs)
+        self._prompts = encode_prompts(rows, self._count, data.prompt_key, encoder)
+        self._check_lengths()
+        self._end_tokens = response_end_tokens(config.model, config.rollout, tokenizer, data.apply_chat_template_kwargs)
+
+    def run(self, group: Any, step: int, tracking: Tracking) -> dict[str, float]:
+        """Sync the weights, generate and score; return metrics as in PPO's validation, and log some samples."""
+        try:
+            group.begin_answers(step)
+            output = group.answer(self._batch())
+        finally:
+            group.end_answers()
+        texts = self._tokenizer.batch_decode(list(output.non_tensor_batch["answer"]), skip_special_tokens=True)
+        val_n = self._config.data.val_n
+        samples = [self._sample(index // val_n, text) for index, text in enumerate(texts)]
+        scores = score_samples(self._config, samples)
+        self._log_samples(texts, [score.value for score in scores], step, tracking)
+        names = dict.fromkeys(name for score in scores for name in score.extra)
+        columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
+        uids = [self._prompts.uid(index // val_n) for index in range(len(texts))]
+        columns |= {"uid": uids, "data_source": [sample.data_source for sample in samples]}
+        return sample_metrics(columns | {"reward": [score.value for score in scores]}, scores_are_degrees=False)
+
+    def _batch(self) -> DataProto:
+        """`val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""
+        numbers = range(self._count)
+        prompts, uids = [self._prompts.tokens[row] for row in numbers], [*map(self._prompts.uid, numbers)]
+        return prompt_rows(prompts, uids, self._config.data.val_n, {"eos_token_id": self._end_tokens})
+
+    def _sample(self, number: int, text: str) -> Sample:
+        row = self._rows[number]
+        source = value_at(row, self._config.data.reward_fn_key) or UNKNOWN_SOURCE
+        truth = ground_truth_of(row, self._config.data.ground_truth_key)
+        return Sample(str(source), text, truth, dict(row.get("extra_info") or {}))
+
+    def _log_samples(self, texts: list[str], scores: list[float], step: int, tracking: Tracking) -> None:
+        n, count = self._config.data.val_n, self._config.trainer.log_val_generations
+        order = np.random.default_rng(self._config.data.seed).permutation(len(texts))[:count]
+        prompts = [self._tokenizer.decode(self._prompts.tokens[int(index) // n]) for index in order]
+        samples = [(prompt, texts[index], scores[index]) for prompt, index in zip(prompts, order, strict=True)]
+        if samples:
+            tracking.log_generations(samples, step, on_console=min(_MAX_ON_CONSOLE, count))
+
+    def _check_lengths(self) -> None:
+        limit, lengths = self._config.data.max_prompt_length, self._prompts.tokens.lengths
+        long = np.flatnonzero(lengths > limit)
+        if len(long):
+            raise DataError(
+                [
+                    f"{self._rows.where(int(long[0]))} (and {len(long) - 1} more): the prompt has {lengths[long[0]]}"
+                    f" tokens, more than data.max_prompt_length = {limit} (the longest has {lengths.max()}). Raise it."
+                ]
+            )

@@ -1,0 +1,292 @@
+"""SupervisedTrainer: the loop of supervised training, over one rank in this process or several ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from verl.config import SupervisedConfig, SupervisedDataConfig
+from verl.config.supervised import check_context_length
+from verl.protocol import DataProto
+from verl.trainer.common.checkpoint import Saver, load_step
+from verl.trainer.common.dumps import dump_batch
+from verl.trainer.common.guard import NonFiniteError, add_memory_advice
+from verl.trainer.common.loader import BatchLoader
+from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.common.run_status import Phases, RunStatus, progress_bar
+from verl.trainer.recovery.failures import FOLDER, VALIDATION, NonFatalFailures, StepEnd, is_due
+from verl.trainer.recovery.hang_detector import HangDetector, raise_in_main_thread
+from verl.trainer.recovery.preemption import Preemption
+from verl.trainer.recovery.ray_monitor import RayLostError
+from verl.trainer.recovery.signals import StopSignal
+from verl.trainer.supervised.launch import Ranks
+from verl.utils import hf_tokenizer
+from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.dataset.sampler import EpochSampler
+from verl.utils.fs import resolve_model_path
+from verl.utils.metric import reduce_metrics
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+
+Config = TypeVar("Config", bound=SupervisedConfig)
+
+
+class SupervisedTrainer(Generic[Config]):
+    """Reads the data when constructed; `start()` loads the model, `fit()` trains, `close()` ends what was started.
+
+    A subclass defines `worker_class` (its ranks: a `SavingWorker` with `init_model`, `train_batch` and `evaluate`),
+    `create_dataset`, `collate_fn` and `batch_metrics`; and, if the defaults do not fit, `balance_ranks` and
+    `validation_metrics`.
+    """
+
+    worker_class: ClassVar[type]
+    row_name: ClassVar[str] = "rows"
+    """What `data.train_batch_size` counts."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config = copy.deepcopy(config)
+        trainer, model = config.trainer, config.model
+        folder = resolve_model_path(model.path)
+        check_context_length(config, folder)
+        self.run_start = RunStart(trainer, run_parts(config))
+        self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        chat_template = config.data.apply_chat_template_kwargs.get("chat_template")
+        if chat_template and not isinstance(self.tokenizer.chat_template, dict):  # for a dict, it may be a name in it
+            self.tokenizer.chat_template = chat_template  # saved with the model, whose users need the same template
+        self.train_dataloader, self.val_dataloader = self._create_dataloaders()
+        self.steps_per_epoch = len(self.train_dataloader)
+        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        if config.optim.total_training_steps is None:
+            config.optim.total_training_steps = self.total_training_steps
+        self.global_steps = 0
+        self.stop_requested = threading.Event()
+        self.failures = NonFatalFailures()
+        self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
+        self._end_step = StepEnd(self.stop_requested, self.failures, self.saver, Preemption(trainer.save_within))
+        self._skipped_in_a_row = 0
+        self._ranks: Ranks | None = None
+        self.status = RunStatus(self.total_training_steps)
+        self.status.starting = True
+        self.hang_detector = HangDetector(self.status, trainer.hang_timeout, raise_in_main_thread())
+
+    def start(self) -> None:
+        """Start the ranks and load the model."""
+        with self.hang_detector:
+            self._ranks = Ranks(self.config, self.worker_class)
+            self.worker_group = self._ranks.group
+            self.worker_group.init_model()
+
+    def close(self) -> None:
+        """Wait for the save in progress, end ranks and data workers, and release the folder; safe to call twice."""
+        self.saver.close()
+        self.train_dataloader.close()
+        self.run_start.close()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RayLostError) or (isinstance(error, StopSignal) and self.config.ranks > 1):
+            self._ranks = None  # already killed; closing them would wait for Ray
+        self.close()
+
+    # ---------------------------------------------------------------- overridden by subclasses
+
+    def create_dataset(self, is_train: bool) -> Any:
+        """Return the dataset of `data.train_files` or `data.val_files`; `self.tokenizer` exists."""
+        raise NotImplementedError
+
+    def collate_fn(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
+        """Return the function from rows of the dataset to the columns of a batch; it must be picklable."""
+        raise NotImplementedError
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Return the metrics of a training batch that do not depend on the model."""
+        raise NotImplementedError
+
+    def balance_ranks(self, batch: DataProto) -> DataProto:
+        """Reorder the rows so that equal parts, one per data-parallel rank, have about the same number of tokens."""
+        lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
+        parts = get_seqlen_balanced_partitions(lengths, self.config.dp_size, equal_size=True)
+        return batch.select_idxs(torch.tensor([row for part in parts for row in part]))
+
+    def validation_metrics(self, results: Sequence[DataProto]) -> dict[str, float]:
+        """Return the metrics of a validation from the results of `evaluate`, one per batch."""
+        joined: dict[str, list[Any]] = {}
+        for result in results:
+            for name, values in result.meta_info["metrics"].items():
+                joined.setdefault(name, []).extend(values)
+        return reduce_metrics(joined)
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run has validation data."""
+        return self.val_dataloader is not None
+
+    def _create_dataloaders(self) -> tuple[BatchLoader, DataLoader | None]:
+        data, collate = self.config.data, self.collate_fn()
+        train = train_loader(self.create_dataset(is_train=True), data, collate, self.row_name)
+        return train, val_loader(self.create_dataset(is_train=False), data, collate) if data.val_files else None
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train until all steps are done, or until a stop is requested: then finish the step, save and return."""
+        trainer = self.config.trainer
+        names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
+        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first, trainer.tracking_dir)
+        with self.hang_detector, tracking as self.tracking, add_memory_advice(self.config):
+            self._load_checkpoint()
+            self.status.step = self.global_steps
+            with progress_bar(self.status.snapshot):
+                if trainer.val_before_train and self.validates:
+                    metrics = self.failures.attempt(VALIDATION, self.global_steps, self._validate)
+                    self.tracking.log(metrics or self.failures.metrics(), self.global_steps)
+                self._train()
+
+    def _train(self) -> None:
+        self.status.starting = False
+        if self.global_steps >= self.total_training_steps:
+            logger.info("nothing left to train: step %d of %d", self.global_steps, self.total_training_steps)
+        while self.global_steps < self.total_training_steps:
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                stopping = self._step(DataProto.from_dict(rows))
+                if stopping or self.global_steps >= self.total_training_steps:
+                    return
+
+    def _step(self, batch: DataProto) -> bool:
+        """Train one step, then save, validate and log; return whether a stop was requested and the state is saved."""
+        trainer, step = self.config.trainer, self.global_steps
+        phases = Phases(self.status)
+        with phases("step", self.worker_group):
+            metrics = self._train_step(batch)
+        end_metrics, stopping = self._end_step(
+            step,
+            self._save_checkpoint,
+            self._validate,
+            phases,
+            self.worker_group,
+            save_due=self._is_due(trainer.save_freq),
+            test_due=self.validates and self._is_due(trainer.test_freq),
+            is_last=step >= self.total_training_steps,
+        )
+        seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
+        metrics |= {
+            "training/global_step": step,
+            "training/epoch": (step - 1) // self.steps_per_epoch,
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/throughput": tokens / seconds / self.config.ranks,
+        }
+        metrics |= self.batch_metrics(batch)
+        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | end_metrics
+        metrics |= self.hang_detector.step_done(seconds)
+        self.tracking.log(metrics, step)
+        self.status.step_done()
+        self._check_finite(batch, metrics)
+        if stopping or step >= self.total_training_steps:
+            self.failures.raise_if_unsaved(step)
+        return stopping
+
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        """Take one optimizer step; every rank gets the same number of rows and about the same number of tokens."""
+        if self.config.dp_size > 1:
+            batch = self.balance_ranks(batch)
+        return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
+
+    def _validate(self) -> dict[str, float]:
+        results = []
+        for rows in self.val_dataloader or ():
+            if self.stop_requested.is_set() and self.config.trainer.save_within is not None:
+                logger.warning("validation given up: there may be no time for it (trainer.save_within)")
+                return {}
+            results.append(self.worker_group.evaluate(DataProto.from_dict(rows, auto_padding=True)))
+        return self.validation_metrics(results)
+
+    def _save_checkpoint(self) -> None:
+        """Begin to save the state after `global_steps` steps; its `huggingface/` can be used as `model.path`."""
+        state = {"global_steps": self.global_steps, "dataloader": self.train_dataloader.state_dict()}
+        exports = "hf_model" in self.config.checkpoint.save_contents
+        self.saver.begin(state, {".": self.worker_group}, ["huggingface"] if exports else [])
+
+    def _load_checkpoint(self) -> None:
+        """Load the step to resume from, if there is one."""
+
+        def read(folder: Path, state: Mapping[str, Any]) -> None:
+            self.global_steps = int(state["global_steps"])
+            self.train_dataloader.load_state_dict(state["dataloader"])
+            self.worker_group.load_checkpoint(str(folder))
+
+        load_step(self.run_start.resume_from, read)
+        self.saver.newest_step = self.global_steps if self.run_start.resume_from is not None else None
+
+    def _is_due(self, freq: int | None) -> bool:
+        every = self.steps_per_epoch if freq is None else freq
+        return is_due(self.global_steps, every, self.total_training_steps)
+
+    def _check_finite(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Dump the batch of a skipped update (gradient not finite, or far too large); raise after too many in a row."""
+        trainer = self.config.trainer
+        if not metrics["train/skipped_steps"]:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        folder, step = trainer.default_local_dir, self.global_steps
+        file = self.failures.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
+        logger.warning(
+            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s",
+            file or "no file",
+        )
+        if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"the gradient was not finite in {self._skipped_in_a_row} training steps in a row "
+                "(trainer.max_nonfinite_steps). The weights are those before the first of them. Lower optim.lr, then "
+                "optim.grad_clip; look at the batches that were dumped, and at the weights in model.path."
+            )
+
+
+def train_loader(
+    dataset: Any, config: SupervisedDataConfig, collate_fn: Callable[..., Any], row_name: str = "rows"
+) -> BatchLoader:
+    """Return a loader of full batches in the order given by `data.seed`; its position can be saved and restored.
+
+    `row_name`: what the dataset counts, for an error message.
+    """
+    if len(dataset) < config.train_batch_size:
+        raise ValueError(
+            f"data.train_batch_size = {config.train_batch_size}: data.train_files hold only {len(dataset)} {row_name}. "
+            f"Set it to {len(dataset)} or less, or give more data."
+        )
+    sampler = EpochSampler(dataset, config.seed, config.shuffle, config.train_batch_size)
+    return BatchLoader(
+        dataset,
+        sampler,
+        batch_size=config.train_batch_size,
+        drop_last=True,
+        num_workers=config.dataloader_num_workers,
+        collate_fn=collate_fn,
+    )
+
+
+def val_loader(dataset: Any, config: SupervisedDataConfig, collate_fn: Callable[..., Any]) -> DataLoader:
+    """Return a loader of all rows in the order of the files."""
+    return DataLoader(
+        dataset, batch_size=config.val_batch_size, num_workers=config.dataloader_num_workers, collate_fn=collate_fn
+    )
