@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.sandbox_attacks.host import NOBODY, python_for
+from tests.support.sandbox_attacks.resources import LIMITS
 from verl.sandbox import available
-from verl.sandbox.measure import LIMITS
 
 ROOT = Path(__file__).parents[2]
-NOBODY = 65534
 SEEDS = (1, 7, 11, 23, 32, 41)
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-# What the sandbox is left with: by user, what the host lacks.
+# The user, and the features that the host lacks.
 HOSTS = [
     pytest.param(user, without, id=f"{'nobody' if user else 'caller'}-{without or 'everything'}")
     for user, without in [
@@ -32,17 +31,14 @@ HOSTS = [
     ]
 ]
 
-# In a process of its own: it enters a cgroup, a mount namespace, and a filter.
+# In a process of its own, because it enters a cgroup, a mount namespace and a seccomp filter.
 MEASURE = """
 import json, os, random, sys
-from verl.sandbox import linux, measure, seccomp
-from verl.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
+from tests.support.sandbox_attacks import host, resources
+from tests.support.sandbox_attacks.resource_attacks import RESOURCE_ATTACKS, ResourceAttack
 user, without, seeds = json.loads(sys.argv[1])
-if os.geteuid() == 0: measure.prepare()
-if user is not None:
-    os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user); os.chdir("/")
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
-if refused := [name for name in without if name != "cgroup"]: seccomp.pretend_missing(refused)
+if os.geteuid() == 0: resources.isolate_measurement()
+host.restrict(without, user)
 python = [attack for attack in RESOURCE_ATTACKS if attack.language == "python"]
 def combination(seed):
     generator = random.Random(seed)
@@ -54,7 +50,7 @@ def combination(seed):
     name = f"{seed}: {', '.join(attack.name for attack in chosen)}"
     return ResourceAttack(name, "\\n".join([*lines, "time.sleep(3)"]), generator.choice(["memory", "disk"]))
 attacks = [combination(seed) for seed in seeds] if seeds else RESOURCE_ATTACKS
-print(json.dumps(measure.measure_attacks("cgroup" not in without, attacks)))
+print(json.dumps(resources.measure_attacks("cgroup" not in without, attacks)))
 """
 
 
@@ -63,8 +59,10 @@ def measured(user: int | None, without: str, seeds: tuple[int, ...]) -> list[dic
         pytest.skip("only root can become another user")
     if "cgroup" not in without and not available().cgroup:
         pytest.skip("this process may not create a cgroup")
-    python = sys.executable if user is None else _python_of(user)
-    options = json.dumps([user, [name for name in without.split(",") if name], seeds])
+    python = python_for(user)
+    if python is None:
+        pytest.skip("no interpreter that an ordinary user may read")
+    options = json.dumps([user, without, seeds])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [python, "-c", MEASURE, options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
@@ -73,17 +71,8 @@ def measured(user: int | None, without: str, seeds: tuple[int, ...]) -> list[dic
     return rows
 
 
-def _python_of(user: int) -> str:
-    """This interpreter, or the system's where another user cannot read this one."""
-    probe = "import os, sys; os.setuid(int(sys.argv[1])); os.listdir(os.path.dirname(os.__file__))"
-    for path in (sys.executable, "/usr/bin/python3"):
-        if subprocess.run([path, "-c", probe, str(user)], capture_output=True, check=False).returncode == 0:
-            return path
-    pytest.skip("no interpreter that an ordinary user may read")
-
-
 def over_their_bounds(rows: list[dict[str, Any]], without: str) -> dict[str, int]:
-    """With a cgroup, memory and files in memory have one limit; without, the keeper may see an excess late."""
+    """With a cgroup, memory and files in memory have one limit; without, the supervisor may detect an excess late."""
     in_memory = LIMITS.memory_mb + LIMITS.file_mb
     bounds = {"memory": 2 * LIMITS.memory_mb if "cgroup" in without else in_memory + 32, "disk": 2 * LIMITS.file_mb}
     if "namespaces" not in without:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.sandbox_attacks.host import ISOLATION_LEVELS, NOBODY, python_for
 from verl.sandbox import REQUIRE
-from verl.sandbox.__main__ import LEVELS
 
 ROOT = Path(__file__).parents[3]
-NOBODY = 65534
 pytestmark = pytest.mark.processes
-# The level that is left when the host refuses the rest; a host that has less in the first place is skipped.
+# The level that remains without the other features; a host that has less to begin with is skipped.
 LEVEL_OF = {
     "all": "full",
     "Landlock + seccomp": "network",
@@ -27,27 +25,21 @@ LEVEL_OF = {
 }
 
 
-def python_for(user: int | None) -> str:
-    """This interpreter, or the system's where another user cannot read this one."""
-    candidates = [sys.executable] if user is None else [sys.executable, "/usr/bin/python3"]
-    for path in candidates:
-        probe = [path, "-c", "import os, sys; os.setuid(int(sys.argv[1])); os.listdir(os.path.dirname(os.__file__))"]
-        if user is None or subprocess.run([*probe, str(user)], capture_output=True, check=False).returncode == 0:
-            return path
-    pytest.skip("no interpreter that an ordinary user may read")
-
-
 def rows(column: str, user: int | None) -> list[dict[str, str]]:
-    command = [python_for(NOBODY if os.geteuid() == 0 else None), "-m", "verl.sandbox", "--rows", LEVELS[column]]
+    python = python_for(NOBODY if os.geteuid() == 0 else None)
+    if python is None:
+        pytest.skip("no interpreter that an ordinary user may read")
+    script = str(ROOT / "benchmarks/sandbox_attacks.py")
+    command = [python, script, "--attack", "--rows", ISOLATION_LEVELS[column]]
     if user is not None:
         command += ["--user", str(user)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    if found["level"] != LEVEL_OF[column]:
-        pytest.skip(f"this host has level {found['level']} only")
-    return found["rows"]  # type: ignore[no-any-return]
+    result = json.loads(done.stdout.splitlines()[-1])
+    if result["level"] != LEVEL_OF[column]:
+        pytest.skip(f"this host has level {result['level']} only")
+    return result["rows"]  # type: ignore[no-any-return]
 
 
 def check(column: str, user: int | None) -> None:
@@ -62,14 +54,14 @@ def test_all_is_contained_where_the_host_has_everything() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", [name for name in LEVELS if name != "all"])
+@pytest.mark.parametrize("column", [name for name in ISOLATION_LEVELS if name != "all"])
 def test_what_a_level_promises_it_keeps(column: str) -> None:
     check(column, None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are of an ordinary user already")
-@pytest.mark.parametrize("column", list(LEVELS))
+@pytest.mark.parametrize("column", list(ISOLATION_LEVELS))
 def test_what_a_level_promises_it_keeps_for_an_ordinary_user(column: str) -> None:
     check(column, NOBODY)
 

@@ -1,7 +1,7 @@
-"""Runs the attacks and sees what came of them: the table of `docs/sandbox.md`, and its tests.
+"""Run the attacks on the isolation of the sandbox and detect the damage they did.
 
-The grounds, outside of the sandbox, hold what attacks are after: a secret file, a secret in the environment, a process
-with something in its memory, listening sockets.
+`Targets` are outside of the sandbox: a secret file, a secret in the environment, a process with data in its memory,
+listening sockets.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ import tempfile
 import time
 from pathlib import Path
 
-from verl.sandbox.attacks import ATTACKS, TRIES
-from verl.sandbox.outcome import Limits, Result
-from verl.sandbox.runner import Sandbox
+from tests.support.sandbox_attacks.isolation_attacks import ATTACKS, PRELUDE
+from verl.sandbox import Limits, Result, Sandbox
 from verl.utils import process_tree
 
 LIMITS = Limits(wall_s=2.0, memory_mb=192, file_mb=16, processes=32, output_bytes=1 << 16)
-_SETTLE_SECONDS = 5.0
-_AT_REST = 4  # the zygote, and a spare: keeper, init, program
+_IDLE_SECONDS = 5.0
+_IDLE_PROCESSES = 4  # the zygote, and a warm run: supervisor, init, program
 _VICTIM = (
     "import ctypes, time; x = ctypes.create_string_buffer(b'12345678'); print(ctypes.addressof(x), flush=True); "
     "time.sleep(600)"
 )
 
 
-class Grounds:
-    """What attacks are after, and whether it was harmed."""
+class Targets:
+    """What attacks try to read, change or leave behind, and how to see whether they did."""
 
     def __init__(self) -> None:
         self.mark = "mark" + secrets.token_hex(8)
-        self.folder = tempfile.mkdtemp(prefix="verl-grounds-")
+        self.folder = tempfile.mkdtemp(prefix="verl-targets-")
         self._secret = Path(self.folder, "secret")
         self._place_secret()
-        # Programs of the sandbox must not have it: every environment but theirs does.
-        os.environ["GROUNDS_SECRET"] = self.mark
+        # In every environment but those of the sandbox's programs.
+        os.environ["TARGET_SECRET"] = self.mark
         self._start_victim()
         self._listener = socket.create_server(("0.0.0.0", 0))
         self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -64,19 +63,19 @@ class Grounds:
         self._secret.write_text(self.mark)
         self._secret.chmod(0o600)
         os.chmod(self.folder, 0o700)
-        self._untouched = self._looks()
+        self._initial_state = self._state()
 
-    def _looks(self) -> tuple[object, ...]:
-        found = self._secret.stat()
+    def _state(self) -> tuple[object, ...]:
+        status = self._secret.stat()
         attributes = os.listxattr(self._secret)
-        return found.st_mode, found.st_mtime, found.st_size, attributes, os.stat(self.folder).st_mode
+        return status.st_mode, status.st_mtime, status.st_size, attributes, os.stat(self.folder).st_mode
 
     def _start_victim(self) -> None:
         self._victim = subprocess.Popen([sys.executable, "-c", _VICTIM], stdout=subprocess.PIPE, start_new_session=True)
         assert self._victim.stdout is not None
         self._address = int(self._victim.stdout.readline())
 
-    def facts(self, zygote: int) -> dict[str, object]:
+    def addresses(self, zygote: int) -> dict[str, object]:
         return {
             "file": self.folder + "/secret",
             "folder": self.folder,
@@ -92,41 +91,41 @@ class Grounds:
         }
 
     def harm(self, result: Result) -> list[str]:
-        """What an attack did, in words."""
+        """Describe the damage that a program did; undo it."""
         text = result.stdout + result.stderr
         reached = [line.partition("ESCAPED: ")[2] for line in text.splitlines() if line.startswith("ESCAPED: ")]
-        found = [f"reached {', '.join(dict.fromkeys(reached))}"] if reached else []
+        damage = [f"reached {', '.join(dict.fromkeys(reached))}"] if reached else []
         if self.mark in text or any(self.mark.encode() in content for content in result.files.values()):
-            found.append("read the secret")
+            damage.append("read the secret")
         if self._victim.poll() is not None:
-            found.append("killed another process")
+            damage.append("killed another process")
             self._start_victim()
         if os.path.exists(self.folder + "/planted"):
             os.remove(self.folder + "/planted")
-            found.append("wrote into the home directory")
-        if self._looks() != self._untouched:
+            damage.append("wrote into the home directory")
+        if self._state() != self._initial_state:
             self._place_secret()
-            found.append("changed the secret's mode, times or size")
+            damage.append("changed the secret's mode, times or size")
         for listener in (self._datagrams, self._unix_datagrams):
             with contextlib.suppress(BlockingIOError):
                 listener.recv(100)
-                found.append("sent a datagram")
+                damage.append("sent a datagram")
         if sum(map(len, result.files.values())) + len(text) > 3 * LIMITS.output_bytes:
-            found.append("more output than allowed")
-        return found + self._left_behind()
+            damage.append("more output than allowed")
+        return damage + self._left_behind()
 
     def _left_behind(self) -> list[str]:
-        found = []
+        damage = []
         for folder in ("/dev/shm", "/tmp", "/var/tmp", os.path.expanduser("~")):
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(folder, self._name))
-                found.append(f"left a file in {folder}")
+                damage.append(f"left a file in {folder}")
         libc = ctypes.CDLL(None)
         segment = libc.shmget(self._key, 0, 0)
         if segment >= 0:
             libc.shmctl(segment, 0, None)
-            found.append("left shared memory")
-        return found
+            damage.append("left shared memory")
+        return damage
 
     def close(self) -> None:
         self._victim.kill()
@@ -134,7 +133,7 @@ class Grounds:
         for listener in (self._listener, self._datagrams, self._unix_datagrams, *self._unix):
             listener.close()
         shutil.rmtree(self.folder)
-        os.environ.pop("GROUNDS_SECRET", None)
+        os.environ.pop("TARGET_SECRET", None)
 
 
 def _own_address() -> str:
@@ -148,20 +147,20 @@ def _own_address() -> str:
 
 
 def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Try them all; a row for each, with what came of it and what of the machine was harmed ("" if nothing)."""
+    """Run all attacks, or those with these names; a row each, with the damage in words ("" for none)."""
     rows = []
-    grounds = Grounds()
+    targets = Targets()
     try:
         with Sandbox(require=require, limits=LIMITS, warm=1) as sandbox:
             sandbox.run("")
-            at_rest = _wait_for_rest(sandbox.pid)
+            idle = _wait_until_idle(sandbox.pid)
             for attack in ATTACKS:
                 if names and attack.name not in names:
                     continue
-                code = f"G = {grounds.facts(sandbox.pid)!r}\n{TRIES}\n{attack.code}"
+                code = f"G = {targets.addresses(sandbox.pid)!r}\n{PRELUDE}\n{attack.code}"
                 result = sandbox.run(code, fetch=attack.fetch)
-                harm = grounds.harm(result)
-                left = _wait_for_rest(sandbox.pid, at_rest) - at_rest
+                harm = targets.harm(result)
+                left = _wait_until_idle(sandbox.pid, idle) - idle
                 if left > 0:
                     harm.append(f"left {left} processes")
                 after = sandbox.run("print(1 + 1)", limits=Limits(wall_s=60.0))
@@ -176,13 +175,13 @@ def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict
                     }
                 )
     finally:
-        grounds.close()
+        targets.close()
     return rows
 
 
-def _wait_for_rest(zygote: int, expected: int = _AT_REST) -> int:
-    """How many processes there are when no more than `expected` are left, or after a while."""
-    give_up = time.monotonic() + _SETTLE_SECONDS
+def _wait_until_idle(zygote: int, expected: int = _IDLE_PROCESSES) -> int:
+    """The number of processes once there are `expected`, or after a few seconds."""
+    give_up = time.monotonic() + _IDLE_SECONDS
     while (count := len(process_tree.with_descendants(zygote))) != expected and time.monotonic() < give_up:
         time.sleep(0.02)
     return count

@@ -1,6 +1,6 @@
 """Programs that try to use more memory or disk space than their limits, each by one mechanism of the kernel.
 
-`python -m verl.sandbox --measure` runs them and records the maximum that they reach.
+`python benchmarks/sandbox_attacks.py --measure` runs them and records the maximum that they reach.
 """
 
 from __future__ import annotations

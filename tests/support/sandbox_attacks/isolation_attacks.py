@@ -1,4 +1,4 @@
-"""Programs that try what a hostile one would; each prints ESCAPED where it reached what it must not."""
+"""Programs that attack the isolation of the sandbox; each prints ESCAPED where it succeeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`code` knows `G`, facts of its target; `stops_at`: the level of `REQUIRE` from which on nothing comes of it."""
+    """`code` uses `G`, the addresses of its targets. `stops_at`: the lowest level of `REQUIRE` that prevents it."""
 
     name: str
     code: str
@@ -15,8 +15,8 @@ class Attack:
     fetch: tuple[str, ...] = ()
 
 
-# What every program starts with, after `G`.
-TRIES = """
+# Every program starts with this, after `G`.
+PRELUDE = """
 def tries(what, action):
     try:
         if action() is False:

@@ -1,4 +1,4 @@
-"""Measures what programs reach against their limits: the peak of memory, kernel memory included, and of disk space."""
+"""Measure the peak of memory (kernel memory included) and of disk space that programs reach against their limits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from verl.sandbox import linux
-from verl.sandbox.outcome import Limits
-from verl.sandbox.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
-from verl.sandbox.runner import Sandbox
+from tests.support.sandbox_attacks.resource_attacks import PRELUDE, RESOURCE_ATTACKS, ResourceAttack
+from verl.sandbox import Limits, Sandbox, linux
 
 LIMITS = Limits(wall_s=6.0, memory_mb=256, file_mb=64, processes=64, output_bytes=1 << 16)
 _SAMPLE_SECONDS = 0.002
-_SETTLE_SECONDS = 0.3
+_IDLE_SECONDS = 0.3
 _TEMPORARY_MB = 8192
 _OWN_CGROUP = "/sys/fs/cgroup/memory/verl-measure-"  # v1; elsewhere, figures are the machine's
 
@@ -53,7 +51,7 @@ class Peak:
             time.sleep(_SAMPLE_SECONDS)
 
 
-def prepare() -> None:
+def isolate_measurement() -> None:
     """As root: give this process a memory cgroup and a file system for temporary files, for figures without noise."""
     for old in glob.glob(_OWN_CGROUP + "*"):
         with contextlib.suppress(OSError):  # of a process that still runs
@@ -70,7 +68,7 @@ def prepare() -> None:
 
 
 def measure_attacks(cgroup: bool, attacks: Sequence[ResourceAttack] = RESOURCE_ATTACKS) -> list[dict[str, Any]]:
-    """Run the attacks; a row for each with its limit and the maximum reached, in MB. `cgroup`: as of `Sandbox`."""
+    """Run the attacks; a row each with its limit and the peak, both in MB. `cgroup`: the option of `Sandbox`."""
     with Sandbox(require="none", limits=LIMITS, warm=1, cgroup=cgroup) as sandbox:
         sandbox.run("")
         return [_measure(sandbox, attack) for attack in attacks]
@@ -93,7 +91,7 @@ def memory_figure(cgroup: str | None) -> Callable[[], int]:
 
 
 def _measure(sandbox: Sandbox, attack: ResourceAttack) -> dict[str, Any]:
-    time.sleep(_SETTLE_SECONDS)
+    time.sleep(_IDLE_SECONDS)
     code = attack.code if attack.language != "python" else PRELUDE + attack.code
     in_memory = attack.resource == "memory" or sandbox.isolation.namespaces  # where files are in memory
     with Peak(memory_figure(_own_cgroup()) if in_memory else _disk_figure()) as peak:
@@ -115,8 +113,8 @@ def _own_cgroup() -> str | None:
 
 def _disk_figure() -> Callable[[], int]:
     def used() -> int:
-        found = os.statvfs(tempfile.gettempdir())
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
+        disk = os.statvfs(tempfile.gettempdir())
+        return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
     return used
 

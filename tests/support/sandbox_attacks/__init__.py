@@ -1,0 +1,1 @@
+"""Hostile programs for the sandbox: attacks on its isolation, and attempts to exceed its memory and disk limits."""
