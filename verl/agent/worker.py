@@ -52,7 +52,7 @@ class AgentLoopWorker(Worker):
         self._batch_host: AgentHost | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agent-loops", daemon=True).start()
-        configure(CodeSettings.of(self.config.sandbox, self.config.sandbox_fusion))
+        configure(CodeSettings.from_config(self.config.sandbox, self.config.sandbox_fusion))
         self.toolbox = Toolbox.load(self.rollout_config.multi_turn, tools)
         # Report invalid tools or loops at start.
         asyncio.run_coroutine_threadsafe(self.toolbox.check(), self._loop).result()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl.sandbox.client import SandboxClient, SandboxUnavailable
-    from verl.sandbox.outcome import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
-    from verl.sandbox.runner import Sandbox, Session, available
+    from verl.sandbox.runs import Session
+    from verl.sandbox.sandbox import Sandbox, available
+    from verl.sandbox.types import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
 
 __all__ = [
     "REQUIRE",
@@ -26,13 +27,17 @@ __all__ = [
     "Status",
     "available",
 ]
-_RUNNER = ("Sandbox", "Session", "available")
-_CLIENT = ("SandboxClient", "SandboxUnavailable")
+_MODULES = {
+    "Sandbox": "sandbox",
+    "available": "sandbox",
+    "Session": "runs",
+    "SandboxClient": "client",
+    "SandboxUnavailable": "client",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the zygote imports this package, and every module it has imported slows its forks down."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "runner" if name in _RUNNER else "client" if name in _CLIENT else "outcome"
-    return getattr(import_module(f"verl.sandbox.{module}"), name)
+    return getattr(import_module(f"verl.sandbox.{_MODULES.get(name, 'types')}"), name)

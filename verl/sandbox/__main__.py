@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from verl.sandbox.languages import LANGUAGES
-from verl.sandbox.outcome import REQUIRE
-from verl.sandbox.runner import available
+from verl.sandbox.sandbox import available
+from verl.sandbox.types import LANGUAGES, REQUIRE
 
 
 def main() -> None:

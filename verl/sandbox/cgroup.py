@@ -48,10 +48,10 @@ _V2 = _Files(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current
 
 
 class RunCgroup:
-    """The cgroup of one run, by open descriptors: they work for a process that has left root and the file system."""
+    """The cgroup of one run, through descriptors that work after the process has given up root and changed its root."""
 
     def __init__(self, files: _Files, folders: list[int]) -> None:
-        """`folders`: of the memory controller, then of the pids controller (v1)."""
+        """`folders`: descriptors of the memory controller's and then, in v1, of the pids controller's folder."""
         memory, pids = folders[0], folders[-1]
         self._files = files
         self._procs = [os.open(files.procs, os.O_WRONLY, dir_fd=folder) for folder in folders]
@@ -63,7 +63,7 @@ class RunCgroup:
             self._swap_max: int | None = os.open(files.swap_max, os.O_WRONLY, dir_fd=memory)
         except FileNotFoundError:  # swap is not counted, or there is none
             self._swap_max = None
-        with contextlib.suppress(FileNotFoundError):  # v2: a run without one of its processes is no use
+        with contextlib.suppress(FileNotFoundError):  # v2 only: kill all processes of the run together
             group = os.open("memory.oom.group", os.O_WRONLY, dir_fd=memory)
             os.write(group, b"1")
             os.close(group)
@@ -74,28 +74,28 @@ class RunCgroup:
             os.write(descriptor, b"0")
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """What may be used from now on, beyond what a waiting run uses already."""
+        """Set the limits; memory is counted from what the waiting run uses already."""
         current = int(os.pread(self._current, 64, 0))
-        most = str(current + memory_bytes + _RESERVE_BYTES).encode()
-        os.write(self._memory_max, most)
+        limit = str(current + memory_bytes + _RESERVE_BYTES).encode()
+        os.write(self._memory_max, limit)
         if self._swap_max is not None:
-            os.write(self._swap_max, most if self._files.version == 1 else b"0")
+            os.write(self._swap_max, limit if self._files.version == 1 else b"0")
         os.write(self._pids_max, str(processes).encode())
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed one of its processes because of the limit."""
-        words = os.pread(self._events, 4096, 0).split()
-        return b"oom_kill" in words and words[words.index(b"oom_kill") + 1] != b"0"
+        """Whether the kernel has killed a process because of the memory limit."""
+        fields = os.pread(self._events, 4096, 0).split()
+        return b"oom_kill" in fields and fields[fields.index(b"oom_kill") + 1] != b"0"
 
     def close(self) -> None:
         """Close the descriptors; the cgroup stays."""
-        held = [*self._procs, self._memory_max, self._current, self._events, self._pids_max]
-        for descriptor in [*held, *([] if self._swap_max is None else [self._swap_max])]:
+        descriptors = [*self._procs, self._memory_max, self._current, self._events, self._pids_max]
+        for descriptor in [*descriptors, *([] if self._swap_max is None else [self._swap_max])]:
             os.close(descriptor)
 
 
 class CgroupParent:
-    """The cgroup of a zygote, whose children are its runs. OSError, with the reason, where it cannot be created."""
+    """The cgroup of a zygote, whose children are the cgroups of its runs. OSError if it cannot be created."""
 
     def __init__(self) -> None:
         self.files, parents = _find()
@@ -103,7 +103,7 @@ class CgroupParent:
         self._lock = -1
         self._parents = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in parents]
         try:
-            self._remove_leftovers()
+            self._remove_stale()
             self._folders = list(self._create())
         except OSError as error:
             self.close()
@@ -114,7 +114,7 @@ class CgroupParent:
         return self.files.version
 
     def create(self, name: str) -> None:
-        """A cgroup for one run."""
+        """Create the cgroup of one run."""
         for folder in self._folders:
             os.mkdir(name, dir_fd=folder)
 
@@ -127,11 +127,11 @@ class CgroupParent:
                 os.close(folder)
 
     def remove(self, name: str) -> bool:
-        """False: its processes have not ended yet."""
+        """Remove the cgroup of a run; False if some of its processes have not ended yet."""
         return all([_rmdir(name, folder) for folder in self._folders])
 
     def close(self) -> None:
-        """Remove the cgroup, with what is left in it."""
+        """Remove the cgroup; kill processes that are left in it."""
         if self._lock >= 0:
             for parent in self._parents:
                 _remove_tree(self._name, parent)
@@ -142,12 +142,12 @@ class CgroupParent:
         self._parents, self._folders = [], []
 
     def _create(self) -> Iterator[int]:
-        """A name that other zygotes do not take for a leftover, and with the controllers for its children."""
+        """Create and lock the cgroup, so that other zygotes do not remove it as stale; yield its folders."""
         while self._lock < 0:
             self._name = _PREFIX + secrets.token_hex(8)
             os.mkdir(self._name, dir_fd=self._parents[0])
             lock = _locked(self._name, self._parents[0])
-            if lock is not None and os.fstat(lock).st_nlink == 0:  # removed by another zygote, which had it for stale
+            if lock is not None and os.fstat(lock).st_nlink == 0:  # another zygote has removed it as stale
                 os.close(lock)
                 lock = None
             self._lock = -1 if lock is None else lock
@@ -159,8 +159,8 @@ class CgroupParent:
             if self.version == 2:
                 _write("cgroup.subtree_control", " ".join(f"+{name}" for name in _CONTROLLERS), folder)
 
-    def _remove_leftovers(self) -> None:
-        """Cgroups of zygotes that were killed: their lock is free."""
+    def _remove_stale(self) -> None:
+        """Remove cgroups of killed zygotes: their lock is free."""
         for name in os.listdir(self._parents[0]):
             lock = _locked(name, self._parents[0]) if name.startswith(_PREFIX) else None
             if lock is not None:
@@ -170,7 +170,7 @@ class CgroupParent:
 
 
 def _find() -> tuple[_Files, list[str]]:
-    """The version in use here, and the folders in which a cgroup with the controllers is to be created."""
+    """The cgroup version in use, and the folders in which to create a cgroup with the controllers."""
     own: dict[str, str] = {}
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         for line in file:
@@ -195,32 +195,32 @@ def _find() -> tuple[_Files, list[str]]:
 
 
 def _mounts() -> dict[str, tuple[str, str]]:
-    """Root and place of the mounted hierarchies by controller; "": v2."""
-    found: dict[str, tuple[str, str]] = {}
+    """(root, mount point) of the mounted hierarchies by controller; "": v2."""
+    mounts: dict[str, tuple[str, str]] = {}
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             before, _, after = line.partition(" - ")
             kind, _, options = after.split()[:3]
-            root, place = before.split()[3:5]
+            root, point = before.split()[3:5]
             if kind == "cgroup2":
-                found.setdefault("", (root, place))
+                mounts.setdefault("", (root, point))
             elif kind == "cgroup":
                 for name in options.split(","):
-                    found.setdefault(name, (root, place))
-    return found
+                    mounts.setdefault(name, (root, point))
+    return mounts
 
 
 def _inside(mount: tuple[str, str], path: str) -> str:
-    """Where a cgroup is in the file system."""
-    root, place = mount
+    """The path of a cgroup in the file system."""
+    root, point = mount
     inner = os.path.relpath(path, root)
     if inner.startswith(".."):
         raise OSError(errno.ENOENT, "this process's cgroup is outside of the mounted hierarchy")
-    return os.path.normpath(os.path.join(place, inner))
+    return os.path.normpath(os.path.join(point, inner))
 
 
 def _locked(name: str, parent: int) -> int | None:
-    """A descriptor with the lock of a cgroup; None: another process has it."""
+    """A descriptor that holds the lock of a cgroup; None if another process holds it."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
     except OSError:
@@ -234,7 +234,7 @@ def _locked(name: str, parent: int) -> int | None:
 
 
 def _remove_tree(name: str, parent: int) -> None:
-    """A cgroup and its children, whose processes are killed."""
+    """Remove a cgroup and its children; kill their processes."""
     try:
         folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
     except OSError:

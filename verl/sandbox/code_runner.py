@@ -1,4 +1,4 @@
-"""Where model-written code runs: in the local sandbox, or on a SandboxFusion server; one call for both."""
+"""Settings of a process that runs model-written code: in the local sandbox, or on a SandboxFusion server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl.sandbox import IsolationMissing, Limits, Result, Sandbox, available
+from verl.sandbox.sandbox import Sandbox, available
+from verl.sandbox.types import IsolationMissing, Limits, Result
 
-if TYPE_CHECKING:  # heavy, for scorers of other tasks
+if TYPE_CHECKING:  # slow imports, which scorers of other tasks do not need
     from verl.config.trainer import SandboxConfig, SandboxFusionConfig
     from verl.sandbox.client import SandboxClient
 
 
-class Runner(Protocol):
-    """A `Sandbox`, or a `SandboxClient`."""
+class CodeRunner(Protocol):
+    """The interface of `Sandbox` and `SandboxClient`."""
 
     def run(
         self,
@@ -31,7 +32,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """What a process that runs code needs to know of `sandbox.*` and `sandbox_fusion.*`."""
+    """The settings of `sandbox.*` and `sandbox_fusion.*` that a process needs to run code."""
 
     require: str = "files"
     warm: int = 1
@@ -41,7 +42,7 @@ class CodeSettings:
     max_concurrent: int = 64
 
     @classmethod
-    def of(cls, sandbox: SandboxConfig, fusion: SandboxFusionConfig) -> CodeSettings:
+    def from_config(cls, sandbox: SandboxConfig, fusion: SandboxFusionConfig) -> CodeSettings:
         memory = fusion.memory_limit_mb if fusion.url else sandbox.memory_limit_mb
         return cls(sandbox.require, sandbox.warm, memory, sandbox.wall_s, fusion.url, fusion.max_concurrent)
 
@@ -49,10 +50,10 @@ class CodeSettings:
     def limits(self) -> Limits:
         return Limits(wall_s=self.wall_s, memory_mb=self.memory_mb)
 
-    def runner(self, modules: Mapping[str, str] | None = None) -> Runner:
-        """The runner of this process, started at first use; it ends with the process.
+    def runner(self, modules: Mapping[str, str] | None = None) -> CodeRunner:
+        """The runner of this process, started on first use; it ends with the process.
 
-        `modules`: sources of modules that programs find imported in a local sandbox.
+        `modules`: sources by name of modules that programs find imported in a local sandbox.
         """
         return _client(self.url, self.max_concurrent) if self.url else self.sandbox(modules)
 
@@ -61,7 +62,7 @@ class CodeSettings:
         return _sandbox(self.require, self.warm, tuple((modules or {}).items()), os.getpid())
 
     def check(self) -> str:
-        """Where code runs and what isolates it, in words; a ValueError says why it cannot run."""
+        """Describe where code runs and how it is isolated; ValueError, with the reason, if it cannot run."""
         if self.url:
             problem = _client(self.url, self.max_concurrent).problem()
             if problem is not None:
@@ -91,10 +92,11 @@ _settings = CodeSettings()
 
 
 def configure(settings: CodeSettings) -> None:
-    """What tools of this process go by where their own configuration says nothing."""
+    """Set the default settings for the tools of this process."""
     global _settings
     _settings = settings
 
 
 def configured() -> CodeSettings:
+    """The settings of the last `configure`, else the defaults."""
     return _settings

@@ -1,4 +1,4 @@
-"""The SandboxFusion API: requests to run code and results, to and from JSON."""
+"""The SandboxFusion API over HTTP: requests and results, to and from JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.sandbox.outcome import Limits, Result
+from verl.sandbox.types import Limits, Result
 
 RUN, PING, PONG = "/run_code", "/v1/ping", "pong"
-MOST_FILES = 1024
+MAX_FILES = 1024
 DEFAULT_SECONDS = 10.0
 """run_timeout and compile_timeout of a request that sets none."""
 
 
 class ServerFailed(RuntimeError):
-    """The server answered that it could not run the code, which is no fault of the code."""
+    """The server reported that it could not run the code, for a reason that is not in the code."""
 
 
 def run_request(
@@ -28,7 +28,7 @@ def run_request(
     limits: Limits | None,
     memory_mb: int | None,
 ) -> dict[str, Any]:
-    """The JSON of a request; without `limits` the server's times apply, without `memory_mb` its memory."""
+    """The JSON of a request; without `limits` the server's timeouts apply, without `memory_mb` its memory limit."""
     times = {} if limits is None else {"run_timeout": limits.wall_s, "compile_timeout": limits.compile_s}
     return {
         "code": code,
@@ -42,51 +42,50 @@ def run_request(
 
 
 def result_to_json(result: Result) -> dict[str, Any]:
-    """What a client is told. A program that ended by itself is `Finished`, whatever it returned."""
+    """The JSON of a response. A program that exited by itself is `Finished`, whatever its return code."""
     compiled = None if result.compile is None else _run_to_json(result.compile)
-    broken = result.compile is not None and result.compile.status != "finished"
-    told = {
+    failed = result.compile is not None and result.compile.status != "finished"
+    response = {
         "status": {"finished": "Success", "output": "Success", "refused": "SandboxError"}.get(result.status, "Failed"),
-        "message": _IN_WORDS.get(result.status, ""),
+        "message": _MESSAGES.get(result.status, ""),
         "compile_result": compiled,
-        "run_result": None if broken or result.status == "refused" else _run_to_json(result),
+        "run_result": None if failed or result.status == "refused" else _run_to_json(result),
         "executor_pod_name": None,
         "files": {name: base64.b64encode(content).decode() for name, content in result.files.items()},
     }
     if result.status == "refused":
-        told["message"] = result.stderr
-    return told
+        response["message"] = result.stderr
+    return response
 
 
-def result_from_json(told: Any) -> Result:
-    """The other way; a ServerFailed where the server failed, or what it said is no answer of this API."""
+def result_from_json(response: Any) -> Result:
+    """The result in a response; ServerFailed if the server failed, or the response is not one of this API."""
     try:
-        if told["status"] == "SandboxError":
-            raise ServerFailed(f"SandboxError: {told.get('message')}")
-        compiled = None if told.get("compile_result") is None else _run_from_json(told["compile_result"])
-        if told.get("run_result") is None:
+        if response["status"] == "SandboxError":
+            raise ServerFailed(f"SandboxError: {response.get('message')}")
+        compiled = None if response.get("compile_result") is None else _run_from_json(response["compile_result"])
+        if response.get("run_result") is None:
             if compiled is None:
-                raise ServerFailed(f"neither compiled nor ran the code: {told.get('message')}")
+                raise ServerFailed(f"neither compiled nor ran the code: {response.get('message')}")
             return Result(
                 "error", compiled.return_code, "", compiled.stderr or compiled.stdout, compiled.seconds, compiled
             )
-        result = _run_from_json(told["run_result"])
-        if result.status == "error" and told.get("message") in _STATUS_OF_WORDS:
-            result.status = _STATUS_OF_WORDS[told["message"]]
-        elif result.status == "finished" and told.get("message") == _IN_WORDS["output"]:
+        result = _run_from_json(response["run_result"])
+        if result.status == "error" and response.get("message") == _MESSAGES["memory"]:
+            result.status = "memory"
+        elif result.status == "finished" and response.get("message") == _MESSAGES["output"]:
             result.status = "output"
-        result.compile, result.files = compiled, decode_files(told.get("files") or {})
+        result.compile, result.files = compiled, decode_files(response.get("files") or {})
         return result
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ServerFailed(f"answered what is no result of a run ({error!r})") from error
+        raise ServerFailed(f"the response is not the result of a run ({error!r})") from error
 
 
-_IN_WORDS = {
+_MESSAGES = {
     "memory": "the program needed more memory than its limit",
     "output": "the output was longer than its limit and is cut",
     "timeout": "the program ran longer than its time limit",
 }
-_STATUS_OF_WORDS: dict[Any, Any] = {_IN_WORDS["memory"]: "memory"}
 
 
 def _run_to_json(result: Result) -> dict[str, Any]:
@@ -100,20 +99,20 @@ def _run_to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _run_from_json(told: Mapping[str, Any]) -> Result:
-    code = told.get("return_code")
+def _run_from_json(run: Mapping[str, Any]) -> Result:
+    code = run.get("return_code")
     ended = "finished" if code == 0 else "error"
-    status: Any = {"Finished": ended, "TimeLimitExceeded": "timeout"}.get(told["status"], "error")
-    seconds = float(told.get("execution_time") or 0.0)
-    return Result(status, code, told.get("stdout") or "", told.get("stderr") or "", seconds)
+    status: Any = {"Finished": ended, "TimeLimitExceeded": "timeout"}.get(run["status"], "error")
+    seconds = float(run.get("execution_time") or 0.0)
+    return Result(status, code, run.get("stdout") or "", run.get("stderr") or "", seconds)
 
 
 def decode_files(files: Mapping[Any, Any]) -> dict[str, bytes]:
-    """Contents from base64; a ValueError names the file that is not."""
+    """Decode the contents from base64; ValueError names a file that is not base64."""
     contents = {}
     for number, (name, content) in enumerate(files.items()):
-        if number > MOST_FILES:
-            break  # the model rejects their number
+        if number > MAX_FILES:
+            break  # the request model rejects their number
         try:
             contents[name] = content if isinstance(content, bytes) else base64.b64decode(content, validate=True)
         except (binascii.Error, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The system calls of a sandbox that Python has no name for: namespaces, mounts, capabilities, prctl."""
+"""Linux system calls that Python does not provide: namespaces, mounts, capabilities, prctl, Landlock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 import signal
+import struct
+from collections.abc import Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,23 +27,34 @@ _PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 8, 47, 2
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
 ARCH = {"x86_64": 0, "aarch64": 1, "arm64": 1}.get(platform.machine(), -1)
-"""Column of this machine in tables of system call numbers; -1: not known."""
+"""Column of this machine in tables of system call numbers; -1: unknown."""
 _PIVOT_ROOT, _CAPSET = (155, 41), (126, 91)
 _MOUNT_SETATTR = 442
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _LAST_CAPABILITY = 40
 
+_LANDLOCK_CREATE, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
+# The number of rights on files in each ABI.
+_LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+_BIND_AND_CONNECT_TCP = 3  # ABI 4
+_SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3  # ABI 6
 
-def check(result: int, what: str) -> int:
-    """OSError with the reason where a call failed."""
+
+def check(result: int, call: str) -> int:
+    """Return the result of a call; raise OSError with errno if it failed."""
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call}: {os.strerror(code)}")
     return result
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """As in C: -1 and errno for a failure. Integers go as longs, bytes as pointers."""
+    """Return -1 and set errno on failure. Integers are passed as longs, bytes as pointers."""
     plain = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     _libc.syscall.restype = ctypes.c_long
     return int(_libc.syscall(ctypes.c_long(number), *plain))
@@ -52,8 +65,8 @@ def prctl(option: int, *values: int) -> int:
     return int(_libc.prctl(option, *padded))
 
 
-def end_with_parent() -> None:
-    """Have this process killed when its parent's thread ends."""
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent's thread ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -67,24 +80,24 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, options: s
 
 
 def protect_mount(target: str) -> None:
-    """Make a mount, and those beneath it where the kernel can, read-only, without devices and set-user-id programs."""
+    """Make a mount (and those below it, if the kernel can) read-only, without devices and set-user-id programs."""
     wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     if syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(wanted), 32) == 0:
         return
-    kept = os.statvfs(target).f_flag  # what the owner of the mount forbids stays forbidden, or the call fails
+    kept = os.statvfs(target).f_flag  # the call fails if it drops a restriction of the mount's owner
     flags = kept & (MS_NOEXEC | 1024 | 2048) | (MS_RELATIME if kept & 4096 else 0)
     mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | flags)
 
 
-def pivot_here() -> None:
-    """The working directory, a mount, becomes the root; the old one is gone."""
+def pivot_root() -> None:
+    """Make the working directory, which is a mount, the root, and unmount the old root."""
     check(syscall(_PIVOT_ROOT[ARCH], b".", b"."), "pivot_root")
     check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
     os.chdir("/")
 
 
 def map_user(inside: int, user: int, group: int) -> None:
-    """After unshare(CLONE_NEWUSER): this process's user and group, under another number."""
+    """After unshare(CLONE_NEWUSER): give this process's user and group the id `inside`."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {user} 1"),
@@ -97,8 +110,8 @@ def map_user(inside: int, user: int, group: int) -> None:
             os.close(descriptor)
 
 
-def become(user: int, keep: int | None = None) -> None:
-    """Give up root for good, but for one capability, if any. The process stays open to its own entries in /proc."""
+def become_user(user: int, keep: int | None = None) -> None:
+    """Give up root for good, except one capability. The process can still read its own entries in /proc."""
     os.setgroups([])
     os.setresgid(user, user, user)
     prctl(_PR_SET_KEEPCAPS, int(keep is not None))
@@ -110,7 +123,7 @@ def become(user: int, keep: int | None = None) -> None:
 
 
 def drop_capabilities(keep: int | None = None) -> None:
-    """None now, and none by any program that is started; but for one that this process may have."""
+    """Drop all capabilities but `keep`, also for programs that this process starts."""
     for capability in range(_LAST_CAPABILITY + 1):
         if capability != keep:
             prctl(PR_CAPBSET_DROP, capability)
@@ -121,5 +134,51 @@ def drop_capabilities(keep: int | None = None) -> None:
 def _set_capabilities(only: int | None) -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     bits = 0 if only is None else 1 << only
-    data = (ctypes.c_uint32 * 6)(bits, bits, bits)  # effective, permitted, inheritable; then those above 31
+    data = (ctypes.c_uint32 * 6)(bits, bits, bits)  # effective, permitted, inheritable; then capabilities above 31
     check(syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref(data)), "capset")
+
+
+def landlock_abi() -> int:
+    """The ABI version of Landlock; 0 if the kernel lacks it or this process may not use it."""
+    return max(0, syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION))
+
+
+def landlock_restrict(read: Iterable[str], write: Iterable[str], devices: Iterable[str]) -> None:
+    """Restrict this process, and all it starts, for good to the paths of `read` (also executing) and `write` and to
+    `devices`; no TCP, and no signals or abstract sockets to processes outside."""
+    version = landlock_abi()
+    handled = (1 << _LANDLOCK_RIGHTS[min(version, 5)]) - 1
+    network = _BIND_AND_CONNECT_TCP if version >= 4 else 0
+    scope = _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if version >= 6 else 0
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    attributes = struct.pack("=QQQ", handled, network, scope)[:size]
+    rules = check(syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock_create_ruleset")
+    try:
+        for rights, paths in (
+            (_READ, read),
+            (handled & ~_IOCTL_DEVICE, write),
+            (_READ_FILE | _WRITE_FILE, devices),
+        ):
+            for path in paths:
+                _allow(rules, path, rights & handled)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        check(syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
+    finally:
+        os.close(rules)
+
+
+def _allow(rules: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # missing, or unreadable for this user anyway
+        return
+    try:
+        if not os.path.isdir(path):
+            rights &= _FILE_RIGHTS
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
+        check(
+            syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_PATH_BENEATH, ctypes.byref(rule), 0),
+            f"landlock_add_rule {path}",
+        )
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,7 @@
-"""Inside the sandbox: the process that gives up all rights, waits for one job, and becomes the model's program."""
+"""Inside a run: the init process, and the program process that drops all rights and executes the model's code.
+
+The init starts one program process after the other, adopts orphans, and kills what a program leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,34 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from verl.sandbox import landlock, linux, room, seccomp, wire
+from verl.sandbox import filesystem, linux, seccomp, streams
+from verl.sandbox.cgroup import RunCgroup
 from verl.utils import process_tree
 
 FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
-_SIGNALS = 4096  # that wait, and timers
-_ADDRESS_SPACE = 64 << 30  # its page tables have 128 MB at most, unless it is used here and there
+_MAX_PENDING_SIGNALS = 4096  # and timers
+_ADDRESS_SPACE = 64 << 30  # at most 128 MB of page tables, unless it is used sparsely
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What holds a program of this host, and where it lives."""
+    """How programs are isolated on this host, and their folder."""
 
     namespaces: bool
     landlock: int
     seccomp: bool
     own_user: bool
     paths: tuple[str, ...]
-    folder: str = room.WORK
+    folder: str = filesystem.WORK
     accounted: bool = False  # a cgroup counts memory and processes
-    capability: int | None = None  # to read an interpreter that only root may read; Landlock says what else
+    capability: int | None = None  # to read an interpreter that only root may read; Landlock restricts the rest
 
     @property
     def tmp(self) -> str:
@@ -45,79 +51,169 @@ class Confinement:
 
     @property
     def among_users_files(self) -> bool:
-        """It can name files that are not its own, and is their owner, or has a capability that makes it as good."""
+        """The program can name files outside of its folder and owns them, or has a capability with the same effect."""
         return not self.namespaces and (not self.own_user or self.capability is not None)
 
     def apply(self) -> None:
-        """Of no return: this process and all it starts. Capabilities are dropped by whom it descends from."""
+        """Confine this process, and all it starts, for good. The init has dropped capabilities already."""
         os.setsid()
-        linux.end_with_parent()
+        linux.die_with_parent()
         if self.landlock and self.namespaces:
-            landlock.restrict(["/"], ["/tmp", "/dev/shm"], room.DEVICES)
+            linux.landlock_restrict(["/"], ["/tmp", "/dev/shm"], filesystem.DEVICES)
         elif self.landlock:
-            landlock.restrict(self.paths, [self.folder], room.devices(self.accounted))
+            linux.landlock_restrict(self.paths, [self.folder], filesystem.devices(self.accounted))
         if self.seccomp:
-            signals_are_kept_in = self.namespaces or self.landlock >= 6
-            signals_of = None if signals_are_kept_in else os.getpid()
+            signals_confined = self.namespaces or self.landlock >= 6
+            signals_of = None if signals_confined else os.getpid()
             seccomp.refuse_dangerous(self.namespaces, signals_of, self.among_users_files, self.accounted)
 
 
-def prepare(confinement: Confinement) -> types.ModuleType:
-    """All that can be done before the job comes; the `__main__` of a Python program. OSError: no isolation."""
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # now: a program may not close itself to its keeper's looks
-    _rehearse()  # before descriptors can no longer be sent
+# -- init --------------------------------------------------------------------------------------------------------
+
+
+def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` in a forked process and end the process with its result."""
+    status = 1
+    try:
+        status = main() or 0
+    except BaseException:  # noqa: BLE001 - the process ends here; the reason is on the stderr of the sandbox
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def run_init(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> int:
+    """Run one program process per job of `link`, kill what it leaves behind, and report its exit code."""
+    linux.die_with_parent()
+    if cgroup is not None:
+        cgroup.enter()
+        cgroup.close()  # no program gets its descriptors
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")  # if the machine runs out of memory, the kernel kills this first
+    if confinement.namespaces:
+        filesystem.mount_proc()
+    process_tree.adopt_orphans()
+    linux.drop_capabilities(confinement.capability)
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, which has the same user, cannot read this process
+    while True:
+        try:
+            child = _start_program(link, confinement)
+        except OSError as error:
+            streams.send(link, {"refused": str(error)})
+            return 1
+        code = None
+        while code is None:
+            pid, status = os.waitpid(-1, 0)
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+        kill_descendants()
+        streams.send(link, {"code": code})
+        if not link.recv(1, socket.MSG_PEEK):
+            return 0
+
+
+def _start_program(link: socket.socket, confinement: Confinement) -> int:
+    """Fork a process that waits, isolated, for its job; OSError with its message if it could not be isolated."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        def run_program() -> int:
+            try:
+                main = _prepare(confinement)
+            except OSError as error:
+                os.write(writing, (str(error) or repr(error)).encode())
+                return 1
+            os.close(writing)
+            return _run_job(link, main)
+
+        run_and_exit(run_program)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        problem = pipe.read()
+    if problem:
+        raise OSError(problem.decode(errors="replace"))
+    return child
+
+
+def kill_descendants() -> None:
+    """Kill all processes that this process started or adopted, until none is left."""
+    while True:
+        if os.getpid() == 1:  # of a process namespace: -1 is everything in it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            for child in process_tree.children(os.getpid()):
+                process_tree.kill_tree(child)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+# -- program -----------------------------------------------------------------------------------------------------
+
+
+def _prepare(confinement: Confinement) -> types.ModuleType:
+    """Do everything that does not depend on the job; return an empty `__main__`. OSError: isolation failed."""
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # now, because the program may not change it: the supervisor reads its /proc
+    _warm_up()  # before seccomp forbids to send descriptors
     confinement.apply()
     os.chdir(confinement.folder)
     os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
-    tempfile.tempdir = None  # the runner's own, if it was asked for already
+    tempfile.tempdir = None  # drop the runner's, if it was determined already
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return _fresh_main(confinement.folder)
 
 
-def wait_and_run(link: socket.socket, main: types.ModuleType) -> int:
-    """The exit status of the one job that comes over `link`."""
-    here = process_tree.data_bytes() or 64 << 20
+def _run_job(link: socket.socket, main: types.ModuleType) -> int:
+    """Wait for the one job that arrives over `link` and execute it; return its exit status."""
+    own_bytes = process_tree.data_bytes() or 64 << 20
     try:
-        job, blobs, descriptors = wire.receive(link, 4)
+        job, blobs, descriptors = streams.receive(link, 4)
     except EOFError:
         return 0
-    channel = _take_descriptors(descriptors)
+    channel = _install_descriptors(descriptors)
     files = dict(zip(job["files"], blobs, strict=True))
     try:
-        _place(files)
+        _write_files(files)
     except OSError as error:
         os.write(2, f"[sandbox] a file could not be placed: {error.strerror}\n".encode())
         return 1
-    _limit(job["limits"], here)
+    _set_limits(job["limits"], own_bytes)
     if job["start"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python alone ignores it
-        return _become(job["start"])
+        return _exec(job["start"])
     if job["script"] is None:
         return _serve_cells(channel, main)
     process = os.getpid()
     code = _run_script(job["script"], files[job["script"]], main)
-    if os.getpid() == process:  # not a fork that came to the end of the script
+    if os.getpid() == process:  # not a fork that reached the end of the script
         with contextlib.suppress(OSError):
             os.write(channel, bytes([code]))
     return code
 
 
-def _rehearse() -> None:
-    """Do once what a job will do: the pages of memory that it writes are copied now and not then."""
+def _warm_up() -> None:
+    """Execute once what a job will execute: the memory pages that this writes are copied now, not during the job."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        wire.send(ours, {"start": [], "limits": {"processes": 1}}, [b""], [ours.fileno()])
-        for descriptor in wire.receive(theirs, 1)[2]:
+        streams.send(ours, {"start": [], "limits": {"processes": 1}}, [b""], [ours.fileno()])
+        for descriptor in streams.receive(theirs, 1)[2]:
             os.close(descriptor)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         code = "import math\ndef f(x):\n    return [str(y) for y in range(x)]\nprint(f(9), math.pi, file=nowhere)"
         exec(compile(code, "rehearsal", "exec"), {"nowhere": nowhere})
 
 
-def _take_descriptors(came: list[int]) -> int:
-    """stdin, stdout and stderr to their numbers, the channel to the next, everything else closed."""
-    high = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(came)]
+def _install_descriptors(received: list[int]) -> int:
+    """Make the received ones stdin, stdout, stderr and the channel (3), and close all others; return the channel."""
+    high = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(received)]
     os.closerange(0, 100)
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number, inheritable=number < 3)
@@ -125,7 +221,7 @@ def _take_descriptors(came: list[int]) -> int:
     return 3
 
 
-def _place(files: dict[str, bytes]) -> None:
+def _write_files(files: dict[str, bytes]) -> None:
     for path, content in files.items():
         folder = os.path.dirname(path)
         if folder:
@@ -134,31 +230,34 @@ def _place(files: dict[str, bytes]) -> None:
             file.write(content)
 
 
-def _limit(limits: dict[str, Any], here: int) -> None:
-    """`here`: the memory that this process has already, which is not the program's."""
+def _set_limits(limits: dict[str, Any], own_bytes: int) -> None:
+    """`own_bytes`: the memory that this process has already, which does not count."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, 256)
     _lower(resource.RLIMIT_NPROC, limits["processes"])
     _lower(resource.RLIMIT_FSIZE, limits["file_bytes"])
     if limits["cpu_s"] is not None:
-        _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # first a signal that tells why
-    _lower(resource.RLIMIT_SIGPENDING, _SIGNALS)
+        _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # first SIGXCPU, which tells the reason
+    _lower(resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS)
     _lower(resource.RLIMIT_MSGQUEUE, 0)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    most = limits["memory_bytes"]
-    _lower(resource.RLIMIT_STACK, min(stack, most) if stack != resource.RLIM_INFINITY else most, most)
-    # Private writable memory only. Of address space, node and others reserve gigabytes.
-    _lower(resource.RLIMIT_DATA, here + most)
-    _lower(resource.RLIMIT_AS, most + _ADDRESS_SPACE)
+    max_bytes = limits["memory_bytes"]
+    soft = min(stack, max_bytes) if stack != resource.RLIM_INFINITY else max_bytes
+    _lower(resource.RLIMIT_STACK, soft, max_bytes)
+    # RLIMIT_DATA: private writable memory only, because node and others reserve gigabytes of address space.
+    _lower(resource.RLIMIT_DATA, own_bytes + max_bytes)
+    _lower(resource.RLIMIT_AS, max_bytes + _ADDRESS_SPACE)
 
 
-def _lower(which: int, value: int, hard: int | None = None) -> None:
-    _, most = resource.getrlimit(which)
-    wanted = (value, value if hard is None else hard)
-    resource.setrlimit(which, wanted if most == resource.RLIM_INFINITY else (min(value, most), min(wanted[1], most)))
+def _lower(which: int, soft: int, hard: int | None = None) -> None:
+    """Set a limit, but not above the current hard limit."""
+    hard = soft if hard is None else hard
+    _, current = resource.getrlimit(which)
+    unlimited = current == resource.RLIM_INFINITY
+    resource.setrlimit(which, (soft, hard) if unlimited else (min(soft, current), min(hard, current)))
 
 
-def _become(command: list[str]) -> int:
+def _exec(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -168,7 +267,7 @@ def _become(command: list[str]) -> int:
 
 
 def _fresh_main(folder: str) -> types.ModuleType:
-    """A `__main__` as a new Python has it; nothing of the runner is in its modules."""
+    """An empty `__main__`, as in a new interpreter; `sys.modules` has no module of this package."""
     for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
@@ -185,38 +284,38 @@ def _run_script(path: str, source: bytes, main: types.ModuleType) -> int:
     try:
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
         code = 0
-    except SystemExit as leaving:
-        code = _exit_code(leaving)
-    except BaseException as error:  # noqa: BLE001 - it is the program's, and told as Python tells it
-        _tell(error)
-    return _wind_up(code)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException as error:  # noqa: BLE001 - the model's code may raise anything
+        _print_traceback(error)
+    return _finish(code)
 
 
-def _wind_up(code: int) -> int:
-    """What Python does at its end: threads are waited for, exit functions run, streams flushed."""
+def _finish(code: int) -> int:
+    """Do what Python does at exit: join threads, run exit functions, flush streams. Return the exit status."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except SystemExit as leaving:
-        code = _exit_code(leaving)
+    except SystemExit as error:
+        code = _exit_code(error)
     except BaseException as error:  # noqa: BLE001
-        _tell(error)
+        _print_traceback(error)
         code = code or 1
     return code
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None or isinstance(leaving.code, int):
-        return (leaving.code or 0) & 0xFF
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{leaving.code}\n")
+        sys.stderr.write(f"{error.code}\n")
     return 1
 
 
-def _tell(error: BaseException) -> None:
-    """The traceback without the frames of the runner."""
+def _print_traceback(error: BaseException) -> None:
+    """Without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
         frames = frames.tb_next
@@ -226,27 +325,27 @@ def _tell(error: BaseException) -> None:
 
 
 def _serve_cells(channel: int, main: types.ModuleType) -> int:
-    """Run cells until the other side closes; each is answered with how it went."""
+    """Run cells until the supervisor closes the channel; report each with one byte."""
     cells = socket.socket(fileno=channel)
     number = 0
     while True:
         try:
-            _, (source,), _ = wire.receive(cells)
+            _, (source,), _ = streams.receive(cells)
         except EOFError:
-            return _wind_up(0)
-        except KeyboardInterrupt:  # came after the cell had ended
+            return _finish(0)
+        except KeyboardInterrupt:  # it arrived after the cell had ended
             continue
         number += 1
         cells.sendall(_run_cell(source.decode(errors="replace"), f"<cell {number}>", main.__dict__))
 
 
 def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
-    """Execute it, and show the value of its last expression as Python's own prompt does; one letter says how it went.
+    """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report.
 
-    Only a letter, since the cells' code can reach the socket, too: nothing that it may send there costs anything.
+    The report is only one byte, because the cell's code can write to the channel, too.
     """
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    how = FINISHED
+    report = FINISHED
     try:
         tree = ast.parse(source, name)
         last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -254,12 +353,12 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
         if last is not None:
             exec(compile(last, name, "single", dont_inherit=True), namespace)
     except MemoryError as error:
-        how = MEMORY
-        _tell(error)
-    except BaseException as error:  # noqa: BLE001 - also SystemExit and an interrupt end the cell, not the session
-        how = ERROR
-        _tell(error)
+        report = MEMORY
+        _print_traceback(error)
+    except BaseException as error:  # noqa: BLE001 - SystemExit and an interrupt end the cell, too, not the session
+        report = ERROR
+        _print_traceback(error)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    return how
+    return report

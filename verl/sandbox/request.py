@@ -1,4 +1,4 @@
-"""The request model of the sandbox server."""
+"""The request model of the sandbox server; not in `server.py`, which as `__main__` cannot be pickled by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, field_validator
 
-from verl.sandbox.fusion_api import DEFAULT_SECONDS, MOST_FILES, decode_files
+from verl.sandbox.fusion_api import DEFAULT_SECONDS, MAX_FILES, decode_files
 from verl.utils.http_server.json_body import RequestModel
 
 __all__ = ["RunRequest"]
@@ -22,8 +22,8 @@ class RunRequest(RequestModel):
     code: str
     language: Annotated[str, Field(max_length=40)] = "python"
     stdin: str = ""
-    files: Annotated[dict[_Path, bytes], Field(max_length=MOST_FILES)] = Field(default_factory=dict)
-    fetch_files: Annotated[list[_Path], Field(max_length=MOST_FILES)] = Field(default_factory=list)
+    files: Annotated[dict[_Path, bytes], Field(max_length=MAX_FILES)] = Field(default_factory=dict)
+    fetch_files: Annotated[list[_Path], Field(max_length=MAX_FILES)] = Field(default_factory=list)
     run_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
     compile_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
     memory_limit_MB: int = -1

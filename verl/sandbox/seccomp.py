@@ -1,8 +1,8 @@
-"""A seccomp filter: system calls that no program of a sandbox needs are refused, on x86-64 and arm64.
+"""The seccomp filter of sandboxed programs, on x86-64 and arm64: refuses system calls that no program needs.
 
-It is a list of what is refused, not of what is allowed: programs in four languages run under it, and new kernels bring
-new calls that their libraries try first. Files, network and processes are kept apart by namespaces and Landlock; the
-filter takes away the parts of the kernel that have most often been a way around them.
+It is a deny list: programs in four languages run under it, and libraries try system calls of new kernels first.
+Namespaces and Landlock separate files, network and processes; the filter removes the parts of the kernel that have most
+often been used to circumvent them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.sandbox.linux import (
     prctl,
 )
 
-# System call: its numbers on x86-64 and arm64; None: it is not there. From 424 on they are the same.
+# System call: its numbers on x86-64 and arm64; None: does not exist there. From 424 on they are the same.
 _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -40,10 +40,10 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "fanotify_init": (300, 262), "vmsplice": (278, 75), "personality": (135, 92),
     "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None),
-    # memory and queues that belong to no process, so that no limit counts them and nobody clears them up
+    # memory and queues that belong to no process: no limit counts them, and they outlive the program
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
     "msgget": (68, 186), "mq_open": (240, 180),
-    # objects that pin kernel memory which no limit counts
+    # objects with kernel memory that no limit counts
     "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # the machine
@@ -53,21 +53,21 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
     "syslog": (103, 116), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
 }  # fmt: skip
-_LOOKED_INTO: Mapping[str, tuple[int | None, int | None]] = {
+_BY_ARGUMENTS: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
     "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269), "mmap": (9, 222),
 }  # fmt: skip
-# As on a kernel without them: programs that try these go on without.
+# Refused with ENOSYS, as on a kernel without them: programs that try these continue without.
 _NOT_IMPLEMENTED = ("memfd", "landlock", "seccomp", "inotify")
-# What reaches other processes of the same user: by the number of a process, which comes first, or of a whole user.
-_OF_A_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
+# They affect other processes of the same user: one process (the first argument), or all of the user.
+_ON_ONE_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274),
 }  # fmt: skip
-_OF_MANY: Mapping[str, tuple[int | None, int | None]] = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
-# What Landlock lets pass on every file that the user owns (truncate: before its ABI 3).
+_ON_MANY_PROCESSES: Mapping[str, tuple[int | None, int | None]] = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
+# Changes that Landlock permits on every file of the user (truncate: before its ABI 3).
 _MODES_AND_TIMES: Mapping[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
@@ -81,15 +81,16 @@ _OWNERS_AND_SIZES: Mapping[str, tuple[int | None, int | None]] = {
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
 }  # fmt: skip
 NUMBERS = {
-    **_REFUSED, **_LOOKED_INTO, **_OF_A_PROCESS, **_OF_MANY, **_MODES_AND_TIMES, **_ATTRIBUTES, **_OWNERS_AND_SIZES,
+    **_REFUSED, **_BY_ARGUMENTS, **_ON_ONE_PROCESS, **_ON_MANY_PROCESSES, **_MODES_AND_TIMES, **_ATTRIBUTES,
+    **_OWNERS_AND_SIZES,
 }  # fmt: skip
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _X32 = 0x40000000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _DATAGRAMS = 2  # this bit is set in SOCK_DGRAM and SOCK_RAW, and in neither SOCK_STREAM nor SOCK_SEQPACKET
-# A descriptor can be told to send a signal, of any number, to a process when there is something to read.
+# They make a descriptor send any signal to a process when it becomes readable.
 _F_SETOWN, _F_SETOWN_EX = 8, 15
-# Buffers and locks that are charged to no process: larger pipes, locks of open files, notifications of folders.
+# Buffers and locks that no process is charged for: larger pipes, locks of open files, folder notifications.
 _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY = 1031, 37, 38, 1026
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 1, 0x20, 0x100, 0x40000
@@ -102,7 +103,7 @@ _LOAD, _AND, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; arguments are little-endian 64 bits
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _SECCOMP_MODE_FILTER = 2
-_LINE = struct.Struct("=HBBI")
+_INSTRUCTION = struct.Struct("=HBBI")
 
 Instruction = tuple[int, int, int, int]
 
@@ -111,45 +112,45 @@ def refuse_dangerous(
     namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
 ) -> None:
     """Install the filter of a sandboxed program."""
-    _install(filter_of(namespaces, signals_of, users_files, accounted))
+    _install(build_filter(namespaces, signals_of, users_files, accounted))
 
 
 @functools.cache
-def filter_of(
+def build_filter(
     namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
 ) -> bytes:
-    """The filter of a sandboxed program.
+    """Assemble the filter of a sandboxed program.
 
-    Without namespaces, and so without a network of its own, it may make no sockets (pairs of connected ones it may),
-    it ends with the process that started it, stays open to the one that watches it, and changes limits and priority
-    of no process but itself. `signals_of`: nothing else keeps it from signalling other processes of this user, so it
-    may signal only this one, which is itself, and its group. `users_files`: it runs as the owner of files that are
-    not its own; changes of modes and times then do nothing, and seem to succeed, for what copies files needs that.
-    `accounted`: a cgroup counts its memory; otherwise, memory that the keeper cannot count is refused as well.
+    Without namespaces, and so without its own network, the program may not create sockets (except connected pairs),
+    cannot outlive its parent or hide from the supervisor, and changes limits and priority of no other process.
+    `signals_of`: nothing else prevents signals to other processes of this user, so only this process (the program
+    itself) and its group may be signalled. `users_files`: the program runs as the owner of files outside its folder;
+    changes of modes and times then have no effect and appear to succeed, because tools that copy files need that.
+    `accounted`: a cgroup counts its memory; otherwise memory that the supervisor cannot count is refused, too.
     """
     rules = [_refuse(name, errno.ENOSYS if name.startswith(_NOT_IMPLEMENTED) else errno.EPERM) for name in _REFUSED]
-    rules.append(_refuse("clone3", errno.ENOSYS))  # its flags are out of a filter's sight; libraries then use clone
+    rules.append(_refuse("clone3", errno.ENOSYS))  # a filter cannot read its flags; libraries fall back to clone
     rules.append(_refuse_bits("clone", NEW_NAMESPACES))
     rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
     controls = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
-    rules.append(_fixed_send_buffers())
+    rules.append(_ignore_send_buffer_size())
     options = [PR_SET_SECCOMP] if namespaces else [PR_SET_SECCOMP, PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
     rules.append(_refuse_values("prctl", options))
     if not accounted:
-        rules.append(_mappings_that_are_counted())
+        rules.append(_refuse_uncounted_mappings())
     if not namespaces:
-        # A file in flight between two sockets is in no folder and held by no process.
+        # A deleted file that is in transit between two sockets appears in no folder and no process.
         rules += [_refuse("sendmsg"), _refuse("sendmmsg")]
-        rules.append(_pairs_of_connected_sockets())
-        rules += [_only(name, [0]) for name in _OF_A_PROCESS]
-        rules += [_refuse(name) for name in _OF_MANY]
+        rules.append(_only_stream_pairs())
+        rules += [_only(name, [0]) for name in _ON_ONE_PROCESS]
+        rules += [_refuse(name) for name in _ON_MANY_PROCESSES]
         controls += [_F_SETOWN, _F_SETOWN_EX]
         flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if users_files else []
         rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *flags], argument=1))
     rules.append(_refuse_values("fcntl", controls, argument=1))
     if users_files:
         rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
-        rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as file systems that have none: no alarm
+        rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as on file systems without
         rules += [_refuse(name) for name in _OWNERS_AND_SIZES]
     if signals_of is not None:
         rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
@@ -158,7 +159,7 @@ def filter_of(
 
 
 def pretend_missing(features: Iterable[str]) -> None:
-    """For tests: this process, and all it starts, live on a host that refuses some of namespaces|landlock|seccomp."""
+    """For tests: from now on the kernel refuses some of namespaces, landlock and seccomp to this process tree."""
     rules = []
     for feature in features:
         if feature == "namespaces":
@@ -168,46 +169,46 @@ def pretend_missing(features: Iterable[str]) -> None:
         elif feature == "seccomp":
             rules += [_refuse("seccomp"), _refuse_values("prctl", [PR_SET_SECCOMP])]
         else:
-            raise ValueError(f"no feature of a sandbox: {feature!r}")
+            raise ValueError(f"unknown feature {feature!r}")
     _install(_assemble(rules))
 
 
 def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
-    """0: nothing is done, and the program is told that it was."""
+    """Fail with an errno; 0: do nothing and report success."""
     return _when(name, [(_RETURN, 0, 0, _ERRNO | code)])
 
 
 def _refuse_bits(name: str, bits: int) -> list[Instruction]:
-    """Where the first argument has any of them."""
+    """Refuse if the first argument has any of the bits."""
     return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
 
 
 def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[Instruction]:
-    """Where an argument is one of them."""
+    """Refuse if the argument is one of the values."""
     body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * argument)]
     for index, value in enumerate(values):
         body.append((_EQUAL, len(values) - index, 0, value))
     return _when(name, [*body, _PASS, _EPERM])
 
 
-def _pairs_of_connected_sockets() -> list[Instruction]:
-    """Unix streams only: one that sends datagrams can send them to any socket that has an address."""
-    family: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
+def _only_stream_pairs() -> list[Instruction]:
+    """Only Unix streams: a datagram socket can send to any socket that has an address."""
+    domain: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
     kind: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_ANY_BIT, 0, 1, _DATAGRAMS)]
-    return _when("socketpair", [*family, *kind, _EPERM, _PASS])
+    return _when("socketpair", [*domain, *kind, _EPERM, _PASS])
 
 
-def _fixed_send_buffers() -> list[Instruction]:
-    """SO_SNDBUF has no effect and seems to succeed: the keeper counts every socket with the default buffer."""
+def _ignore_send_buffer_size() -> list[Instruction]:
+    """SO_SNDBUF has no effect and appears to succeed: the supervisor counts every socket with the default buffer."""
     level: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_EQUAL, 0, 4, _SOL_SOCKET)]
     option: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 16), (_EQUAL, 1, 0, _SO_SNDBUF)]
     done: Instruction = (_RETURN, 0, 0, _ERRNO)
     return _when("setsockopt", [*level, *option, (_EQUAL, 0, 1, _SO_SNDBUFFORCE), done, _PASS])
 
 
-def _mappings_that_are_counted() -> list[Instruction]:
-    """No mapping that grows like a stack or has huge pages, which RLIMIT_DATA leaves out, and no shared anonymous one
-    above `SHARED_MAPPING_BYTES`: its pages stay in use when a program unmaps all but one of them."""
+def _refuse_uncounted_mappings() -> list[Instruction]:
+    """Refuse mappings that grow like a stack or have huge pages, which RLIMIT_DATA does not count, and shared anonymous
+    ones above `SHARED_MAPPING_BYTES`: all their pages stay in use while one of them is mapped."""
     refused: Instruction = (_RETURN, 0, 0, _ERRNO | errno.ENOMEM)
     body: list[Instruction] = [
         (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * 3),  # flags
@@ -223,7 +224,7 @@ def _mappings_that_are_counted() -> list[Instruction]:
 
 
 def _only(name: str, values: Sequence[int]) -> list[Instruction]:
-    """Where the first argument is none of them."""
+    """Refuse unless the first argument is one of the values."""
     body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     for index, value in enumerate(values):
         body.append((_EQUAL, len(values) - index, 0, value & 0xFFFFFFFF))
@@ -241,10 +242,10 @@ def _when(name: str, body: list[Instruction]) -> list[Instruction]:
 
 def _assemble(rules: Iterable[list[Instruction]]) -> bytes:
     if ARCH < 0:
-        raise OSError(errno.ENOSYS, "seccomp: system call numbers of this processor are not known")
+        raise OSError(errno.ENOSYS, "seccomp: the system call numbers of this processor are unknown")
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, _AUDIT_ARCH[ARCH]),  # another set of numbers (32 bits) is no way around
+        (_EQUAL, 1, 0, _AUDIT_ARCH[ARCH]),  # the 32-bit system calls have other numbers
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
@@ -253,12 +254,12 @@ def _assemble(rules: Iterable[list[Instruction]]) -> bytes:
     for rule in rules:
         program += rule
     program.append(_PASS)
-    return b"".join(_LINE.pack(*line) for line in program)
+    return b"".join(_INSTRUCTION.pack(*line) for line in program)
 
 
 def _install(program: bytes) -> None:
     code = ctypes.create_string_buffer(program)
-    lines = len(program) // _LINE.size
+    lines = len(program) // _INSTRUCTION.size
     filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", lines, ctypes.addressof(code)))
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
     check(prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_program)), "seccomp")

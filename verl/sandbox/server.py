@@ -20,9 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
+from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox
 from verl.sandbox.fusion_api import PING, PONG, RUN, result_to_json
 from verl.sandbox.request import RunRequest
+from verl.sandbox.types import find_language
 from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import Limits as HttpLimits
@@ -55,7 +56,7 @@ class SandboxServer:
     ) -> None:
         self._sandbox, self._limits, self._highest = sandbox, limits, highest
         self._running = asyncio.Semaphore(max_concurrent)
-        self._most, self._admitted = max_concurrent + max_waiting, 0
+        self._max_admitted, self._admitted = max_concurrent + max_waiting, 0
         self._parser = BodyParser(RunRequest)
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
@@ -72,16 +73,14 @@ class SandboxServer:
         return JSONResponse(PONG)
 
     async def _run_code(self, request: Request) -> Response:
-        if self._admitted >= self._most:
+        if self._admitted >= self._max_admitted:
             raise HttpError(503, "too many programs are waiting. Try again later, or raise --max-waiting.")
         self._admitted += 1
         try:
             program = await self._parser.parse(RunRequest, request_body(request))
             try:
                 limits = self._limits_for(program)
-                language, problem = languages.find(program.language)
-                if language is None:
-                    raise ValueError(problem)
+                find_language(program.language)
                 async with self._running:
                     # Cancelled when the client disconnects: the program is killed and its slot is free.
                     run = self._sandbox.submit(
@@ -93,7 +92,7 @@ class SandboxServer:
                         limits=limits,
                     )
                     result = await asyncio.wrap_future(run)
-            except ValueError as error:  # also a path that leads out of the program's directory
+            except ValueError as error:  # also a file name outside of the program's directory
                 raise HttpError(422, f"{error}.") from error
         finally:
             self._admitted -= 1

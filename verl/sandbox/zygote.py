@@ -1,8 +1,8 @@
-"""The first process of a sandbox: finds out what this host can isolate, then forks runs that are ready to start.
+"""The zygote: the process of a sandbox that probes what this host can isolate, then forks the runs.
 
-It starts from scratch, with one thread, a clean environment and nothing of the caller's memory, so forks of it tell a
-program nothing. It is no process pool (`utils/process_pool`), whose workers serve many calls of one trust: here every
-process is isolated before it knows its job and serves one. It ends, and all runs with it, when the caller does.
+It is a new interpreter with one thread, a clean environment and nothing of the caller's memory, so its forks reveal
+nothing to a program. Unlike workers of a process pool (`utils/process_pool`), every fork is isolated before it receives
+its job, and serves only one. The zygote and all runs end when the caller ends.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from verl.sandbox import landlock, linux, room, seccomp, wire
+from verl.sandbox import filesystem, linux, seccomp, streams
 from verl.sandbox.cgroup import CgroupParent
-from verl.sandbox.init import as_process
-from verl.sandbox.keeper import keep
-from verl.sandbox.memory_usage import socket_bytes
-from verl.sandbox.program import Confinement
+from verl.sandbox.program import Confinement, run_and_exit
+from verl.sandbox.supervisor import supervise
+from verl.sandbox.usage import socket_bytes
 from verl.utils import process_tree
 
-_LOOK_FOR_PARENT_SECONDS = 2.0
-_ENDING_SECONDS = 2.0
-_FOLDERS = "verl-sandbox-"
-# Numbers that no person has on a usual system, and that a container with 65,536 users has, too.
+_CHECK_PARENT_SECONDS = 2.0
+_END_SECONDS = 2.0
+_FOLDER_PREFIX = "verl-sandbox-"
+# User ids that are unused on usual systems and exist in containers with 65,536 users.
 _FIRST_USER, _USERS = 61184, 4000
-# What programs import most: loaded once, shared by all.
+# Modules that programs import most: loaded once, shared by all runs.
 _PRELOAD = (
     "array bisect collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools "
     "json math operator os random re statistics string sys textwrap time traceback typing encodings.ascii "
@@ -50,10 +49,10 @@ _PRELOAD = (
 
 
 def main(control_fd: int) -> None:
-    """Say what can be isolated, then fork a run for every socket that comes."""
+    """Report what can be isolated, then fork a run for every socket that arrives over the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
-    options, _, _ = wire.receive(control)
+    options, _, _ = streams.receive(control)
     parent = os.getppid()
     process_tree.adopt_orphans()
     for name in _PRELOAD.split():
@@ -61,11 +60,11 @@ def main(control_fd: int) -> None:
     for name, source in options["modules"].items():
         sys.modules[name] = ModuleType(name)
         exec(compile(source, f"{name}.py", "exec"), sys.modules[name].__dict__)
-    paths = tuple(room.readable(options["read"], options["temporary"]))
-    socket_bytes()  # of the host's network namespace
+    paths = tuple(filesystem.readable_paths(options["read"], options["temporary"]))
+    socket_bytes()  # cached before the network namespace changes
     cgroups, reason = _open_cgroups(options["cgroup"])
     try:
-        confinement, missing = _find_out(paths, cgroups is not None)
+        confinement, missing = _probe_isolation(paths, cgroups is not None)
         header = {
             "namespaces": confinement.namespaces,
             "landlock": confinement.landlock,
@@ -73,21 +72,21 @@ def main(control_fd: int) -> None:
             "cgroup": cgroups.version if cgroups is not None else 0,
             "missing": [*missing, *reason, *_choose_temporary(options["temporary"], confinement)],
         }
-        wire.send(control, header)
+        streams.send(control, header)
         if not options["probe"]:
             linux.prctl(linux.PR_SET_DUMPABLE, 0)
             if confinement.seccomp:
-                # Built once, inherited by all.
-                seccomp.filter_of(confinement.namespaces, None, confinement.among_users_files, confinement.accounted)
+                # Cached here, inherited by all runs.
+                seccomp.build_filter(confinement.namespaces, None, confinement.among_users_files, confinement.accounted)
             _Zygote(control, parent, confinement, cgroups).serve()
     finally:
         if cgroups is not None:
             cgroups.close()
 
 
-def _open_cgroups(wanted: bool) -> tuple[CgroupParent | None, list[str]]:
-    """The cgroup for runs, after a process has entered a child of it and read its limits; or why there is none."""
-    if not wanted:
+def _open_cgroups(enabled: bool) -> tuple[CgroupParent | None, list[str]]:
+    """The cgroup for runs, verified by a process that enters a child of it; or None and the reason."""
+    if not enabled:
         return None, ["no cgroup (disabled)"]
     try:
         cgroups = CgroupParent()
@@ -109,12 +108,12 @@ def _enter_cgroup(cgroups: CgroupParent) -> None:
     run.out_of_memory()
 
 
-def _find_out(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, list[str]]:
-    """Try everything in a process of its own; where namespaces work, this one moves into the tree of the runs."""
+def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, list[str]]:
+    """Try every kernel feature in a fork; if namespaces work, this process enters the new root of the runs."""
     missing = []
     plain = Confinement(
         namespaces=False,
-        landlock=landlock.abi(),
+        landlock=linux.landlock_abi(),
         seccomp=False,
         own_user=False,
         paths=paths,
@@ -127,17 +126,17 @@ def _find_out(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, lis
         missing.append("no Landlock")
     plain = replace(plain, seccomp=problem is None)
     root = os.geteuid() == 0
-    own_user = root and _try(lambda: linux.become(_FIRST_USER)) is None
+    own_user = root and _try(lambda: linux.become_user(_FIRST_USER)) is None
     if root and not own_user:
         missing.append("root cannot become another user here, so programs run as root")
     problem = _try(lambda: _enter_all(paths, own_user, accounted))
     if problem is None:
-        _enter_tree(paths, accounted)
+        _enter_root(paths, accounted)
         return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
     missing.insert(0, f"no namespaces ({problem})")
     if own_user and _try(lambda: _enter_all_as_user(paths, accounted)) is None:
-        linux.become(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
-        _enter_tree(paths, accounted)
+        linux.become_user(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
+        _enter_root(paths, accounted)
         return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing[1:]
     confined = replace(plain, own_user=own_user)
     if own_user and _try(lambda: _read_python(None)) is not None:
@@ -150,19 +149,19 @@ def _find_out(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, lis
 
 
 def _counts_by_namespace() -> bool:
-    """Since Linux 5.14 the limit on processes counts those of the user's namespace, before that all of the user's."""
+    """Since Linux 5.14, RLIMIT_NPROC counts the processes of the user namespace, before that all of the user."""
     major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
     return (major, minor) >= (5, 14)
 
 
 def _read_python(capability: int | None) -> None:
-    """Fails where an unprivileged user cannot, or not even with the capability."""
-    linux.become(_FIRST_USER, capability)
+    """Raise OSError if an unprivileged user, with the capability, cannot read this Python."""
+    linux.become_user(_FIRST_USER, capability)
     os.listdir(os.path.dirname(os.__file__))
 
 
 def _try(action: Callable[[], object]) -> str | None:
-    """Do something of no return in a fork; why it failed."""
+    """Execute an irreversible action in a fork; return why it failed, None if it did not."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -171,54 +170,56 @@ def _try(action: Callable[[], object]) -> str | None:
         def attempt() -> None:
             try:
                 action()
-            except Exception as error:  # noqa: BLE001 - told in words
+            except Exception as error:  # noqa: BLE001 - its message is reported
                 os.write(writing, (str(error) or repr(error)).encode()[:500])
 
-        as_process(attempt)
+        run_and_exit(attempt)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        words = pipe.read().decode(errors="replace")
+        problem = pipe.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
-    return words or (f"it ended with {status}" if status else None)
+    return problem or (f"it ended with {status}" if status else None)
 
 
 def _enter_all(paths: tuple[str, ...], own_user: bool, accounted: bool) -> None:
-    _enter_tree(paths, accounted)
-    _enter_room(paths, _FIRST_USER if own_user else None)
+    _enter_root(paths, accounted)
+    _enter_namespaces(paths, _FIRST_USER if own_user else None)
     child = os.fork()
     if child == 0:
-        as_process(room.own_proc)
+        run_and_exit(filesystem.mount_proc)
     if os.waitpid(child, 0)[1]:
         raise OSError("no /proc of its own")
 
 
 def _enter_all_as_user(paths: tuple[str, ...], accounted: bool) -> None:
-    linux.become(_FIRST_USER)
+    linux.become_user(_FIRST_USER)
     _enter_all(paths, False, accounted)
 
 
-def _enter_tree(paths: tuple[str, ...], accounted: bool) -> None:
-    """A mount namespace whose root holds only what programs may see; runs get theirs from it."""
+def _enter_root(paths: tuple[str, ...], accounted: bool) -> None:
+    """Enter a mount namespace whose root contains only what programs may see; runs copy it."""
     user, group = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWNS | (linux.CLONE_NEWUSER if user else 0))
     if user:
         linux.map_user(user, user, group)
-    room.build(paths, accounted)
+    filesystem.enter_new_root(paths, accounted)
 
 
-def _enter_room(paths: tuple[str, ...], user: int | None) -> None:
-    """All namespaces for one run; `user`: whom root becomes before."""
+def _enter_namespaces(paths: tuple[str, ...], user: int | None) -> None:
+    """Enter the namespaces of one run; `user`: the user id that root takes before."""
     if user is not None:
-        linux.become(user)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # who cannot be looked into cannot write its own maps either
+        linux.become_user(user)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # otherwise it cannot write its own uid_map
     owner, group = os.geteuid(), os.getegid()
     linux.unshare(linux.NEW_NAMESPACES & ~linux.CLONE_NEWCGROUP)
-    linux.map_user(room.USER, owner, group)
-    room.furnish(paths)
+    linux.map_user(filesystem.USER, owner, group)
+    filesystem.mount_private_folders(paths)
     socket.sethostname("sandbox")
 
 
 class _Zygote:
+    """Forks a supervisor per run and cleans up after it."""
+
     def __init__(
         self, control: socket.socket, parent: int, confinement: Confinement, cgroups: CgroupParent | None
     ) -> None:
@@ -226,16 +227,16 @@ class _Zygote:
         self._parent = parent
         self._confinement = confinement
         self._next_user = random.SystemRandom().randrange(_USERS)
-        self._keepers: dict[int, str | None] = {}  # with their folders
+        self._supervisors: dict[int, str | None] = {}  # pid: folder of the run
         self._cgroups = cgroups
         self._number = 0
-        self._run_cgroups: dict[int, str] = {}  # by keeper
-        self._old_cgroups: set[str] = set()  # to be removed when their last process has ended
-        self._base = None if confinement.namespaces else _own_base()
-        self._woken, waking = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(waking, False)
-        signal.set_wakeup_fd(waking)
+        self._run_cgroups: dict[int, str] = {}  # by pid of the supervisor
+        self._old_cgroups: set[str] = set()  # removed when their last process has ended
+        self._base = None if confinement.namespaces else _create_base_folder()
+        self._child_ended, wakeup = os.pipe()  # readable after SIGCHLD
+        os.set_blocking(self._child_ended, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
         gc.freeze()
@@ -243,19 +244,19 @@ class _Zygote:
     def serve(self) -> None:
         try:
             while os.getppid() == self._parent:
-                ready, _, _ = select.select([self._control.fileno(), self._woken], [], [], _LOOK_FOR_PARENT_SECONDS)
+                ready, _, _ = select.select([self._control.fileno(), self._child_ended], [], [], _CHECK_PARENT_SECONDS)
                 if self._control.fileno() in ready:
                     message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
                     if not message:
                         return
                     self._start(descriptors[0])
-                if self._woken in ready:
-                    os.read(self._woken, 4096)
+                if self._child_ended in ready:
+                    os.read(self._child_ended, 4096)
                     self._reap()
                 if not ready:
-                    self._end_stopped()
+                    self._kill_stopped()
         finally:
-            self._end_all()
+            self._kill_all()
 
     def _start(self, descriptor: int) -> None:
         self._next_user = (self._next_user + 1) % _USERS
@@ -267,32 +268,32 @@ class _Zygote:
             self._cgroups.create(cgroup)
         pid = os.fork()
         if pid == 0:
-            as_process(lambda: self._be_keeper(descriptor, user, folder, cgroup))
+            run_and_exit(lambda: self._run_supervisor(descriptor, user, folder, cgroup))
         os.close(descriptor)
-        self._keepers[pid] = folder
+        self._supervisors[pid] = folder
         self._run_cgroups[pid] = cgroup
 
-    def _be_keeper(self, descriptor: int, user: int, folder: str | None, cgroup: str) -> None:
+    def _run_supervisor(self, descriptor: int, user: int, folder: str | None, cgroup: str) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        linux.end_with_parent()
+        linux.die_with_parent()
         self._control.close()
         link = socket.socket(fileno=descriptor)
         confinement = self._confinement
-        becomes = user if confinement.own_user and os.geteuid() == 0 else None
+        new_user = user if confinement.own_user and os.geteuid() == 0 else None
         try:
-            accounting = self._cgroups.open(cgroup) if self._cgroups is not None else None
+            run_cgroup = self._cgroups.open(cgroup) if self._cgroups is not None else None
             if folder is None:
-                _enter_room(confinement.paths, becomes)
+                _enter_namespaces(confinement.paths, new_user)
             else:
                 confinement = replace(confinement, folder=folder)
-                if becomes is not None:
-                    os.chown(folder, becomes, becomes)
-                    linux.become(becomes, confinement.capability)
+                if new_user is not None:
+                    os.chown(folder, new_user, new_user)
+                    linux.become_user(new_user, confinement.capability)
                 process_tree.adopt_orphans()
-            linux.end_with_parent()  # a new user forgets it
+            linux.die_with_parent()  # again: a change of user resets it
             linux.prctl(linux.PR_SET_DUMPABLE, 0)
-            keep(link, confinement, accounting)
+            supervise(link, confinement, run_cgroup)
         except OSError as error:
             header: dict[str, Any] = {
                 "status": "refused",
@@ -301,35 +302,35 @@ class _Zygote:
                 "compile": None,
                 "files": [],
             }
-            wire.send(link, header, [b"", f"this run could not be isolated: {error}".encode()])
+            streams.send(link, header, [b"", f"this run could not be isolated: {error}".encode()])
 
     def _reap(self) -> None:
-        """Ended runs, what they left in the file system, and what escaped from a keeper that was killed."""
+        """Clean up after runs that ended: their folder, cgroup, and processes whose supervisor was killed."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                folder = self._keepers.pop(pid, None)
+                folder = self._supervisors.pop(pid, None)
                 if folder is not None:
                     _remove(folder)
                 if self._cgroups is not None and pid in self._run_cgroups:
                     self._old_cgroups.add(self._run_cgroups.pop(pid))
         if self._cgroups is not None:
             self._old_cgroups = {name for name in self._old_cgroups if not self._cgroups.remove(name)}
-        for orphan in set(process_tree.children(os.getpid())) - set(self._keepers):
+        for orphan in set(process_tree.children(os.getpid())) - set(self._supervisors):
             process_tree.kill_tree(orphan)
 
-    def _end_stopped(self) -> None:
-        """A program that may signal its keeper could stop it, and so its clock."""
-        for pid in self._keepers:
+    def _kill_stopped(self) -> None:
+        """Kill runs whose supervisor was stopped: a program that may signal it could evade its time limit so."""
+        for pid in self._supervisors:
             if process_tree.why_not_running(pid) == "stopped":
                 process_tree.kill_tree(pid)
 
-    def _end_all(self) -> None:
-        for pid in self._keepers:
+    def _kill_all(self) -> None:
+        for pid in self._supervisors:
             process_tree.kill_tree(pid)
-        give_up = time.monotonic() + _ENDING_SECONDS
+        give_up = time.monotonic() + _END_SECONDS
         while process_tree.children(os.getpid()) and time.monotonic() < give_up:
             self._reap()
             time.sleep(0.002)
@@ -337,30 +338,30 @@ class _Zygote:
             _remove(self._base)
 
 
-def _own_base() -> str:
-    """A folder for the runs' folders. Those of zygotes that were killed are removed: their lock is free."""
+def _create_base_folder() -> str:
+    """Create the folder for the runs' folders. Remove those of killed zygotes, whose lock is free."""
     parent = tempfile.gettempdir()
     for name in os.listdir(parent):
-        if name.startswith(_FOLDERS):
-            place = os.path.join(parent, name)
-            lock = _lock(place)
+        if name.startswith(_FOLDER_PREFIX):
+            stale = os.path.join(parent, name)
+            lock = _lock(stale)
             if lock is not None:
-                _remove(place)
+                _remove(stale)
                 os.close(lock)
     while True:
-        base = tempfile.mkdtemp(prefix=_FOLDERS, dir=parent)
-        lock = _lock(base)  # for as long as this process lives
+        base = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
+        lock = _lock(base)  # held as long as this process lives
         if lock is None:
-            continue  # another zygote, which starts now, has just taken it for one left behind
+            continue  # another zygote, which starts now, holds it to remove it as stale
         if os.path.isdir(base):
             os.fchmod(lock, 0o711)
             return base
-        os.close(lock)  # the same, and it has removed it
+        os.close(lock)  # another zygote has removed it already
 
 
 def _choose_temporary(folder: str, confinement: Confinement) -> list[str]:
-    """Put the runs' folders among the caller's temporary files (TMPDIR), unless programs of root, which have a user of
-    their own, cannot enter it."""
+    """Put the runs' folders into the caller's TMPDIR, unless programs of root, which have their own user, cannot enter
+    it; return a description if so."""
     if not confinement.namespaces and confinement.own_user and _try(partial(_enter_folder, folder)) is not None:
         return [f"TMPDIR={folder} is closed to other users, so folders of programs are in {tempfile.gettempdir()}"]
     tempfile.tempdir = folder
@@ -368,12 +369,12 @@ def _choose_temporary(folder: str, confinement: Confinement) -> list[str]:
 
 
 def _enter_folder(folder: str) -> None:
-    linux.become(_FIRST_USER)
+    linux.become_user(_FIRST_USER)
     os.chdir(folder)
 
 
 def _lock(folder: str) -> int | None:
-    """None: it belongs to a living zygote, or to another user, or is no folder."""
+    """A descriptor that holds the lock of a folder; None if a living zygote or another user owns it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -389,7 +390,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _remove(folder: str) -> None:
-    """Also what a program made hard to remove: closed folders, or nested ones by the thousand."""
+    """Remove a folder, also if it contains unreadable or very deeply nested folders."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):

@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 import pytest
 
-from verl.sandbox.disk_usage import DiskUsage
-from verl.sandbox.room import MOST_FILES
+from verl.sandbox.filesystem import MAX_FILES
+from verl.sandbox.usage import DiskUsage
 from verl.sandbox.zygote import _remove as remove
 
 
 def over(folder: Path, open_files: Mapping[int, int] = MappingProxyType({}), mapped: Set[int] = frozenset()) -> bool:
-    return DiskUsage(str(folder), 2).over(open_files, mapped, lambda: None)
+    return DiskUsage(str(folder), 2).exceeds_limit(open_files, mapped, lambda: None)
 
 
 def fill(place: Path, megabytes: int) -> None:
@@ -57,7 +57,7 @@ def test_folders_of_any_depth(tmp_path: Path) -> None:
 
 def test_too_many_files(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    for number in range(MOST_FILES):
+    for number in range(MAX_FILES):
         os.link(tmp_path / "a", tmp_path / str(number))
     assert over(tmp_path)
 
@@ -73,10 +73,10 @@ def test_a_mapped_file_counts_as_it_was_last_seen(tmp_path: Path) -> None:
     usage = DiskUsage(str(tmp_path), 2)
     fill(tmp_path / "a", 1)
     inode = (tmp_path / "a").stat().st_ino
-    assert not usage.over({}, set(), lambda: None)
+    assert not usage.exceeds_limit({}, set(), lambda: None)
     (tmp_path / "a").unlink()
     fill(tmp_path / "b", 1)
-    assert not usage.over({}, {inode}, lambda: None)
+    assert not usage.exceeds_limit({}, {inode}, lambda: None)
     assert usage.pause < 0.025, "the closer to the limit, the sooner the next look"
 
 

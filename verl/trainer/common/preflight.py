@@ -98,7 +98,7 @@ def check_code_runner(config: PPOConfig) -> None:
     """
     from verl.sandbox.code_runner import CodeSettings
 
-    settings = CodeSettings.of(config.sandbox, config.sandbox_fusion)
+    settings = CodeSettings.from_config(config.sandbox, config.sandbox_fusion)
     users = [*_code_tools(config), *_code_data_sources(config)]
     if not users:
         return

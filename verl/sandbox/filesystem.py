@@ -1,4 +1,7 @@
-"""Where a program lives: a tree of its own with the installed programs read-only, or a bare folder behind Landlock."""
+"""The file system that a program sees: its own root with the installed programs read-only.
+
+Without namespaces a program has a plain folder and Landlock; then only `readable_paths` and `devices` are used.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from verl.sandbox import linux
 
-USER = 1000  # what a program's user is called inside
+USER = 1000  # id of the program's user inside its namespace
 WORK = "/tmp/work"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 _SETTINGS = (
@@ -23,9 +26,9 @@ _SETTINGS = (
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ZERO = "/dev/zero"
-FILE_MB = 64
-MOST_FILES = 16384  # most files in the private directories; each costs the kernel a kilobyte
-_OWN_SETTINGS = {
+DEFAULT_FILE_MB = 64
+MAX_FILES = 16384  # in the private folders; each takes a kilobyte of kernel memory
+_GENERATED_FILES = {
     "/etc/passwd": f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n",
     "/etc/group": f"sandbox:x:{USER}:\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
@@ -33,69 +36,69 @@ _OWN_SETTINGS = {
 }
 
 
-def readable(extra: Iterable[str], temporary: str) -> list[str]:
-    """What every program may read and run: the system's programs, this Python with its packages, and `extra`."""
+def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
+    """Paths that every program may read and execute: the system's programs, this Python with its packages, `extra`."""
     tools = [os.path.realpath(path) for name in ("node", "g++", "bash") if (path := shutil.which(name))]
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
-    python += [os.path.realpath(path) for path in python]  # an environment may be a link to another folder
+    python += [os.path.realpath(path) for path in python]  # an environment may be a symlink
     python.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
     wanted = [*_SYSTEM, *_SETTINGS, *python, *(os.path.dirname(os.path.dirname(tool)) for tool in tools), *extra]
-    # An interpreter in the root, in a home directory or among temporary files itself would open all of it.
-    closed = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp", os.path.abspath(temporary)}
-    found: list[str] = []
+    # Never these as a whole, even if an interpreter is installed directly in one of them.
+    excluded = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp", os.path.abspath(temporary)}
+    paths: list[str] = []
     for path in map(os.path.abspath, wanted):
-        covered = any(path == other or path.startswith(other + "/") for other in found)
-        if os.path.lexists(path) and path not in closed and not covered:
-            found.append(path)
-    return found
+        covered = any(path == other or path.startswith(other + "/") for other in paths)
+        if os.path.lexists(path) and path not in excluded and not covered:
+            paths.append(path)
+    return paths
 
 
 def devices(accounted: bool) -> tuple[str, ...]:
-    """Without kernel accounting there is no /dev/zero: mapped, it is shared memory that cannot be counted."""
+    """Devices of a program. Without a cgroup not /dev/zero: a mapping of it is shared memory that is not counted."""
     return DEVICES if accounted else tuple(path for path in DEVICES if path != _ZERO)
 
 
-def build(paths: Sequence[str], accounted: bool) -> None:
-    """Move this process, which has a mount namespace of its own, into a new root with nothing but `paths` in it."""
+def enter_new_root(paths: Sequence[str], accounted: bool) -> None:
+    """Move this process, which has its own mount namespace, into a new root that contains only `paths`."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    # Held before the new tree covers /tmp, where an environment may well be.
-    held = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(accounted), "/proc")}
+    # Opened before the new root is mounted over /tmp, where a Python environment may be.
+    opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(accounted), "/proc")}
     if not accounted:
-        held[_ZERO] = os.open("/dev/full", os.O_PATH)  # reads the same and cannot be mapped
-    links = {path: os.readlink(path) for path in held if os.path.islink(path)}
-    folders = {path for path in held if os.path.isdir(path)}
+        opened[_ZERO] = os.open("/dev/full", os.O_PATH)  # reads as zeros, too, and cannot be mapped
+    links = {path: os.readlink(path) for path in opened if os.path.islink(path)}
+    folders = {path for path in opened if os.path.isdir(path)}
     linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=4m")
     os.chdir("/tmp")
-    for path, descriptor in held.items():
-        place = path[1:]
-        os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+    for path, descriptor in opened.items():
+        target = path[1:]
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
         if path in links:
-            os.symlink(links[path], place)
+            os.symlink(links[path], target)
         else:
             if path in folders:
-                os.makedirs(place, exist_ok=True)
+                os.makedirs(target, exist_ok=True)
             else:
-                os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
-            linux.mount(f"/proc/self/fd/{descriptor}", place, None, linux.MS_BIND | linux.MS_REC)
+                os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+            linux.mount(f"/proc/self/fd/{descriptor}", target, None, linux.MS_BIND | linux.MS_REC)
             if path not in DEVICES and path != "/proc":
-                linux.protect_mount(place)
+                linux.protect_mount(target)
         os.close(descriptor)
     for folder in ("tmp", "dev/shm", "etc"):
         os.makedirs(folder, exist_ok=True)
-    for path, text in _OWN_SETTINGS.items():
+    for path, text in _GENERATED_FILES.items():
         with open(path[1:], "w", encoding="utf-8") as file:
             file.write(text)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"dev/{name}")
     os.symlink("/proc/self/fd", "dev/fd")
-    linux.pivot_here()
+    linux.pivot_root()
     linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4m")
 
 
-def furnish(paths: Sequence[str]) -> None:
-    """A fresh /tmp and /dev/shm, in memory, for this run only. Needs a mount namespace of its own, inside `build`."""
+def mount_private_folders(paths: Sequence[str]) -> None:
+    """Mount a new /tmp and /dev/shm, in memory, for one run. Needs an own mount namespace below `enter_new_root`."""
     covered = {path: os.open(path, os.O_PATH) for path in paths if path.startswith("/tmp/")}
-    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(FILE_MB))
+    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(DEFAULT_FILE_MB))
     os.mkdir("/tmp/.shm", 0o700)
     os.mkdir(WORK, 0o700)
     linux.mount("/tmp/.shm", "/dev/shm", None, linux.MS_BIND)
@@ -109,12 +112,12 @@ def furnish(paths: Sequence[str]) -> None:
         os.close(descriptor)
 
 
-def resize(file_mb: int) -> None:
+def resize_private_folders(file_mb: int) -> None:
     linux.mount("sandbox", "/tmp", None, linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, _size(file_mb))
 
 
-def own_proc() -> None:
-    """/proc with the processes of this namespace; where the host does not allow it, none at all."""
+def mount_proc() -> None:
+    """Mount /proc with the processes of this namespace; an empty one if the host does not allow that."""
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_RDONLY
     try:
         linux.mount("proc", "/proc", "proc", flags)
@@ -123,4 +126,4 @@ def own_proc() -> None:
 
 
 def _size(file_mb: int) -> str:
-    return f"mode=1777,size={file_mb}m,nr_inodes={MOST_FILES}"
+    return f"mode=1777,size={file_mb}m,nr_inodes={MAX_FILES}"

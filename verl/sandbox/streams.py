@@ -1,0 +1,177 @@
+"""Messages between the processes of a sandbox, and the standard streams of a program."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SIZE = struct.Struct("!I")
+_MAX_HEADER_BYTES = 1 << 24
+_READ_BYTES = 1 << 16
+
+# -- messages: a JSON header and byte strings; nothing in them can be executed -------------------------------------
+
+
+def send(
+    link: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message; descriptors are attached to its first byte."""
+    text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
+    message = b"".join([_SIZE.pack(len(text)), text, *blobs])
+    sent = socket.send_fds(link, [message], descriptors) if descriptors else 0
+    link.sendall(memoryview(message)[sent:])
+
+
+def receive(link: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any], list[bytes], list[int]]:
+    """Return header, byte strings and descriptors of the next message; EOFError if the other side has closed."""
+    descriptors: list[int] = []
+    if max_descriptors:
+        start, descriptors, _, _ = socket.recv_fds(link, _SIZE.size, max_descriptors)
+        size = start + (_read_exactly(link, _SIZE.size - len(start)) if start else b"")
+    else:
+        size = _read_exactly(link, _SIZE.size)
+    if len(size) < _SIZE.size:
+        raise EOFError
+    (length,) = _SIZE.unpack(size)
+    if length > _MAX_HEADER_BYTES:
+        raise EOFError("not a message of a sandbox")
+    header = json.loads(_read_exactly(link, length))
+    return header, [_read_exactly(link, size) for size in header["sizes"]], descriptors
+
+
+def _read_exactly(link: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        chunk = link.recv(min(count - len(received), 1 << 20))
+        if not chunk:
+            raise EOFError
+        received += chunk
+    return bytes(received)
+
+
+# -- stdin, stdout and stderr of a program that may never read, never stop writing, or leave them open ---------------
+
+
+class Output:
+    """The output of a program, up to `max_bytes` in total; `truncated`: there was more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self._left = max_bytes
+        self.truncated = False
+
+    def add(self, stream: bytearray, chunk: bytes) -> None:
+        self.truncated |= len(chunk) > self._left
+        stream += chunk[: self._left]
+        self._left -= min(len(chunk), self._left)
+
+
+class Pipes:
+    """Non-blocking ends of a program's stdin, stdout and stderr. `program_ends`: the descriptors to send to it."""
+
+    def __init__(self, stdin: bytes, output: Output) -> None:
+        self.output = output
+        self._stdin = memoryview(stdin)
+        (program_in, self._in), (self._out, program_out), (self._err, program_err) = os.pipe(), os.pipe(), os.pipe()
+        self.program_ends = [program_in, program_out, program_err]
+        for descriptor in (self._in, self._out, self._err):
+            os.set_blocking(descriptor, False)
+        self._open = {self._out, self._err}
+        self._poll = select.poll()
+        for descriptor in self._open:
+            self._poll.register(descriptor, select.POLLIN)
+        self._stdin_open = True
+        if not stdin:
+            self._close_stdin()
+        else:
+            self._poll.register(self._in, select.POLLOUT)
+
+    def __enter__(self) -> Pipes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_program_ends()
+        self._close_stdin()
+        for descriptor in (self._out, self._err):
+            os.close(descriptor)
+
+    def close_program_ends(self) -> None:
+        for descriptor in self.program_ends:
+            os.close(descriptor)
+        self.program_ends = []
+
+    def transfer(self, links: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
+        """Read and write what is possible within `seconds`; return those of `links` that are readable."""
+        by_number = {link.fileno(): link for link in links}
+        for number in by_number:
+            self._poll.register(number, select.POLLIN)
+        ready = []
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            if descriptor in by_number:
+                ready.append(by_number[descriptor])
+            elif descriptor == self._in:
+                self._write_stdin()
+            else:
+                self._read(descriptor)
+        for number in by_number:
+            self._poll.unregister(number)
+        return ready
+
+    def drain(self, deadline: float) -> None:
+        """Read until the pipes are closed or the deadline has passed, and then what is left in them.
+
+        No more than the capacity of a pipe: a process that still runs may write faster than this reads.
+        """
+        while self._open:
+            timeout = max(deadline - time.monotonic(), 0.0)
+            ready = [descriptor for descriptor, _ in self._poll.poll(timeout * 1000) if descriptor in self._open]
+            if not ready:
+                return
+            if time.monotonic() >= deadline:
+                break
+            for descriptor in ready:
+                self._read(descriptor)
+        for descriptor in tuple(self._open):
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (count := self._read(descriptor)):
+                left -= count
+
+    def _read(self, descriptor: int) -> int:
+        """Read once; the number of bytes, 0 if there are none now or the pipe is closed."""
+        stream = self.output.stdout if descriptor == self._out else self.output.stderr
+        try:
+            chunk = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        if chunk:
+            self.output.add(stream, chunk)
+        else:
+            self._poll.unregister(descriptor)
+            self._open.discard(descriptor)
+        return len(chunk)
+
+    def _write_stdin(self) -> None:
+        try:
+            self._stdin = self._stdin[os.write(self._in, self._stdin[:_READ_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # the program has closed its stdin
+            self._stdin = self._stdin[:0]
+        if not self._stdin:
+            self._poll.unregister(self._in)
+            self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        if self._stdin_open:
+            self._stdin_open = False
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._in)
+            os.close(self._in)

@@ -1,0 +1,392 @@
+"""The supervisor of a run: enforces its limits, kills all of its processes, and reports the result.
+
+A run has three processes. The supervisor (here) creates the namespaces and is invisible to the program; the init is the
+first process of the program's process namespace, so that all others end with it; the program is the init's child
+(`program.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from verl.sandbox import filesystem, streams
+from verl.sandbox.cgroup import RunCgroup
+from verl.sandbox.program import FINISHED, MEMORY, Confinement, kill_descendants, run_and_exit, run_init
+from verl.sandbox.streams import Output, Pipes
+from verl.sandbox.usage import DiskUsage, MemoryUsage, RunProcesses
+
+_CHECK_SECONDS = 0.025
+_IDLE_CHECK_SECONDS = 0.2  # between two cells of a session
+_DRAIN_SECONDS = 0.5
+_INTERRUPT_SECONDS = 1.0
+_OWN_PROCESSES = 2  # the kernel counts supervisor and init, too
+
+
+class Cancelled(Exception):
+    """The caller has closed the connection."""
+
+
+def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> None:
+    """Serve the one job that arrives over `link`; this process is in the run's namespaces already.
+
+    `cgroup`: entered by the init; the supervisor stays outside, so that it survives if the kernel kills the run.
+    """
+    ours, theirs = socket.socketpair()
+    # The init, in the same mount namespace, mounts its own /proc over the host's: only this descriptor leads there.
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
+    init = os.fork()
+    if init == 0:
+        ours.close()
+        link.close()
+        run_and_exit(lambda: run_init(theirs, confinement, cgroup))
+    theirs.close()
+    supervisor = _Supervisor(link, ours, init, RunProcesses(proc), confinement, cgroup)
+    try:
+        supervisor.serve()
+    except (EOFError, ConnectionError, Cancelled):
+        pass  # no caller to report to
+    finally:
+        supervisor.kill_run()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        link: socket.socket,
+        program: socket.socket,
+        init: int,
+        processes: RunProcesses,
+        confinement: Confinement,
+        cgroup: RunCgroup | None,
+    ) -> None:
+        self._link = link
+        self._program = program
+        self._init: int | None = init
+        self._confinement = confinement
+        self._processes = processes
+        self._cgroup = cgroup
+
+    def serve(self) -> None:
+        _warm_up()
+        job, blobs, _ = streams.receive(self._link)
+        self._limits = job["limits"]
+        self._output = Output(self._limits["output_bytes"])
+        self._start_accounting()
+        if job["session"]:
+            self._serve_session(job)
+        else:
+            self._serve_run(job, blobs)
+
+    def _start_accounting(self) -> None:
+        limits, confinement = self._limits, self._confinement
+        self._disk: DiskUsage | None = None
+        files_in_memory_mb = 0
+        if not confinement.namespaces:
+            self._disk = DiskUsage(confinement.folder, limits["file_mb"])
+        else:
+            files_in_memory_mb = limits["file_mb"]
+            if limits["file_mb"] != filesystem.DEFAULT_FILE_MB:
+                filesystem.resize_private_folders(limits["file_mb"])
+        self._memory = MemoryUsage(self._processes, limits["memory_mb"], confinement.seccomp, confinement.namespaces)
+        if self._cgroup is not None:  # it counts files in memory, too
+            self._cgroup.limit((limits["memory_mb"] + files_in_memory_mb) << 20, limits["processes"] + 1)
+
+    # -- one program ---------------------------------------------------------------------------------------------
+
+    def _serve_run(self, job: dict[str, Any], blobs: list[bytes]) -> None:
+        stdin, *files = blobs
+        compiled: dict[str, Any] | None = None
+        compiler_output: list[bytes] = []
+        outcome: dict[str, Any]
+        outcome, output = {"status": "finished", "return_code": None, "seconds": 0.0}, [b"", b""]
+        if job["compile"]:
+            compiled, compiler_output = self._run_step(job["compile"], job, files, b"", self._limits["compile_s"])
+            outcome["status"] = compiled["status"]
+            files = []
+        if compiled is None or compiled["return_code"] == 0:
+            start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
+            if compiled is not None and self._confinement.among_users_files:
+                _make_executable(self._confinement.folder, start[0])  # the linker may not
+            outcome, output = self._run_step(start, job, files, stdin, self._limits["wall_s"])
+        fetched, truncated = self._fetch(job["fetch"])  # every process that could change a file has ended
+        if truncated and outcome["status"] == "finished":
+            outcome["status"] = "output"
+        header = {**outcome, "compile": compiled, "files": list(fetched)}
+        streams.send(self._link, header, [*output, *compiler_output, *fetched.values()])
+
+    def _run_step(
+        self, start: Sequence[str], job: dict[str, Any], files: list[bytes], stdin: bytes, wall_s: float
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Run the compiler or the program; return status, return code and seconds, and [stdout, stderr]."""
+        self._output = Output(self._limits["output_bytes"])
+        began = time.monotonic()
+        channel, theirs = socket.socketpair()
+        with channel, Pipes(stdin, self._output) as pipes:
+            self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
+            # A Python program reports its end on the channel: its exit need not be awaited if no file is fetched.
+            awaited = [self._program] if start or job["fetch"] else [channel, self._program]
+            problem, message = self._wait_for_message(pipes, awaited, began + wall_s)
+            if message == {"report": b""}:  # the channel was closed without a report: wait for the exit
+                problem, message = self._wait_for_message(pipes, [self._program], began + wall_s)
+            seconds = time.monotonic() - began
+            if message is not None and "refused" in message:
+                refusal = f"this run could not be isolated: {message['refused']}"
+                return {"status": "refused", "return_code": None, "seconds": 0.0}, [b"", refusal.encode()]
+            code, drain_seconds = -int(signal.SIGKILL), _DRAIN_SECONDS
+            if message is None:
+                self.kill_run()
+            elif "report" in message:
+                code, drain_seconds = message["report"][0], 0.0
+            else:
+                code = message["code"]
+            pipes.drain(time.monotonic() + drain_seconds)
+        status, note = self._status(problem, code)
+        outcome = {"status": status, "return_code": code, "seconds": seconds}
+        return outcome, [bytes(self._output.stdout), bytes(self._output.stderr) + note]
+
+    def _send_job(
+        self, job: dict[str, Any], names: list[str], files: list[bytes], pipes: Pipes, channel: socket.socket
+    ) -> None:
+        """`channel`: the program reports its end on it with one byte. The model's code can write there, too, so
+        nothing but that byte is read."""
+        limits = {
+            "cpu_s": self._limits["cpu_s"],
+            "memory_bytes": self._limits["memory_mb"] << 20,
+            "file_bytes": self._limits["file_mb"] << 20,
+            "processes": self._limits["processes"] + _OWN_PROCESSES + self._other_processes_of_user(),
+        }
+        header = {**job, "files": names if files else [], "limits": limits}
+        with channel, contextlib.suppress(ConnectionError):  # the init has reported the reason already
+            streams.send(self._program, header, files, [*pipes.program_ends, channel.fileno()])
+        pipes.close_program_ends()
+
+    def _other_processes_of_user(self) -> int:
+        """Processes and threads that the kernel counts against RLIMIT_NPROC although they are not of this run."""
+        if self._confinement.own_user or self._cgroup is not None:  # the cgroup has its own limit
+            return 0
+        return self._processes.threads_of_user()
+
+    def _status(self, problem: str | None, code: int) -> tuple[str, bytes]:
+        """The status of a program, and what to append to its stderr."""
+        if problem is None and code and self._out_of_memory():
+            problem = self._memory_problem()
+        if problem == "timeout" or code == -signal.SIGXCPU:
+            return "timeout", b""
+        if problem is not None:
+            return ("memory" if "memory" in problem else "error"), f"\n[sandbox] killed: {problem}\n".encode()
+        if code:
+            last_line = bytes(self._output.stderr[-400:]).rstrip().rpartition(b"\n")[2]
+            out_of_memory = last_line.startswith(b"MemoryError") or b"std::bad_alloc" in last_line
+            return ("memory" if out_of_memory else "error"), b""
+        return ("output" if self._output.truncated else "finished"), b""
+
+    # -- a session -----------------------------------------------------------------------------------------------
+
+    def _serve_session(self, job: dict[str, Any]) -> None:
+        cells, theirs = socket.socketpair()
+        cells.settimeout(_INTERRUPT_SECONDS)  # a session that does not read its next cell is broken
+        problem: str | None = None
+        with Pipes(b"", self._output) as pipes:
+            self._send_job({"start": [], "script": None}, [], [], pipes, theirs)
+            while self._init is not None and problem is None:
+                # Limits hold between cells, too: a cell may have left processes running.
+                problem, message = self._wait_for_message(pipes, [self._link, self._program], None)
+                if message is not None and "cell" in message:
+                    streams.send(self._link, *self._serve_cell(message, cells, pipes))
+                elif message is not None and "interrupt" not in message:  # an interrupt came after its cell had ended
+                    problem = message.get("refused", "it ended between two cells")
+            if problem is not None:
+                self.kill_run()
+                while "cell" not in streams.receive(self._link)[0]:
+                    pass
+                streams.send(self._link, *self._cell_result(problem, b"", 0.0))
+
+    def _serve_cell(
+        self, cell: dict[str, Any], cells: socket.socket, pipes: Pipes
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        self._output = pipes.output = Output(self._limits["output_bytes"])
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
+        awaited = [cells, self._program]
+        problem, message = self._wait_for_message(pipes, awaited, began + cell["wall_s"])
+        if problem in ("timeout", "interrupted"):
+            self._interrupt()
+            second_problem, message = self._wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
+            problem = problem if second_problem is None else f"{problem}, and it did not stop"
+        seconds = time.monotonic() - began
+        report = message["report"] if message is not None and "report" in message else b""
+        if not report:
+            self.kill_run()
+        pipes.drain(time.monotonic() + (0.0 if report else _DRAIN_SECONDS))
+        return self._cell_result(problem, report, seconds)
+
+    def _cell_result(self, problem: str | None, report: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
+        """Header and output for the caller. `report`: the byte of a cell; empty if the session was killed."""
+        note = b"" if report else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
+        if problem is not None and "timeout" in problem:
+            status = "timeout"
+        elif report == MEMORY or (problem is not None and "memory" in problem):
+            status = "memory"
+        elif problem is not None or report != FINISHED:
+            status = "error"
+        else:
+            status = "output" if self._output.truncated else "finished"
+        code = 0 if status in ("finished", "output") else 1 if report else -signal.SIGKILL
+        header = {"status": status, "return_code": code, "seconds": seconds, "compile": None, "files": []}
+        output = [bytes(self._output.stdout), bytes(self._output.stderr) + note]
+        return {**header, "alive": bool(report)}, output
+
+    def _interrupt(self) -> None:
+        """Send SIGINT, as Ctrl-C does."""
+        self._processes.signal(self._processes.children(self._init or 0), signal.SIGINT)
+
+    # -- limits --------------------------------------------------------------------------------------------------
+
+    def _wait_for_message(
+        self, pipes: Pipes, awaited: Sequence[socket.socket], deadline: float | None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Transfer output and check limits until one of `awaited` has a message: (None, message) or (problem, None)."""
+        check_at = time.monotonic() + _CHECK_SECONDS
+        while True:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return "timeout", None
+            if now >= check_at:
+                problem = self._exceeded_limit()
+                if problem is not None:
+                    return problem, None
+                check_at = time.monotonic() + (self._pause() if deadline is not None else _IDLE_CHECK_SECONDS)
+            timeout = min(check_at, deadline if deadline is not None else check_at) - now
+            ready = pipes.transfer([self._link, *awaited], max(timeout, 0.0))
+            for link in awaited:
+                if link in ready:
+                    try:
+                        trusted = link in (self._link, self._program)
+                        return None, streams.receive(link)[0] if trusted else {"report": link.recv(1)}
+                    except (EOFError, ConnectionError):
+                        if link is self._link:
+                            raise Cancelled from None
+                        return self._memory_problem() if self._out_of_memory() else "its init was killed", None
+            if self._link in ready:
+                try:
+                    streams.receive(self._link)
+                except (EOFError, ConnectionError):
+                    raise Cancelled from None
+                return "interrupted", None
+
+    def _exceeded_limit(self) -> str | None:
+        """The limit that the run exceeds, of those that the kernel does not enforce itself."""
+        if self._out_of_memory():
+            return self._memory_problem()
+        if self._init is None or (self._cgroup is not None and self._disk is None):
+            return None
+        limits = self._limits
+        with self._processes.stopped_if_slow(self._init) as check_time:
+            pids = self._descendants()
+            if len(pids) > limits["processes"] + 1:
+                return f"more than {limits['processes']} processes"
+            over = self._memory.exceeds_limit(pids, check_time)
+            if over and self._cgroup is None:
+                return self._memory_problem()
+            if self._disk is not None:
+                deleted = self._memory.descriptors.deleted
+                if self._disk.exceeds_limit(deleted, self._memory.deleted_mappings, check_time):
+                    return f"more than {limits['file_mb']} MB, or too many or too deep files, in its directory"
+        return None
+
+    def _out_of_memory(self) -> bool:
+        return self._cgroup is not None and self._cgroup.out_of_memory()
+
+    def _memory_problem(self) -> str:
+        return f"more than {self._limits['memory_mb']} MB of memory"
+
+    def _pause(self) -> float:
+        """Seconds until the next check of the limits."""
+        if self._cgroup is not None and self._disk is None:
+            return _CHECK_SECONDS
+        return min(self._memory.pause, self._disk.pause if self._disk is not None else _CHECK_SECONDS)
+
+    def _descendants(self) -> list[int]:
+        return self._processes.descendants(self._init) if self._init is not None else []
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def kill_run(self) -> None:
+        """Kill the init, with which its whole process namespace ends; without one, all descendants of this process."""
+        if self._init is None:
+            return
+        pids = self._descendants()
+        os.kill(self._init, signal.SIGKILL)
+        os.waitpid(self._init, 0)
+        self._init = None
+        if not self._confinement.namespaces:
+            self._processes.signal(pids, signal.SIGKILL)
+            kill_descendants()
+
+    def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
+        """Contents of regular files in the run's directory; whether some were truncated."""
+        left = self._limits["output_bytes"]
+        contents: dict[str, bytes] = {}
+        truncated = False
+        for name in dict.fromkeys(names):
+            content = _read_inside(self._confinement.folder, name, left + 1)
+            if content is not None:
+                truncated |= len(content) > left
+                contents[name] = content[:left]
+                left -= len(contents[name])
+        return contents, truncated
+
+
+def _warm_up() -> None:
+    """Execute once what a job will execute: the memory pages that this writes are copied now, not during the job."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Pipes(b"x", Output(1)) as pipes:
+        streams.send(ours, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
+        pipes.transfer([theirs], 0.0)
+        pipes.drain(0.0)
+        streams.receive(theirs)
+
+
+def _read_inside(folder: str, name: str, max_bytes: int) -> bytes | None:
+    """Up to `max_bytes` of a file; None if it is missing, not a regular file, or behind a symlink."""
+    try:
+        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # a program may remove its directory
+        return None
+    try:
+        *folders, last = os.path.normpath(name).split("/")
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            os.close(parent)
+            parent = inner
+        file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+        with open(file, "rb") as content:
+            return content.read(max_bytes) if stat.S_ISREG(os.fstat(file).st_mode) else None
+    except OSError:
+        return None
+    finally:
+        os.close(parent)
+
+
+def _make_executable(folder: str, name: str) -> None:
+    """Set the mode of a regular file of the folder, if it exists."""
+    with contextlib.suppress(OSError):
+        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = os.open(os.path.basename(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+            try:
+                status = os.fstat(file)
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:  # not a hard link to another file
+                    os.fchmod(file, 0o700)
+            finally:
+                os.close(file)
+        finally:
+            os.close(parent)
