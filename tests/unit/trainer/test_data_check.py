@@ -122,7 +122,7 @@ def test_repeated_prompts_contradictions_and_leaks_are_told_apart(tmp_path):
     test = write(tmp_path / "test.jsonl", asking("b", "c"))
     repeated, leaked, contradicted = check_files([train, test]).notices
     assert repeated.startswith("2 of 6 prompts repeat an earlier one of the same file (e.g. ")
-    assert leaked.startswith("1 of 6 prompts stand in two files")
+    assert leaked.startswith("1 of 6 prompts are in two files")
     assert f"{test} line 1 and {train} line 2" in leaked
     assert contradicted.startswith("1 of 6 prompts repeat an earlier one with another ground truth")
     assert f"{train} line 4 and {train} line 1" in contradicted

@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.config import ConfigError, load_config, names
+from verl.sandbox import REQUIRE, Isolation, code_runner
 from verl.trainer.common.preflight import check_code_runner
-from verl.utils import code_runner
-from verl.utils.sandbox import REQUIRE, Isolation
 
 TOOLS = """
 tools:
