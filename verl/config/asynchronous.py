@@ -1,4 +1,4 @@
-"""Training that does not wait: what the modes mean, what they turn on, and how other versions' scripts spell them."""
+"""Asynchronous training: settings of `trainer.mode`, and the keys they imply."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from verl.config.problems import Report
 from verl.config.trainer import TrainerConfig
 
 
-class Ahead(NamedTuple):
-    """How far answers may be ahead of training."""
+class AsyncSettings(NamedTuple):
+    """Settings of an asynchronous mode."""
 
     max_staleness: int
     strategy: str
     in_order: bool
-    """Groups are trained in the order in which they were asked for."""
+    """Groups are trained in the order in which they were submitted."""
     partial: bool
-    """Answers under way go on through a hand-over of weights; else it waits for them."""
+    """Unfinished responses continue across weight syncs; else a weight sync waits for them."""
 
 
-def ahead_of(trainer: TrainerConfig) -> Ahead:
-    """What a mode other than sync means."""
+def async_settings(trainer: TrainerConfig) -> AsyncSettings:
+    """Return the settings of a mode other than sync."""
     if trainer.mode == "one_step_off":
-        return Ahead(1, "wait", in_order=True, partial=False)
+        return AsyncSettings(1, "wait", in_order=True, partial=False)
     exact = trainer.max_staleness == 0
-    return Ahead(trainer.max_staleness, trainer.staleness_strategy, in_order=exact, partial=trainer.partial_rollout)
+    return AsyncSettings(
+        trainer.max_staleness, trainer.staleness_strategy, in_order=exact, partial=trainer.partial_rollout
+    )
 
 
-def stands_still(config: PPOConfig) -> bool:
-    """Whether an engine in the trainer's process, alone, computes nothing until weights are handed over."""
-    rollout, turns = config.actor_rollout_ref.rollout, not config.trainer.overlap and ahead_of(config.trainer).partial
-    return turns and rollout.tensor_model_parallel_size == 1 and not names.ROLLOUTS[rollout.name].foreign
+def engine_pauses_in_updates(config: PPOConfig) -> bool:
+    """Whether an in-process engine of one rank pauses from the start of an update to the weight sync."""
+    rollout = config.actor_rollout_ref.rollout
+    alternates = not config.trainer.overlap and async_settings(config.trainer).partial
+    return alternates and rollout.tensor_model_parallel_size == 1 and not names.ROLLOUTS[rollout.name].foreign
 
 
 def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
-    """Answers that are generated beside training proceed on their own."""
+    """Set `rollout.mode=async` and the default of `trainer.overlap` for asynchronous modes."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     if trainer.mode != "sync" and rollout.mode == "sync":
         rollout.mode = "async"
-        report.notice(f"trainer.mode = {trainer.mode}: {ROLLOUT}.mode is async, answers are generated one by one.")
+        report.notice(f"trainer.mode = {trainer.mode}: {ROLLOUT}.mode is set to async.")
     if trainer.overlap is None:
-        # By turns a device is full of either; where answers must be finished first, turns would be the sync mode.
-        trainer.overlap = not ahead_of(trainer).partial
+        # Alternating uses devices fully; but if responses must finish first, it would be the sync mode.
+        trainer.overlap = not async_settings(trainer).partial
 
 
 def check_loop_capacity(config: PPOConfig, report: Report) -> None:
@@ -55,7 +58,7 @@ def check_loop_capacity(config: PPOConfig, report: Report) -> None:
         return
     batch = config.data.train_batch_size * rollout.n
     slots = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
-    usable = min((ahead_of(trainer).max_staleness + 1) * batch, slots)
+    usable = min((async_settings(trainer).max_staleness + 1) * batch, slots)
     conversations = agent.num_workers * agent.max_concurrent_requests
     if 2 * conversations < usable:
         report.notice(

@@ -1,4 +1,4 @@
-"""The rules of the rollout engine's own keys, in training and in generation: which engine has what, what it needs."""
+"""Rules of single blocks, shared by all programs: rollout engine, LoRA, optimizer, run, user code."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, entries, join, pick
 from verl.config.trainer import RunConfig
 
-_FOREIGN = tuple(name for name, row in names.ROLLOUTS.items() if row.foreign)
-# Keys that not every engine has: their value where nothing is asked for, who has them, and what else serves.
-_OF_SOME = {
-    "expert_parallel_size": (1, ("vllm", "sglang"), "Leave it out: experts are cut as other layers are"),
+_EXTERNAL_ENGINES = tuple(name for name, row in names.ROLLOUTS.items() if row.foreign)
+# Keys that only some engines support: neutral value, engines, remedy.
+_PARTLY_SUPPORTED = {
+    "expert_parallel_size": (1, ("vllm", "sglang"), "Leave it out: experts are sharded like other layers"),
     "quantization": (None, ("vllm", "sglang"), "Leave it out, or set {path}.name=vllm"),
 }
-# Engines that never share a worker's process, and why.
-_ALONE = {"sglang": "SGLang ends every process that the one it runs in has started"}
+# Engines that cannot run in a worker's process, and why.
+_SEPARATE_PROCESS = {"sglang": "SGLang kills all child processes of the process it runs in"}
 
 
 def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
-    """Report what the engine of the block at `path` cannot do, and name what it does not read."""
+    """Report keys of the rollout block at `path` that its engine does not support."""
     name, size = rollout.name, rollout.tensor_model_parallel_size
-    foreign = names.ROLLOUTS[name].foreign
+    external = names.ROLLOUTS[name].foreign
     by_name = (f"{path}.name",)
-    for key, (neutral, engines, fix) in _OF_SOME.items():
+    for key, (neutral, engines, fix) in _PARTLY_SUPPORTED.items():
         if rollout[key] != neutral and name not in engines:
-            why = f"{path}.name = {name} does not do it, {' and '.join(engines)} do"
+            why = f"{path}.name = {name} does not support it, {' and '.join(engines)} do"
             report.problem(f"{path}.{key}", rollout[key], why, fix.format(path=path), by_name)
-    if foreign and rollout.expert_parallel_size not in (1, size):
-        why = f"experts are spread over the ranks of one copy, {path}.tensor_model_parallel_size = {size}"
+    if external and rollout.expert_parallel_size not in (1, size):
+        why = f"experts are distributed over the ranks of a replica, {path}.tensor_model_parallel_size = {size}"
         fix = f"Set it to {' or '.join(dict.fromkeys(('1', str(size))))}"
         report.problem(f"{path}.expert_parallel_size", rollout.expert_parallel_size, why, fix)
     if rollout.server_urls:
         _server_rules(path, rollout, report)
-    if foreign and rollout.in_process and (size > 1 or name in _ALONE):
-        why = f"one process has one device, and {path}.tensor_model_parallel_size = {size}"
-        why = _ALONE.get(name, why)
-        report.problem(f"{path}.in_process", True, why, "Leave it out: the engine then has processes of its own")
+    if external and rollout.in_process and (size > 1 or name in _SEPARATE_PROCESS):
+        why = f"a process has one device, and {path}.tensor_model_parallel_size = {size}"
+        why = _SEPARATE_PROCESS.get(name, why)
+        report.problem(f"{path}.in_process", True, why, "Leave it out: the engine then runs in separate processes")
 
 
 def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
     urls = rollout.server_urls
     if not names.ROLLOUTS[rollout.name].foreign:
-        why = f"{path}.name = {rollout.name} is an engine of this process"
-        fix = f"Say what runs there: {path}.name={'|'.join(_FOREIGN)}"
+        why = f"{path}.name = {rollout.name} runs in this process"
+        fix = f"Set the engine that runs there: {path}.name={'|'.join(_EXTERNAL_ENGINES)}"
         report.problem(f"{path}.server_urls", urls, why, fix, (f"{path}.name",))
     for url in urls:
         if not url.startswith(("http://", "https://")):
             fix = f"Write it as http://{url.removeprefix('//')}"
-            report.problem(f"{path}.server_urls", url, "is no URL of a server", fix)
+            report.problem(f"{path}.server_urls", url, "is not a URL of a server", fix)
     if rollout.in_process:
-        why = f"{path}.server_urls names engines that run elsewhere"
+        why = f"{path}.server_urls refers to engines that run elsewhere"
         report.problem(f"{path}.in_process", True, why, "Leave one of the two out")
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package (of ours, "") can be imported; a part of one too."""
+    """Whether a package or module can be imported; "" is always available."""
     names = package.split(".") if package else ()
     return all(importlib.util.find_spec(".".join(names[: count + 1])) for count in range(len(names)))
 
 
 def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
-    """Report an engine whose package is not installed here; one that is reached by URL needs none."""
+    """Report a rollout engine whose package is not installed; engines at server_urls need none."""
     row = names.ROLLOUTS[rollout.name]
     if not rollout.server_urls and not is_installed(row.package):
-        why, fix = f"{row.package} is not installed here", f"Run {row.install}; or set {path}.name=native"
-        report.broken(f"{path}.name", rollout.name, why, f"{fix}, which needs no install")
+        why, fix = f"{row.package} is not installed", f"Run {row.install}; or set {path}.name=native"
+        report.broken(f"{path}.name", rollout.name, why, f"{fix}, which is built in")
 
 
 ALL_LINEAR = "all-linear"
@@ -83,7 +83,7 @@ _LOW_RATE = 1e-5
 
 
 def module_matcher(names: Sequence[str] | None) -> list[str] | str | None:
-    """Names as peft takes them: a list of endings, or as a string ALL_LINEAR or one expression of the whole name."""
+    """Convert names for peft: a list of suffixes, or a string (ALL_LINEAR or one regular expression)."""
     if not names:
         return None
     if len(names) == 1 and (names[0] == ALL_LINEAR or not _PLAIN_NAME.fullmatch(names[0])):
@@ -91,28 +91,28 @@ def module_matcher(names: Sequence[str] | None) -> list[str] | str | None:
         return names[0]
     odd = [name for name in names if name == ALL_LINEAR or not _PLAIN_NAME.fullmatch(name)]
     if odd:
-        raise ValueError(f"{odd[0]!r} stands among several entries, and these can only be names")
+        raise ValueError(f"{odd[0]!r} is one of several entries, which must be plain names")
     return list(names)
 
 
 def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, report: Report) -> None:
-    """Report what cannot work in the model block at `path`, which trains with `lr`."""
+    """Report invalid LoRA keys of the model block at `path`; `lr` is its learning rate."""
     if model.lora_rank == 0:
         return
     rank = (f"{path}.lora_rank",)
     if find_spec("peft") is None:
-        why = "needs the package peft, which is not installed"
+        why = "requires the package peft, which is not installed"
         report.problem(rank[0], model.lora_rank, why, "Run `pip install -e .[lora]`, or set it to 0")
     if not model.target_modules:
-        why = f"is empty, and {path}.lora_rank = {model.lora_rank} adapts something"
+        why = f"is empty, but {path}.lora_rank = {model.lora_rank} needs layers"
         report.problem(f"{path}.target_modules", [], why, f"Set [{ALL_LINEAR}], or lora_rank=0", rank)
     for key in ("target_modules", "exclude_modules"):
         names = getattr(model, key)
         try:
             module_matcher(names)
         except (ValueError, re.error) as error:
-            fix = "Give ends of names only, or one regular expression of the whole name"
-            report.problem(f"{path}.{key}", names, f"cannot be read: {error}", fix, rank)
+            fix = "Set suffixes of names only, or one regular expression for the whole name"
+            report.problem(f"{path}.{key}", names, f"is invalid: {error}", fix, rank)
     if lr < _LOW_RATE:
         report.notice(
             f"{path}.lora_rank = {model.lora_rank} with a learning rate of {lr:g}: adapters usually need ten times the "
@@ -121,37 +121,37 @@ def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, rep
 
 
 def values_present(block: Block, path: str, report: Report) -> None:
-    """After resolving, a key has a value unless its type says that it may be without one."""
+    """Report required keys without value, and nulls of keys whose type is not optional."""
     for name, entry in entries(type(block)).items():
-        where, value = join(path, name), block[name]
+        key_path, value = join(path, name), block[name]
         if isinstance(value, Block):
-            if entry.key.follows is None:  # else what is missing is missing in the block it follows
-                values_present(value, where, report)
+            if entry.key.follows is None:  # else the problem is reported for the followed block
+                values_present(value, key_path, report)
         elif entry.key.required is not None:
             if not value:
-                report.broken(where, value, "is required", f"Set it, e.g. {where}={entry.key.required}")
+                report.broken(key_path, value, "is required", f"Set it, e.g. {key_path}={entry.key.required}")
         elif value is None and not entry.optional and entry.key.follows is None:
-            report.problem(where, value, "must have a value", "Set one, or leave the key out for its default")
+            report.problem(key_path, value, "must have a value", "Set one, or leave the key out for its default")
 
 
 def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
-    """Report what the optimizer block at `path` contradicts itself in."""
+    """Report invalid keys of the optimizer block at `path`."""
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
+        report.problem(f"{path}.betas", optim.betas, "must be two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
 
 
 def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
-    """Report a size at `path` that the model block at `model` does not allow."""
+    """Report a Ulysses size at `path` that requires packed tokens, which the block at `model` disables."""
     if size > 1 and not pick(config, f"{model}.use_remove_padding"):
-        why = f"ranks share packed tokens, and {model}.use_remove_padding = False"
+        why = f"it requires packed tokens, and {model}.use_remove_padding = False"
         fix = f"Set {model}.use_remove_padding=True"
         report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))
 
 
 def run_rules(trainer: RunConfig, report: Report) -> None:
-    """Report names that lead out of the run's folder, and a mode that does not fit the folder to resume from."""
+    """Report names that escape the run's folder, and inconsistent resume keys."""
     for name in ("project_name", "experiment_name"):
-        _name_stays_inside(f"trainer.{name}", trainer[name], report)
+        _check_folder_name(f"trainer.{name}", trainer[name], report)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
         report.problem("trainer.resume_from_path", None, why, fix)
@@ -162,17 +162,17 @@ def run_rules(trainer: RunConfig, report: Report) -> None:
         )
 
 
-def _name_stays_inside(key: str, name: str, report: Report) -> None:
-    """Report a name that is empty, absolute or begins with `..`: names are parts of checkpoint and tracker folders."""
+def _check_folder_name(key: str, name: str, report: Report) -> None:
+    """Report a name that is empty, absolute or starts with `..`: names are parts of folder paths."""
     parts = os.path.normpath(name).split(os.sep)
     if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
-        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and leads out of it"
+        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and escapes it"
         report.problem(key, name, why, "Set a plain name. For another folder set trainer.default_local_dir")
 
 
 def user_code_rules(key: str, block: CustomClassConfig | SamplerConfig, report: Report) -> None:
-    """Report a class of the user of which only the file or only the name is given."""
+    """Report a custom class with only a file or only a name."""
     if (block.path is None) != (block.name is None):
-        missing, given = ("name", "path") if block.name is None else ("path", "name")
-        why = f"{key}.{given} = {block[given]} is set, and both are needed"
+        missing, present = ("name", "path") if block.name is None else ("path", "name")
+        why = f"{key}.{present} = {block[present]} is set, and both are required"
         report.problem(f"{key}.{missing}", None, why, f"Set {key}.{missing}")

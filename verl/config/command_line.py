@@ -1,7 +1,7 @@
-"""The command line, prepared for Hydra, so that the strict load sees every key and reports all mistakes at once.
+"""Parsing of overrides, and conversion of the command line so that all mistakes are reported together.
 
-Hydra alone stops at the first key it does not know, and at `+key` for one it does. Here plain `key=value` becomes
-`++key=value` (set it, known or not); what Hydra is good at stays: groups (`algorithm=grpo`), `hydra.*`, its grammar.
+Hydra stops at the first unknown key, and at `+key` for a known one. Therefore `key=value` becomes `++key=value`
+(set it, known or not). Groups (`algorithm=grpo`) and `hydra.*` are passed to Hydra unchanged.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from omegaconf import DictConfig, OmegaConf
 from verl.config.compose import CONFIG_DIR, ROOT, groups
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)(=(?P<value>.*))?", re.DOTALL)
-# Two bounds, 0.5_2: Hydra's grammar, as Python's, takes an underscore between digits for nothing.
+# Two bounds, 0.5_2: Hydra's grammar, like Python's, ignores an underscore between digits.
 _BOUNDS = re.compile(r"[\d.,_]*\d_\d[\d.,_]*")
-_OF_BOUNDS = tuple(f"algorithm.rollout_correction.{name}" for name in ("rollout_is_threshold", "rollout_rs_threshold"))
-# Groups that can be turned off as a whole: `critic=null`, `~critic`.
+_BOUNDS_KEYS = tuple(
+    f"algorithm.rollout_correction.{name}" for name in ("rollout_is_threshold", "rollout_rs_threshold")
+)
+# Groups that can be disabled: `critic=null`, `~critic`.
 _SWITCHABLE = ("critic", "reward_model")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What an override asks for. A `+` in front changes nothing: every key may be set."""
+    """A parsed override. A leading `+` has no effect: every key can be set."""
 
     key: str
     text: str
-    """The value as Hydra's grammar takes it."""
+    """The value in Hydra's grammar."""
     is_option: bool = False
     """`key` is a group and the value one of its options, not a value of the key."""
 
     @property
     def value(self) -> Any:
-        """The value as a number, text, list, …; a sweep (`1,2`), which only Hydra's multirun knows, as its text."""
+        """The parsed value (number, text, list, …); a sweep (`1,2`), supported by Hydra's multirun only, as text."""
         parsed = _parsed(self.text)
         return self.text if parsed.is_sweep_override() else parsed.value()
 
 
 def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Change | None:
-    """The change that a typed override stands for; None where it is none of ours (Hydra's own, or a mistake)."""
+    """Parse an override; None if it is not an override of a key or group (`hydra.*`, or a mistake)."""
     match = _OVERRIDE.fullmatch(override)
     if match is None or match["key"].partition(".")[0] == "hydra":
         return None
@@ -53,12 +55,12 @@ def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Change 
         return Change(f"{key}.enable", "false")
     if match["sign"] == "~" or value is None:
         return None
-    value = f"'{value}'" if key in _OF_BOUNDS and _BOUNDS.fullmatch(value) else value
+    value = f"'{value}'" if key in _BOUNDS_KEYS and _BOUNDS.fullmatch(value) else value
     return Change(key, _quoted(value), key in groups and value != "null" and not value.startswith("{"))
 
 
 def _quoted(value: str) -> str:
-    """The value, quoted where Hydra's grammar would not take it (e.g. a path with `=` in it)."""
+    """Quote the value if Hydra's grammar does not accept it (e.g. a path that contains `=`)."""
     from hydra.errors import HydraException
 
     try:
@@ -77,7 +79,7 @@ def _parsed(value: str) -> Any:
 
 # Key under which group options reach the loader when Hydra cannot select them.
 GROUPS_KEY = "_groups_"
-_OWN_CONFIG = {
+_CONFIG_OPTIONS = {
     "--config-path": "path",
     "-cp": "path",
     "--config-name": "name",
@@ -85,17 +87,17 @@ _OWN_CONFIG = {
     "--config-dir": "dir",
     "-cd": "dir",
 }
-# Options of Hydra's whose value is the next word; of --info only if it is one of these.
-_TAKE_A_WORD = (*_OWN_CONFIG, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+# Hydra options whose value is the next argument; for --info only if it is one of _INFORMATION.
+_OPTIONS_WITH_VALUE = (*_CONFIG_OPTIONS, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _INFO = ("--info", "-i")
 _INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
-_SEARCH_OURS = "hydra.searchpath=[pkg://verl.trainer.config]"
+_SEARCH_PATH = "hydra.searchpath=[pkg://verl.trainer.config]"
 
 
 @contextmanager
 def prepared_arguments(root: str = ROOT) -> Iterator[None]:
-    """While inside, `sys.argv` is what Hydra should read for what the user typed."""
+    """Context in which `sys.argv` contains the converted arguments for Hydra."""
     typed = sys.argv[1:]
     sys.argv[1:] = hydra_arguments(typed, root)
     try:
@@ -105,68 +107,69 @@ def prepared_arguments(root: str = ROOT) -> Iterator[None]:
 
 
 def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
-    """The arguments to give Hydra for what the user typed to the program whose defaults are in the file `root`."""
+    """Convert the user's arguments for Hydra; `root` is the YAML file with the program's defaults."""
     options, overrides = _split(argv)
-    own = _OwnConfig.of(options, root)
+    own = _UserConfig.of(options, root)
     arguments = [_rewritten(override, own, groups(root)) for override in overrides]
     typed = " ".join(overrides)
     if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
-        arguments += [*_QUIET_HYDRA, _SEARCH_OURS]
-    # Options last: one whose value may be left out (--info) would take the first override for it.
+        arguments += [*_QUIET_HYDRA, _SEARCH_PATH]
+    # Options last: an option with an optional value (--info) would consume the first override.
     return arguments + [word for name, value in own.options(options) for word in ((name, value) if value else (name,))]
 
 
 @dataclass(frozen=True)
-class _OwnConfig:
-    """What a user's `--config-path/--config-name` says about itself."""
+class _UserConfig:
+    """Properties of the user's config file (`--config-path`, `--config-name`)."""
 
     path: str | None = None
     is_used: bool = False
-    has_defaults: bool = False  # a Hydra defaults list: Hydra selects the groups, ours or theirs
+    has_defaults: bool = False  # it has a defaults list: Hydra selects the groups
     configures_hydra: bool = False
-    extends_groups: bool = False  # --config-dir: there may be options that are not ours
+    extends_groups: bool = False  # --config-dir: there may be further group options
 
     @classmethod
-    def of(cls, options: Sequence[tuple[str, str]], root: str) -> _OwnConfig:
-        given = {_OWN_CONFIG[name]: value for name, value in options if name in _OWN_CONFIG}
-        folder, name = given.get("path"), given.get("name", root)
+    def of(cls, options: Sequence[tuple[str, str]], root: str) -> _UserConfig:
+        selected = {_CONFIG_OPTIONS[name]: value for name, value in options if name in _CONFIG_OPTIONS}
+        folder, name = selected.get("path"), selected.get("name", root)
         if folder is not None and Path(folder).expanduser().is_dir():
             folder = str(Path(folder).expanduser().absolute())  # Hydra would look beside the program
         used = folder is not None or name != root
         file = Path(folder or CONFIG_DIR, name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
         content = OmegaConf.load(file) if used and file.is_file() else OmegaConf.create({})
         keys = set(content) if isinstance(content, DictConfig) else set()
-        return cls(folder, used, "defaults" in keys, "hydra" in keys, "dir" in given)
+        return cls(folder, used, "defaults" in keys, "hydra" in keys, "dir" in selected)
 
     def options(self, typed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         return [
-            (name, self.path or value) if _OWN_CONFIG.get(name) == "path" else (name, value) for name, value in typed
+            (name, self.path or value) if _CONFIG_OPTIONS.get(name) == "path" else (name, value)
+            for name, value in typed
         ]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Options with their values, and overrides."""
+    """Split arguments into options with their values, and overrides."""
     options: list[tuple[str, str]] = []
     overrides: list[str] = []
-    waiting = list(argv)
-    while waiting:
-        argument = waiting.pop(0)
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
         name, _, value = argument.partition("=")
-        if argument in _TAKE_A_WORD or (argument in _INFO and waiting[:1] and waiting[0] in _INFORMATION):
-            options.append((argument, waiting.pop(0) if waiting else ""))
+        if argument in _OPTIONS_WITH_VALUE or (argument in _INFO and remaining[:1] and remaining[0] in _INFORMATION):
+            options.append((argument, remaining.pop(0) if remaining else ""))
         elif argument.startswith("-"):
-            options.append((name, value) if name in _OWN_CONFIG else (argument, ""))
+            options.append((name, value) if name in _CONFIG_OPTIONS else (argument, ""))
         else:
             overrides.append(argument)
     return options, overrides
 
 
-def _rewritten(override: str, own: _OwnConfig, known: Mapping[str, Sequence[str]]) -> str:
+def _rewritten(override: str, own: _UserConfig, known: Mapping[str, Sequence[str]]) -> str:
     change = read_override(override, known)
     if change is None:
         return override
     if not change.is_option:
         return f"++{change.key}={change.text}"
     native = own.has_defaults or own.extends_groups or (not own.is_used and change.text in known[change.key])
-    # Not Hydra's to select: our loader takes it as the base under the user's blocks, or reports the wrong name.
+    # Otherwise the loader uses the option as the base of the user's blocks, or reports the unknown name.
     return override if native else f"++{GROUPS_KEY}.{change.key}={change.text}"

@@ -1,4 +1,4 @@
-"""The YAML files in verl/trainer/config as one tree of defaults: groups, options, inheritance; without Hydra."""
+"""Default values: composes the YAML files in verl/trainer/config (groups, options, inheritance) without Hydra."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).parents[1] / "trainer" / "config"
 ROOT = "ppo_trainer"
-_HYDRAS_OWN = "override "
+_HYDRA_OVERRIDE = "override "
 
 
 @functools.cache
 def groups(root: str = ROOT) -> dict[str, tuple[str, ...]]:
-    """Every group (`algorithm`, `critic`, …) that the file `root` selects from, with its options (`ppo`, `grpo`, …)."""
+    """Return the groups (`algorithm`, `critic`, …) of the file `root` with their options (`ppo`, `grpo`, …)."""
     items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
     selected = sorted(str(name) for item in items if not isinstance(item, str) for name in item)
-    folders = [CONFIG_DIR / name for name in selected if not name.startswith(_HYDRAS_OWN)]
+    folders = [CONFIG_DIR / name for name in selected if not name.startswith(_HYDRA_OVERRIDE)]
     return {path.name: tuple(sorted(file.stem for file in path.glob("*.yaml"))) for path in folders}
 
 
 @functools.cache
 def alternatives(group: str, root: str = ROOT) -> tuple[dict[str, Any], ...]:
-    """What each option of a group that is not the usual one states by itself, as nested plain values."""
+    """Return the values of each non-default option of a group, as nested plain values."""
     items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
-    usual = next((item[group] for item in items if not isinstance(item, str) and group in item), None)
-    others = [option for option in groups(root).get(group, ()) if option != usual]
+    default = next((item[group] for item in items if not isinstance(item, str) and group in item), None)
+    others = [option for option in groups(root).get(group, ()) if option != default]
     return tuple(_plain(_read(CONFIG_DIR / group / f"{option}.yaml"), resolve=False) for option in others)
 
 
 def default_tree(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
-    """The defaults with these options (`{"algorithm": "grpo"}`), `${…}` as text. Not to be changed by the caller."""
+    """Return the defaults with these options (`{"algorithm": "grpo"}`), `${…}` as text. Do not modify the result."""
     return _tree(root, tuple(sorted((chosen or {}).items())))
 
 
 def default_values(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
-    """The same with every `${…}` resolved. Not to be changed by the caller."""
+    """Return the defaults with every `${…}` resolved. Do not modify the result."""
     return _values(root, tuple(sorted((chosen or {}).items())))
 
 
@@ -61,7 +61,7 @@ def _plain(tree: DictConfig, resolve: bool) -> dict[str, Any]:
 
 
 def _load(file: Path, chosen: Mapping[str, str]) -> DictConfig:
-    """One file on top of what its `defaults` list names: an option of a group, or a neighbour it extends."""
+    """Load a file on top of the group options and files in its `defaults` list."""
     own = _read(file)
     tree = OmegaConf.create({})
     for item in own.pop("defaults", []):
@@ -69,7 +69,7 @@ def _load(file: Path, chosen: Mapping[str, str]) -> DictConfig:
             part = own if item == "_self_" else _load(file.parent / f"{item}.yaml", chosen)
         else:
             ((group, option),) = item.items()
-            if group.startswith(_HYDRAS_OWN):
+            if group.startswith(_HYDRA_OVERRIDE):
                 continue
             part = OmegaConf.create({group: _load(file.parent / group / f"{chosen.get(group, option)}.yaml", chosen)})
         tree = OmegaConf.merge(tree, part)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""How long a sequence a model can read, and the refusal of runs that would make longer ones."""
+"""Context length of models, and rules for sequences that exceed it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-# Scalings whose factor extends what the config names; llama3 and longrope name the extended length itself.
+# Scalings whose factor multiplies the length in the config; llama3 and longrope contain the extended length.
 _EXTENDING = ("linear", "dynamic", "yarn")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_new_tokens")
-LONGER_CONTEXT = "choose a model of longer context (or, if this one reads more, say so in its override_config)"
+LONGER_CONTEXT = "choose a model with a longer context (or raise max_position_embeddings in override_config)"
 
 
 def context_limit(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a sequence may have, by what a config.json holds (rope scaling included); None: not told."""
+    """Return the context length of a config.json (including rope scaling); None if unknown."""
     text = config.get("text_config") or config
     positions = next((text[name] for name in _POSITIONS if isinstance(text.get(name), int)), None)
     rope = text.get("rope_scaling") or text.get("rope_parameters")
@@ -33,66 +33,66 @@ def context_limit(config: Mapping[str, Any]) -> int | None:
     return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
 
 
-def config_of_folder(folder: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json of a local folder holds, with `changes`; None where it is not here."""
+def read_model_config(folder: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json of a local folder with `changes`; None if it does not exist."""
     file = Path(folder).expanduser() / "config.json"
     if not file.is_file():
         return None
     try:
         return {**json.loads(file.read_text(encoding="utf-8")), **changes}
-    except ValueError:  # whoever loads the model says what is wrong with the file
+    except ValueError:  # reported when the model is loaded
         return None
 
 
-def limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
-    """Of the model in a local folder, with `changes` to its config; None where it is not here."""
-    config = config_of_folder(folder, changes)
+def context_limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
+    """Return the context length of the model in a local folder, with `changes` to its config; None if unknown."""
+    config = read_model_config(folder, changes)
     return None if config is None else context_limit(config)
 
 
 def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:
-    """Report sequences longer than a model can read; `folders`: where models that are named otherwise are here."""
-    policy, critic, found = config.actor_rollout_ref, config.critic, folders or {}
+    """Report sequences longer than the context of a model; `folders`: local folders of hub names and URLs."""
+    policy, critic, local = config.actor_rollout_ref, config.critic, folders or {}
     path = policy.model.path or ""
-    limit = None if not path else limit_of_folder(found.get(path, path), policy.model.override_config)
+    limit = None if not path else context_limit_of_folder(local.get(path, path), policy.model.override_config)
     if limit is not None:
-        _policy(config, limit, report)
+        _check_policy(config, limit, report)
     other = critic.model.path
     if critic.enable and other and (other, critic.model.override_config) != (path, policy.model.override_config):
-        limit = limit_of_folder(found.get(other, other), critic.model.override_config)
-        _whole(config, limit, "critic.model.path", other, report)
+        limit = context_limit_of_folder(local.get(other, other), critic.model.override_config)
+        _check_reader(config, limit, "critic.model.path", other, report)
     for name, teacher in config.distillation.local_teachers.items():
         if teacher.model_path:
-            limit = limit_of_folder(found.get(teacher.model_path, teacher.model_path), {})
-            _whole(config, limit, f"distillation.teacher_models.{name}.model_path", teacher.model_path, report)
+            limit = context_limit_of_folder(local.get(teacher.model_path, teacher.model_path), {})
+            _check_reader(config, limit, f"distillation.teacher_models.{name}.model_path", teacher.model_path, report)
     if config.reward_model.enable and config.reward_model.path:
-        _reward_model(
-            config, found.get(config.reward_model.path, config.reward_model.path), found.get(path, path), report
+        _check_reward_model(
+            config, local.get(config.reward_model.path, config.reward_model.path), local.get(path, path), report
         )
 
 
 def check_context_length(config: PPOConfig, folders: Mapping[str, str]) -> None:
-    """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
+    """Raise ConfigError if sequences may exceed the context of the downloaded models in `folders`."""
     report = Report()
     context_rules(config, report, folders)
     report.raise_if_any()
 
 
 def _longest(config: PPOConfig) -> int:
-    """Tokens of prompt and answer together."""
+    """Return the largest length of prompt and response."""
     rollout = config.actor_rollout_ref.rollout
     return config.data.max_prompt_length + max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
 
 
-def _policy(config: PPOConfig, limit: int, report: Report) -> None:
+def _check_policy(config: PPOConfig, limit: int, report: Report) -> None:
     rollout, prompt, needed = config.actor_rollout_ref.rollout, config.data.max_prompt_length, _longest(config)
     model = f"the {limit} positions of actor_rollout_ref.model.path = {config.actor_rollout_ref.model.path}"
     if prompt >= limit:
-        why = f"leaves no room for an answer in {model}"
+        why = f"leaves no room for a response in {model}"
         fix = f"Set it below {limit}, or {LONGER_CONTEXT}"
         report.problem("data.max_prompt_length", prompt, why, fix, ("actor_rollout_ref.model.path",))
     elif needed > limit:
-        key = _answer_key(config)
+        key = _response_key(config)
         why = f"with data.max_prompt_length = {prompt} a sequence has up to {needed} tokens, more than {model}"
         fix = f"Set it to {limit - prompt} or less, shorten data.max_prompt_length, or {LONGER_CONTEXT}"
         report.problem(key, needed - prompt, why, fix, (*_LENGTHS, "actor_rollout_ref.model.path"))
@@ -101,16 +101,16 @@ def _policy(config: PPOConfig, limit: int, report: Report) -> None:
         report.problem(f"{ROLLOUT}.max_model_len", rollout.max_model_len, f"is more than {model}", fix)
 
 
-def _whole(config: PPOConfig, limit: int | None, key: str, path: str | None, report: Report) -> None:
-    """Of a model that reads prompts and answers as the policy wrote them."""
+def _check_reader(config: PPOConfig, limit: int | None, key: str, path: str | None, report: Report) -> None:
+    """Report a model whose context is shorter than the policy's prompt and response."""
     if limit is not None and limit < _longest(config):
-        why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
+        why = f"has {limit} positions, but prompt and response may have {_longest(config)} tokens"
         fix = f"Shorten data.max_prompt_length or data.max_response_length, or {LONGER_CONTEXT}"
         report.problem(key, path, why, fix, _LENGTHS)
 
 
-def _answer_key(config: PPOConfig) -> str:
-    """Which key says how long the longest answer is."""
+def _response_key(config: PPOConfig) -> str:
+    """Return the key that determines the largest response length."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.max_new_tokens < rollout.val_kwargs.max_new_tokens:
         return f"{ROLLOUT}.val_kwargs.max_new_tokens"
@@ -119,27 +119,29 @@ def _answer_key(config: PPOConfig) -> str:
     return f"{ROLLOUT}.max_new_tokens"
 
 
-def _reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> None:
-    """It reads the policy's tokens, or a text in its own tokens, whose beginning is cut at `max_length`; `path` and
-    `policy` are the folders of the two."""
+def _check_reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> None:
+    """Report a reward model with a too short context; `path` and `policy` are the folders of both models.
+
+    With the policy's tokenizer it reads the whole sequence; with its own, texts are truncated to `max_length`.
+    """
     reward = config.reward_model
-    limit = limit_of_folder(path, reward.model.override_config)
+    limit = context_limit_of_folder(path, reward.model.override_config)
     if limit is None:
         return
     if _same_files(path, reward.model.input_tokenizer or policy):
-        _whole(config, limit, "reward_model.path", reward.path, report)
+        _check_reader(config, limit, "reward_model.path", reward.path, report)
         return
-    reads = reward.max_length or _model_max_length(path)
-    if reads is None or reads > limit:
-        told = "" if reward.max_length else f" (its tokenizer names {reads or 'no limit'})"
-        why = f"the reward model at {path} has {limit} positions{told}"
-        fix = f"Set it to {limit} or less: a longer text loses its beginning"
+    max_length = reward.max_length or _model_max_length(path)
+    if max_length is None or max_length > limit:
+        tokenizer = "" if reward.max_length else f" (model_max_length of its tokenizer: {max_length or 'none'})"
+        why = f"the reward model at {path} has {limit} positions{tokenizer}"
+        fix = f"Set it to {limit} or less: longer texts are truncated at the beginning"
         if reward.max_length or _longest(config) > limit:
             report.problem("reward_model.max_length", reward.max_length, why, fix, ("reward_model.path",))
 
 
 def _same_files(one: str, other: str) -> bool:
-    """Whether two local folders hold the same tokenizer."""
+    """Whether two local folders contain the same tokenizer."""
     folders = [Path(folder).expanduser() for folder in (one, other)]
     present = [[name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in folders]
     if not present[0] or present[0] != present[1]:
@@ -149,6 +151,6 @@ def _same_files(one: str, other: str) -> bool:
 
 def _model_max_length(path: str) -> int | None:
     file = Path(path).expanduser() / "tokenizer_config.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
-    # Tokenizers without a limit of their own say 1e30.
-    return int(found) if isinstance(found, int | float) and found < 1e9 else None
+    length = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
+    # Tokenizers without a limit have 1e30.
+    return int(length) if isinstance(length, int | float) and length < 1e9 else None

@@ -1,4 +1,4 @@
-"""What this machine offers, found without torch: GPUs, their memory, the host's."""
+"""Devices and memory of this machine, without torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def visible_gpus() -> int:
-    """GPUs that a process started here could use: those present, limited by CUDA_VISIBLE_DEVICES."""
+    """Return the number of GPUs, limited by CUDA_VISIBLE_DEVICES."""
     present = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if Path("/dev/dxg").exists():  # WSL has no device files
         present = max(present, 1)
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return present
-    # As CUDA reads it: the list ends at the first entry that is not a device.
+    # As in CUDA, the list ends at the first invalid entry.
     count = 0
     for name in allowed.split(","):
         if name.strip() in ("", "-1"):
@@ -36,8 +36,8 @@ def has_no_gpu() -> bool:
 
 
 def gpu_memory() -> tuple[int, str] | None:
-    """(bytes, name) of the smallest GPU of this machine; None where the driver's library does not tell."""
-    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # the library would tell of the whole GPU
+    """Return (bytes, name) of the smallest GPU; None if NVML is not available."""
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # NVML would report the whole GPU
         return None
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -47,10 +47,10 @@ def gpu_memory() -> tuple[int, str] | None:
     if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
     try:
-        found = [_gpu(library, index) for index in range(count.value)]
+        gpus = [_gpu(library, index) for index in range(count.value)]
     finally:
         library.nvmlShutdown()
-    return min(found) if found else None
+    return min(gpus) if gpus else None
 
 
 class _Memory(ctypes.Structure):
@@ -68,7 +68,7 @@ def _gpu(library: ctypes.CDLL, index: int) -> tuple[int, str]:
 
 
 def host_memory_available() -> int:
-    """Bytes a program may still take on this machine, or in its container."""
+    """Return the available memory of this machine, or of its container, in bytes."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

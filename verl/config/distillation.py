@@ -1,4 +1,4 @@
-"""`distillation.*`: teachers that say how likely they find the student's own answers, and what is learned from it."""
+"""`distillation.*`: on-policy distillation from teachers that score the student's responses."""
 
 from __future__ import annotations
 
@@ -12,73 +12,73 @@ from verl.config.schema import Block, key
 
 @dataclass(kw_only=True, slots=True)
 class TeacherModelConfig(Block):
-    model_path: str | None = key("Local folder, hub name or URL of its weights.", null="not set", path=True)
+    model_path: str | None = key("Local folder, hub name or URL of the teacher.", null="not set", path=True)
     url: list[str] | None = key(
-        "Servers that have it, instead: `python -m verl.inference.server` or `vllm serve`.", null="it runs here"
+        "URLs of servers with the teacher (`python -m verl.inference.server`, `vllm serve`) instead of model_path.",
+        null="the teacher runs in this run",
     )
     num_replicas: int | None = key(
-        "Copies of its weights, each sharded over ranks / num_replicas of them.", null="as fsdp_size says", min=1
+        "Copies of its weights, each sharded over ranks / num_replicas ranks.", null="given by fsdp_size", min=1
     )
-    key: str | None = key(  # the last one: from here on the name is this field's
-        "The `data_source` (data.reward_fn_key) of the rows it is for.", null="rows that no other teacher is for"
+    key: str | None = key(  # last: shadows the function `key`
+        "`data_source` (column data.reward_fn_key) of the rows for this teacher.",
+        null="all rows without another teacher",
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class TeacherConfig(RefConfig):
-    """How all local teachers run: the keys of the reference."""
+    """Engine keys of all local teachers; the same as the reference's."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DistillationLossConfig(Block):
     loss_mode: str = key(
-        "The KL to the teacher: an estimate from the sampled token (+: with the KL's gradient), or over topk tokens.",
+        "KL to the teacher: estimated from the sampled token (+: unbiased gradient), or over the topk tokens.",
         choices=(*names.KL_LOSS_TYPES, *names.TOP_K_KLS),
     )
-    topk: int = key("How many of the teacher's likeliest tokens the modes of that name take.", min=1)
-    distillation_loss_coef: float = key("What it is multiplied by, in the loss or in the reward.", min=0)
-    use_task_rewards: bool = key("Learn from scores, too; False: from the teachers alone, and nothing is scored.")
-    as_reward: bool = key(
-        "Subtract the KL from the token rewards, for the estimator to turn into advantages; False: add it to the loss."
-    )
+    topk: int = key("Teacher's most likely tokens used by the topk modes.", min=1)
+    distillation_loss_coef: float = key("Coefficient of the KL in the loss or reward.", min=0)
+    use_task_rewards: bool = key("Also train on task rewards; False: only on the teachers, without scoring.")
+    as_reward: bool = key("Subtract the KL from token rewards, before advantages; False: add it to the loss.")
 
     @property
     def over_top_tokens(self) -> bool:
-        """Whether the sampled tokens are not enough."""
+        """Whether the loss needs the teacher's top-k tokens, not only the sampled ones."""
         return self.loss_mode in names.TOP_K_KLS
 
 
 @dataclass(kw_only=True, slots=True)
 class DistillationConfig(Block):
-    enabled: bool = key("On-policy distillation: teachers go through the student's answers.", aliases=("enable",))
-    distillation_loss: DistillationLossConfig = key("What is learned from the teachers.")
+    enabled: bool = key("On-policy distillation: teachers score the student's tokens.", aliases=("enable",))
+    distillation_loss: DistillationLossConfig = key("Distillation loss.")
     teacher_models: dict[str, TeacherModelConfig] = key(
-        "The teachers by name, e.g. {math: {key: openai/gsm8k, model_path: Qwen/Qwen2.5-7B-Instruct}}."
+        "Teachers by name, e.g. {math: {key: openai/gsm8k, model_path: Qwen/Qwen2.5-7B-Instruct}}."
     )
-    teacher: TeacherConfig = key("How teachers run here; what is not set is as for the actor.")
+    teacher: TeacherConfig = key("Engine of local teachers; unset keys are taken from the actor.")
 
     @property
     def scores_answers(self) -> bool:
-        """Whether answers get task rewards."""
+        """Whether responses get task rewards."""
         return not self.enabled or self.distillation_loss.use_task_rewards
 
     @property
     def has_advantages(self) -> bool:
-        """Whether there is any reward that an estimator makes advantages of."""
+        """Whether there are rewards from which advantages are estimated."""
         return self.scores_answers or self.distillation_loss.as_reward
 
     @property
     def loss(self) -> DistillationLossConfig | None:
-        """Where teachers are part of the loss."""
+        """The distillation loss if it is part of the training loss, else None."""
         return self.distillation_loss if self.enabled and not self.distillation_loss.as_reward else None
 
     @property
     def local_teachers(self) -> Mapping[str, TeacherModelConfig]:
-        """Those that run here, by name."""
+        """Teachers that run in this run, by name."""
         return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and not teacher.url}
 
     def engine_of(self, name: str, ranks: int) -> TeacherConfig:
-        """How a teacher runs on so many ranks."""
+        """Return the engine keys of a teacher on this number of ranks."""
         copies = self.teacher_models[name].num_replicas
         if copies is None:
             return self.teacher

@@ -1,4 +1,4 @@
-"""What the configuration expects of this machine: files that exist and packages that are installed."""
+"""Checks of this machine: files that must exist, packages that must be installed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
-# Packages of trackers that an extra of ours installs.
+# Trackers that an extra of this package installs.
 _EXTRAS = ("wandb", "tensorboard")
 
 
 def check_environment(config: PPOConfig, report: Report) -> None:
-    """Report paths that do not exist here, packages that are asked for and missing, models that read too little."""
+    """Report missing files and packages, and models with a too short context."""
     check_data_files(config.data, report)
     models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.critic.enable:
@@ -34,11 +34,11 @@ def check_environment(config: PPOConfig, report: Report) -> None:
         models["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     for name, teacher in config.distillation.local_teachers.items():
         models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
-    shown = set()
+    checked = set()
     for key, path in models.items():
-        if path and path not in shown:
+        if path and path not in checked:
             check_model(key, path, report)
-            shown.add(path)
+            checked.add(path)
     context_rules(config, report)
     model_layout_rules(config, report)
     _check_code_and_resume(config, report)
@@ -46,26 +46,26 @@ def check_environment(config: PPOConfig, report: Report) -> None:
 
 
 def check_data_files(data: Block, report: Report) -> None:
-    """Report data files that are not here; hub names may be anywhere."""
+    """Report missing training and validation files; hub names are not checked."""
     for key in ("train_files", "val_files"):
         check_paths(f"data.{key}", data[key], report)
 
 
 def check_paths(key: str, paths: Sequence[str] | None, report: Report) -> None:
-    """Report data files that are not here; hub names may be anywhere."""
+    """Report missing data files; hub names are not checked."""
     for path in paths or ():
         if not _is_hub_dataset(path):
             must_exist(key, path, report)
 
 
 def check_model(key: str, path: str, report: Report) -> None:
-    """Report a model folder that is not here; hub names and URLs may be anywhere."""
+    """Report a missing model folder; hub names and URLs are not checked."""
     if _looks_local(path):
         must_exist(key, path, report)
 
 
 def check_user_code(key: str, path: str | None, report: Report) -> None:
-    """Report a Python file that is not here; a module may come from anywhere."""
+    """Report a missing Python file; module names are not checked."""
     if path and ("/" in path or path.endswith(".py")):
         must_exist(key, path, report)
 
@@ -76,7 +76,7 @@ def check_loggers(loggers: Sequence[str], report: Report) -> None:
         package = names.tracker_package(name)
         if package is not None and importlib.util.find_spec(package) is None:
             how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {package}"
-            report.problem("trainer.logger", name, f"{package} is not installed here", f"Run {how}, or choose another")
+            report.problem("trainer.logger", name, f"{package} is not installed", f"Run {how}, or choose another")
 
 
 def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
@@ -98,13 +98,13 @@ def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
 
 
 def check_resume(trainer: RunConfig, report: Report) -> None:
-    """Report a checkpoint to resume from that is not here."""
+    """Report a missing checkpoint of trainer.resume_from_path."""
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         must_exist("trainer.resume_from_path", trainer.resume_from_path, report)
 
 
 def must_exist(key: str, path: str, report: Report) -> None:
-    """Report a local path that does not exist, with what was probably meant."""
+    """Report a local path that does not exist, with the most similar name."""
     if "://" in path or Path(path).exists():
         return
     unset = re.findall(r"\$\{?(\w+)", path)
@@ -121,7 +121,7 @@ def must_exist(key: str, path: str, report: Report) -> None:
 
 
 def _first_missing(folder: Path) -> Path:
-    """The highest folder of the path that does not exist: the place to look at."""
+    """Return the topmost folder of the path that does not exist."""
     return next(part for part in (*reversed(folder.parents), folder) if not part.exists())
 
 
@@ -130,5 +130,5 @@ def _is_hub_dataset(name: str) -> bool:
 
 
 def _looks_local(path: str) -> bool:
-    """A path rather than a hub name (`Qwen/Qwen2.5-0.5B`) or a URL."""
+    """Whether this is a path, not a hub name (`Qwen/Qwen2.5-0.5B`) or a URL."""
     return "://" not in path and (path.startswith((".", "/", "~", "$")) or not _HUB_NAME.fullmatch(path))

@@ -1,4 +1,4 @@
-"""Which roles a run has and where each runs: its pool, and how the ranks of the pool are cut into copies."""
+"""Active roles of a run, and their layout: pool, world size, parallel sizes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BLOCK_OF_ROLE = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a role runs: the ranks of its pool, cut into groups that work on the same samples."""
+    """Layout of a role: the ranks of its pool, split into copies of the model."""
 
     pool: str
     world_size: int
     ranks_per_copy: int
-    split: str  # how the ranks of one copy are used, e.g. "TP 4 × PP 2"
-    sharing: int = 1  # ranks that share the tokens of every sequence, and so add up their token budgets
+    split: str  # parallel sizes of a copy, e.g. "TP 4 × PP 2"
+    sharing: int = 1  # ranks that share the tokens of each sequence; their token budgets add up
 
     @property
     def dp_size(self) -> int:
@@ -45,7 +45,7 @@ class Layout:
 
 
 def layout_of(config: PPOConfig, role: str) -> Layout:
-    """Pool and parallel sizes of a role (actor, rollout, ref, critic, reward_model, teacher)."""
+    """Return the layout of a role (actor, rollout, ref, critic, reward_model, teacher)."""
     if role == "ref" and actor_is_reference(config):
         role = "actor"
     pool = config.role_mapping[role]
@@ -68,46 +68,46 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
 
 
 def shares_devices(config: PPOConfig) -> bool:
-    """Whether answers are generated where the policy is trained, by turns."""
+    """Whether training and generation share devices."""
     return config.role_mapping["actor"] == config.role_mapping["rollout"]
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether some KL compares the policy with its reference."""
+    """Whether a KL to the reference policy is used."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def actor_is_reference(config: PPOConfig) -> bool:
-    """With LoRA the actor's base weights are the reference: it has no role of its own."""
+    """Whether the actor without adapters is the reference (LoRA): there is no separate role."""
     return config.actor_rollout_ref.model.lora_rank > 0
 
 
 def scored_by_model(config: PPOConfig) -> bool:
-    """Scores are degrees that a reward model gives, here or behind reward_model.url, not verdicts of a function."""
+    """Whether scores come from a reward model, in this run or at reward_model.url, not from a reward function."""
     reward = config.reward_model
     return reward.enable or (reward.url is not None and config.custom_reward_function.path is None)
 
 
 def runs_own_loop(config: PPOConfig) -> bool:
-    """Whether rows without an `agent_name` run in the user's own agent loop, which may return the score itself."""
+    """Whether rows without `agent_name` run in a custom agent loop, which may return the score itself."""
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in names.AGENT_LOOPS
 
 
 def serves_reward_model(config: PPOConfig) -> bool:
-    """The run's own reward model answers requests: those of a judge, or of a function of the user's."""
+    """Whether this run serves its reward model over HTTP, for a judge or a custom reward function."""
     reward = config.reward_model
     return reward.enable and (reward.judge.enable or config.custom_reward_function.path is not None)
 
 
 def judge_shares_devices(config: PPOConfig) -> bool:
-    """It does so on devices that other roles use too: parked while nobody is scored."""
+    """Whether the served reward model shares devices with other roles; it is offloaded while idle."""
     others = {config.role_mapping[role] for role in active_roles(config) if role != "reward_model"}
     return serves_reward_model(config) and config.role_mapping["reward_model"] in others
 
 
 def active_roles(config: PPOConfig) -> list[str]:
-    """The roles this run starts, in the order of the roles' table."""
-    needed = {
+    """Return the roles that this run starts, in a fixed order."""
+    active = {
         "actor": True,
         "rollout": True,
         "ref": needs_reference(config) and not actor_is_reference(config),
@@ -115,4 +115,4 @@ def active_roles(config: PPOConfig) -> list[str]:
         "reward_model": config.reward_model.enable,
         "teacher": bool(config.distillation.local_teachers),
     }
-    return [role for role, needs in needed.items() if needs]
+    return [role for role, is_active in active.items() if is_active]

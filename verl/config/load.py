@@ -1,4 +1,4 @@
-"""One strict load: YAML defaults + what the user set -> a whole config, or one ConfigError with every problem in it."""
+"""`load_config`: defaults + user values -> validated config, or one ConfigError with all problems."""
 
 from __future__ import annotations
 
@@ -51,12 +51,7 @@ PPO = Root(
     _convert_old_ppo_keys,
 )
 SFT = Root(
-    sft.SFTConfig,
-    "sft_trainer",
-    sft.resolve,
-    sft.validate,
-    sft.check_environment,
-    convert_old_keys=convert_dict_keys,
+    sft.SFTConfig, "sft_trainer", sft.resolve, sft.validate, sft.check_environment, convert_old_keys=convert_dict_keys
 )
 RM = Root(rm.RMConfig, "rm_trainer", rm.resolve, rm.validate, rm.check_environment)
 GENERATION = Root(
@@ -73,7 +68,7 @@ ROOTS = (PPO, SFT, RM, GENERATION, EVAL)
 
 
 def root_of(cls: type[Block]) -> Root:
-    """The program whose whole configuration is a `cls`."""
+    """Return the root of this class."""
     for root in ROOTS:
         if root.cls is cls:
             return root
@@ -87,7 +82,7 @@ Given = Block | DictConfig | Mapping[str, Any] | None
 Preflight = Callable[[Any, Report], None]
 """Called with the resolved configuration (an instance of `root`) and the report to which it adds problems."""
 
-_ABSENT = object()
+_MISSING = object()
 
 
 @overload
@@ -113,16 +108,19 @@ def load_config(
     root: type[Block] = PPOConfig,
     preflight: Preflight | None = None,
 ) -> Block:
-    """The complete, resolved and validated configuration of the program that `root` belongs to.
+    """Return the complete, resolved and validated configuration of a program, an instance of `root`.
 
-    `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
-    out what depends on this machine and version: files, folders, packages, and what is not built yet. `preflight`
-    adds problems that the program can detect before it starts (data files, user code, devices). Raises ConfigError
-    with all problems.
+    `cfg` contains some or all blocks; `overrides` (`key=value` or `group=option`) are applied on top.
+    `check_files=False` skips checks that depend on this machine and version: files, packages, unsupported values.
+    `preflight` adds problems that the program can detect before it starts (data files, user code, devices).
+    Raises ConfigError with all problems.
     """
     if isinstance(cfg, root):
         if not overrides:
-            _check_loaded(cfg, preflight)
+            report = Report()
+            if preflight is not None:
+                preflight(cfg, report)
+            report.raise_if_any()
             return cfg
         cfg = cfg.to_dict()
     kind, report = root_of(root), Report()
@@ -142,35 +140,29 @@ def load_config(
     return config
 
 
-def _check_loaded(config: Block, preflight: Preflight | None) -> None:
-    report = Report()
-    if preflight is not None:
-        preflight(config, report)
-    report.raise_if_any()
-
-
 def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: str | None = None) -> B:
-    """A block for code that users call directly: ours as it is, a DictConfig or dict on top of the block's defaults.
+    """Convert to a block: a `cls` is returned unchanged, a DictConfig or dict is merged with the block's defaults.
 
-    `at` is the block's place (`actor_rollout_ref.actor`); only needed for classes used in several places. Unknown keys
-    and bad values raise; what rests on other blocks is resolved with their defaults and not validated.
+    `at` is the path of the block (`actor_rollout_ref.actor`), required for classes used in several paths. Unknown
+    keys and invalid values raise ConfigError. Values that depend on other blocks are resolved with their defaults;
+    rules between keys are not checked.
     """
     if isinstance(cfg, cls):
         return cfg
-    place = _place_of(cls) if at is None else at
+    block = _path_of(cls) if at is None else at
     report = Report()
     values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else dict(cfg or {})
-    for name in reversed(place.split(".") if place else ()):
+    for name in reversed(block.split(".") if block else ()):
         values = {name: values}
     defaults = default_values()
     config = _build(root_of(PPOConfig), _merged(defaults, values), defaults, report)
-    report.problems = [problem for problem in report.problems if problem.key.startswith(place)]
+    report.problems = [problem for problem in report.problems if problem.key.startswith(block)]
     report.raise_if_any()
-    return pick(config, place)
+    return pick(config, block)
 
 
 def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
-    """Plain merged values -> resolved blocks; problems go to the report."""
+    """Convert merged plain values to resolved blocks; add problems to the report."""
     kind.convert_old_keys(values, report)
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
@@ -182,30 +174,31 @@ def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], repo
 
 
 def _changed_keys(config: Block, defaults: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Every key that is not at its default, with its value; of a configuration whose nulls are not resolved yet.
+    """Return the keys that differ from their defaults, with their values, before nulls are resolved.
 
-    The default of any option of the key's group counts: once Hydra has composed `algorithm=grpo`, nobody knows.
+    Values of any option of the key's group are defaults too: after Hydra has composed `algorithm=grpo`, the selected
+    option is unknown.
     """
-    found = {}
+    changed = {}
     for path, entry in walk(type(config)):
         value = pick(config, path) if entry.block is None else None
-        if entry.block is None and value != pick(defaults, path) and not _is_an_option(path, value, root):
-            found[path] = value
-    return found
+        if entry.block is None and value != pick(defaults, path) and not _is_option_value(path, value, root):
+            changed[path] = value
+    return changed
 
 
-def _is_an_option(path: str, value: Any, root: str) -> bool:
+def _is_option_value(path: str, value: Any, root: str) -> bool:
     group, _, below = path.partition(".")
-    stated = (_at(option, below) for option in alternatives(group, root))
-    return any(value == (None if other is _ABSENT else other) for other in stated)
+    option_values = (_at(option, below) for option in alternatives(group, root))
+    return any(value == (None if other is _MISSING else other) for other in option_values)
 
 
 def _plain(cfg: Given, root: type[Block]) -> dict[str, Any]:
-    """What the user set as plain dicts; `${…}` still stand as text."""
+    """Convert the user's values to plain dicts; `${…}` stay text."""
     if cfg is None:
         return {}
     if not isinstance(cfg, Mapping | DictConfig):
-        raise TypeError(f"config: a DictConfig, a mapping or a {root.__name__} is expected, not {type(cfg).__name__}.")
+        raise TypeError(f"config: expected a DictConfig, a mapping or a {root.__name__}, not {type(cfg).__name__}.")
     tree = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
     values = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(values, dict)
@@ -214,7 +207,7 @@ def _plain(cfg: Given, root: type[Block]) -> dict[str, Any]:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above` on top of `below`, block by block; neither is changed."""
+    """Merge `above` on top of `below`, block by block, into a new dict."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     return {**below, **{name: _merged(below.get(name), value) for name, value in above.items()}}
@@ -223,52 +216,52 @@ def _merged(below: Any, above: Any) -> Any:
 def _split_overrides(
     chosen: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The options chosen of each group, and the other changes as nested values."""
-    wanted = {str(group): str(option) for group, option in chosen.items()}
+    """Return the selected option of each group, and all other overrides as nested values."""
+    selected = {str(group): str(option) for group, option in chosen.items()}
     changes: dict[str, Any] = {}
     for override in overrides:
         change = read_override(override, known)
         if change is None:
             report.problem(override, None, "is not an override", "Write it as key=value")
         elif change.is_option:
-            wanted[change.key] = str(change.value)
+            selected[change.key] = str(change.value)
         else:
             one: dict[str, Any] = {}
             _set(one, change.key, change.value)
             changes = _merged(changes, one)
-    for group, option in list(wanted.items()):
+    for group, option in list(selected.items()):
         options = known.get(group, ())
         if option not in options:
             report.problem(group, option, f"{group} has no option of that name", f"Set one of {', '.join(options)}")
-            del wanted[group]
-    return wanted, changes
+            del selected[group]
+    return selected, changes
 
 
 def _move_aliases(
     values: dict[str, Any], aliases: Mapping[str, str], defaults: Mapping[str, Any], report: Report
 ) -> None:
-    """Values under another spelling go to their key, and the log says so; two that disagree are a problem."""
+    """Move values from aliases to their keys and log it; conflicting values are a problem."""
     for alias, canonical in aliases.items():
-        given = _take(values, alias)
-        for spelled, value in () if given in (_ABSENT, {}) else leaves(given, alias):
+        aliased = _take(values, alias)
+        for spelled, value in () if aliased in (_MISSING, {}) else leaves(aliased, alias):
             target = canonical + spelled.removeprefix(alias)
             current = _at(values, target)
-            if current is _ABSENT or current in (_at(defaults, target), value):
+            if current is _MISSING or current in (_at(defaults, target), value):
                 _set(values, target, value)
                 report.spelled(target, spelled)
                 if spelled == alias or alias.partition(".")[0] != target.partition(".")[0]:
-                    report.notice(f"{spelled} is read as {target}, which is {show(value)} now.")
-                else:  # a block beside ours, of which scripts set a dozen keys
-                    report.notice(f"{alias}.* is read as {canonical}.*.")
+                    report.notice(f"{spelled} is an alias: {target} = {show(value)}.")
+                else:  # an alias of a block: one notice for all of its keys
+                    report.notice(f"{alias}.* is an alias of {canonical}.*.")
             else:
-                why = f"is another spelling of {target} = {show(current)}, and they differ"
+                why = f"is an alias of {target} = {show(current)}, and they differ"
                 report.broken(spelled, value, why, "Keep one of the two")
 
 
 def _at(values: Any, path: str) -> Any:
     for name in path.split("."):
         if not isinstance(values, Mapping) or name not in values:
-            return _ABSENT
+            return _MISSING
         values = values[name]
     return values
 
@@ -285,15 +278,15 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _take(values: dict[str, Any], path: str) -> Any:
-    """Remove and return the value at a dotted path, and blocks above it that held nothing else."""
+    """Remove and return the value at a dotted path; also remove blocks that become empty."""
     name, _, rest = path.partition(".")
     if not rest:
-        return values.pop(name, _ABSENT)
+        return values.pop(name, _MISSING)
     if not isinstance(values.get(name), Mapping):
-        return _ABSENT
+        return _MISSING
     inner = dict(values[name])
     taken = _take(inner, rest)
-    if taken is not _ABSENT:
+    if taken is not _MISSING:
         values[name] = inner
         if not inner:
             del values[name]
@@ -301,7 +294,7 @@ def _take(values: dict[str, Any], path: str) -> Any:
 
 
 def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """Every `${…}` resolved; those that lead nowhere are reported and take their defaults."""
+    """Resolve every `${…}`; report those that cannot be resolved and use their defaults."""
     pending = [path for path, value in leaves(values, "") if "${" in str(value)]
     if not pending:
         return values
@@ -312,17 +305,19 @@ def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: R
             plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
         except OmegaConfBaseException as error:
             why = str(error).splitlines()[0].strip().rstrip(".")
-            fix = "Correct what is in ${…}, or set a value"
+            fix = "Correct the expression in ${…}, or set a value"
             report.broken(path, _at(values, path), f"cannot be resolved ({why})", fix)
             plain = _at(defaults, path)
-        _set(values, path, None if plain is _ABSENT else plain)
+        _set(values, path, None if plain is _MISSING else plain)
     return values
 
 
-def _place_of(cls: type[Block]) -> str:
+def _path_of(cls: type[Block]) -> str:
     if cls is PPOConfig:
         return ""
-    places = [path for path, entry in walk(PPOConfig) if entry.block is cls]
-    if len(places) != 1:
-        raise ValueError(f"at: {cls.__name__} is used in {len(places)} places ({', '.join(places)}). Say which one.")
-    return places[0]
+    paths = [path for path, entry in walk(PPOConfig) if entry.block is cls]
+    if len(paths) != 1:
+        raise ValueError(
+            f"at: {cls.__name__} is used in {len(paths)} places ({', '.join(paths)}). Set at to one of them."
+        )
+    return paths[0]

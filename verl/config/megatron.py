@@ -1,7 +1,4 @@
-"""Rules of the megatron engine's keys: sizes that fit the ranks, what it does not do, what of Core is not the user's.
-
-What depends on the model's own numbers: `megatron_models`.
-"""
+"""Rules of the megatron engine: parallel sizes and ranks, unsupported keys, Core fields, divisibility of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.block_rules import is_installed
-from verl.config.context_length import config_of_folder
+from verl.config.context_length import read_model_config
 from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
 from verl.config.layout import BLOCK_OF_ROLE, ROUTER_REPLAY, active_roles, layout_of
 from verl.config.ppo import PPOConfig
@@ -30,48 +27,48 @@ _SHAPE = (
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_pre_softmax", "moe_router_score_function"),
 )
-_OWN_LOSS = (
+_LOSS_FIELDS = (
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"),
     *("moe_expert_capacity_factor", "mtp_num_layers", "calculate_per_token_loss"),
 )
-# Names in Core's configurations that are decided elsewhere: (names, why, what to do).
-_DECIDED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
+# Fields of Core's configurations that users cannot override: (fields, cause, remedy).
+_RESERVED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
     "override_transformer_config": (
-        (_SIZES, "is a key of the engine itself", "Set {block}.{name}"),
-        (("bf16", "fp16", "params_dtype", "pipeline_dtype"), "{block}.dtype says it", "Set {block}.dtype"),
-        (_SHAPE, "the model's config.json says it", "Leave it out, or set it in the model's override_config"),
-        (("hidden_dropout", "attention_dropout"), "dropout is off", "Leave it out"),
-        (_OWN_LOSS, "nothing but the policy's or critic's own loss is learned from", "Leave it out"),
+        (_SIZES, "is a key of this engine", "Set {block}.{name}"),
+        (("bf16", "fp16", "params_dtype", "pipeline_dtype"), "it follows from {block}.dtype", "Set {block}.dtype"),
+        (_SHAPE, "it follows from the model's config.json", "Leave it out, or set it in the model's override_config"),
+        (("hidden_dropout", "attention_dropout"), "dropout is disabled", "Leave it out"),
+        (_LOSS_FIELDS, "only the loss of the policy or critic is trained", "Leave it out"),
         (
             ("variable_seq_lengths", "pipeline_model_parallel_layout"),
-            "the engine decides it",
+            "the engine sets it",
             f"Leave it out; uneven pipelines: {' and '.join(UNEVEN)}",
         ),
     ),
     "override_ddp_config": (
-        (("use_distributed_optimizer",), "is a key of the engine itself", "Set {block}.{name}"),
-        (("grad_reduce_in_fp32",), "gradients are always added up in float32", "Leave it out"),
+        (("use_distributed_optimizer",), "is a key of this engine", "Set {block}.{name}"),
+        (("grad_reduce_in_fp32",), "gradients are always accumulated in float32", "Leave it out"),
         (
             ("average_in_collective", "gradient_reduce_div_fusion"),
-            "losses are divided by what the whole step holds, so gradients are summed",
+            "losses are divided by the counts of the whole step, so gradients are summed",
             "Leave it out",
         ),
         (
             ("check_for_nan_in_grad", "check_for_large_grads"),
-            "a step with such gradients is skipped and counted",
+            "steps with such gradients are skipped and counted",
             "Leave it out",
         ),
         (
             ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"),
-            "gradients are added up over ranks once, when a step begins: a pass does not know whether it is the last",
+            "gradients are reduced once per optimizer step, not in each backward pass",
             "Leave it out",
         ),
-        (("num_distributed_optimizer_instances",), "all ranks of equal weights share one optimizer", "Leave it out"),
+        (("num_distributed_optimizer_instances",), "all data-parallel ranks share one optimizer", "Leave it out"),
         (("use_megatron_fsdp", "use_custom_fsdp"), "is another engine", "Set strategy=fsdp2"),
     ),
 }
-# What of them is so anyway, which scripts may ask for.
-_IS_SO = {
+# Values that the engine uses anyway and that are therefore accepted.
+_RESERVED_VALUES = {
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0),
     "grad_reduce_in_fp32": True,
     "average_in_collective": False,
@@ -81,15 +78,15 @@ _IS_SO = {
 
 
 def roles_on_megatron(config: PPOConfig) -> list[str]:
-    """Those that run on this engine; a reference that is laid out as the actor has no rules of its own."""
-    found = [role for role in active_roles(config) if role in BLOCK_OF_ROLE]
-    found = [role for role in found if pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
+    """Return the roles on this engine, without a reference that has the same keys as the actor."""
+    roles = [role for role in active_roles(config) if role in BLOCK_OF_ROLE]
+    roles = [role for role in roles if pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
     actor, ref = (pick(config, BLOCK_OF_ROLE[role]).megatron_config for role in ("actor", "ref"))
-    return [role for role in found if role != "ref" or "actor" not in found or actor != ref]
+    return [role for role in roles if role != "ref" or "actor" not in roles or actor != ref]
 
 
 def megatron_rules(config: PPOConfig, report: Report) -> None:
-    """Report what of every role on this engine cannot work, whatever the model is."""
+    """Report problems of all roles on this engine that do not depend on the model."""
     for role in roles_on_megatron(config):
         path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE.get(role, _POLICY_MODEL), layout_of(config, role)
         lora = pick(config, model).lora_rank if role in ("actor", "critic") else 0
@@ -97,53 +94,53 @@ def megatron_rules(config: PPOConfig, report: Report) -> None:
 
 
 def block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, str], report: Report) -> None:
-    """The same of one block at `path`. `lora`: the key of the adapters' rank, and it; `pool`: its ranks and name."""
+    """Report problems of the block at `path`. `lora`: key and value of the LoRA rank; `pool`: ranks and name."""
     sizes, at = block.megatron_config, join(path, "megatron_config")
-    _not_done(path, block, lora, report)
+    _unsupported_keys(path, block, lora, report)
     _expert_ranks(at, sizes, pool, report)
     _pipeline(at, sizes, report)
-    _decided(at, sizes, report)
+    _reserved_fields(at, sizes, report)
     _recompute(at, sizes, report)
     if sizes.use_dist_checkpointing and sizes.dist_checkpointing_path is None:
-        why = f"{at}.use_dist_checkpointing = True begins with the weights of a checkpoint"
+        why = f"{at}.use_dist_checkpointing = True loads the weights of a checkpoint"
         fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
         report.problem(f"{at}.dist_checkpointing_path", None, why, fix)
     if sizes.use_mbridge and not is_installed("megatron.bridge"):
-        report.notice("megatron_config.use_mbridge: megatron-bridge is not installed; our own tables map the weights.")
+        report.notice("megatron_config.use_mbridge: megatron-bridge is not installed; the built-in mapping is used.")
 
 
-def _not_done(path: str, block: Any, lora: tuple[str, int], report: Report) -> None:
-    """Keys of the other engine that would be ignored, and would have changed the training."""
+def _unsupported_keys(path: str, block: Any, lora: tuple[str, int], report: Report) -> None:
+    """Report keys that this engine does not support and that would change the training."""
     strategy = join(path, "strategy")
     size = block.ulysses_sequence_parallel_size
     if size > 1:
-        why = f"{strategy} = megatron splits sequences by context_parallel_size"
+        why = f"{strategy} = megatron uses context_parallel_size instead"
         fix = f"Set {join(path, 'megatron_config')}.context_parallel_size={size} instead"
         report.problem(join(path, "ulysses_sequence_parallel_size"), size, why, fix, (strategy,))
     key, rank = lora
     if rank:
-        why, fix = f"{strategy} = megatron has no adapters", f"Set it to 0, or {strategy}=fsdp2"
+        why, fix = f"{strategy} = megatron does not support LoRA", f"Set it to 0, or {strategy}=fsdp2"
         report.problem(key, rank, why, fix, (strategy,))
     if "optim" in block and block.optim.state_dtype != "fp32":
-        why = f"{strategy} = megatron keeps its moments in float32"
+        why = f"{strategy} = megatron keeps optimizer moments in float32"
         fix = f"Leave it out; {join(path, 'megatron_config')}.optimizer_offload=True saves more"
         report.problem(join(path, "optim.state_dtype"), block.optim.state_dtype, why, fix, (strategy,))
 
 
 def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], report: Report) -> None:
-    """The experts of one stage lie on ranks of their own count, which must divide the pool as the layers' do."""
+    """Report expert parallel sizes that do not divide the pool."""
     (world, name), stages = pool, sizes.pipeline_model_parallel_size
     expert, width = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or 1
     ranks = expert * width * stages
     uses = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
-    own_count = expert > 1 or width != sizes.tensor_model_parallel_size  # else they lie as the layers do
+    own_count = expert > 1 or width != sizes.tensor_model_parallel_size  # else experts are placed like other layers
     if own_count and world % ranks:
         why = (
-            f"the experts of one copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
-            f" which do not divide the {world} ranks of {name}"
+            f"the experts of a copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
+            f" which does not divide the {world} ranks of {name}"
         )
-        room = world // stages if world % stages == 0 else 0
-        good = divisors(room // width) if room % width == 0 else []
+        stage_ranks = world // stages if world % stages == 0 else 0
+        good = divisors(stage_ranks // width) if stage_ranks % width == 0 else []
         fix = f"Set it to {near_values(good, expert)}" if good else f"Set {block}.expert_tensor_parallel_size=1"
         own = tuple(f"{block}.{name}" for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"))
         report.problem(f"{block}.expert_model_parallel_size", expert, why, fix, (*uses, *own))
@@ -152,30 +149,30 @@ def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], repo
 def _pipeline(block: str, sizes: MegatronConfig, report: Report) -> None:
     parts, stages = sizes.virtual_pipeline_model_parallel_size or 1, sizes.pipeline_model_parallel_size
     if parts > 1 and stages == 1:
-        why = f"one stage ({block}.pipeline_model_parallel_size = 1) has nothing to interleave with"
-        fix = "Set it to 1, or more stages"
+        why = f"there is one stage ({block}.pipeline_model_parallel_size = 1)"
+        fix = "Set it to 1, or increase the stages"
         report.problem(f"{block}.virtual_pipeline_model_parallel_size", parts, why, fix)
     for name, layers in zip(UNEVEN, sizes.outer_stages(), strict=True):
         if layers is not None and (not isinstance(layers, int) or layers < 1 or layers % parts):
-            why = f"is a number of layers, at least 1 and a multiple of the {parts} parts of a stage"
+            why = f"must be a number of layers, at least 1 and a multiple of the {parts} chunks of a stage"
             report.problem(f"{block}.override_transformer_config.{name}", layers, why, "Correct it or leave it out")
 
 
-def _decided(block: str, sizes: MegatronConfig, report: Report) -> None:
-    for key, rows in _DECIDED.items():
+def _reserved_fields(block: str, sizes: MegatronConfig, report: Report) -> None:
+    for key, rows in _RESERVED.items():
         for name, value in sizes[key].items():
             for names, why, fix in rows:
-                if name in names and not (name in _IS_SO and value == _IS_SO[name]):
+                if name in names and not (name in _RESERVED_VALUES and value == _RESERVED_VALUES[name]):
                     words = {"block": block, "name": name}
                     report.problem(f"{block}.{key}.{name}", value, why.format(**words), fix.format(**words))
 
 
 def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
-    key, given = f"{block}.override_transformer_config", sizes.override_transformer_config
-    for name in given:
+    key, overrides = f"{block}.override_transformer_config", sizes.override_transformer_config
+    for name in overrides:
         near = difflib.get_close_matches(name, (*RECOMPUTE, *UNEVEN), n=1, cutoff=0.8)
         if name not in (*RECOMPUTE, *UNEVEN) and near:
-            report.problem(f"{key}.{name}", given[name], "is not known to Core", f"Did you mean {near[0]}?")
+            report.problem(f"{key}.{name}", overrides[name], "is not a field of Core", f"Did you mean {near[0]}?")
     settings = sizes.recompute(checkpointing=True)
     granularity = settings.get("recompute_granularity")
     choices: dict[str, tuple[Any, ...]] = {
@@ -183,26 +180,33 @@ def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
         "recompute_method": ("uniform", "block") if granularity == "full" else (None,),
     }
     for name, known in choices.items():
-        if name in given and given[name] not in known:
+        if name in overrides and overrides[name] not in known:
             fix = f"Set {' or '.join(map(show, known))}"
-            report.problem(f"{key}.{name}", given[name], f"is not known with granularity {show(granularity)}", fix)
-    if granularity != "full" and given.get("recompute_num_layers") is not None:
-        why = f"counts whole layers, and recompute_granularity = {show(granularity)}"
-        report.problem(f"{key}.recompute_num_layers", given["recompute_num_layers"], why, "Leave it out, or set full")
-    if granularity != "selective" and given.get("recompute_modules") is not None:
-        why, fix = "is read with recompute_granularity = selective", "Leave it out, or set recompute_granularity"
-        report.problem(f"{key}.recompute_modules", given["recompute_modules"], why, fix)
+            report.problem(
+                f"{key}.{name}",
+                overrides[name],
+                f"is not supported with recompute_granularity {show(granularity)}",
+                fix,
+            )
+    if granularity != "full" and overrides.get("recompute_num_layers") is not None:
+        why = f"requires recompute_granularity = full, not {show(granularity)}"
+        report.problem(
+            f"{key}.recompute_num_layers", overrides["recompute_num_layers"], why, "Leave it out, or set full"
+        )
+    if granularity != "selective" and overrides.get("recompute_modules") is not None:
+        why, fix = "requires recompute_granularity = selective", "Leave it out, or set recompute_granularity"
+        report.problem(f"{key}.recompute_modules", overrides["recompute_modules"], why, fix)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Of Core: embedding and loss count as a layer each.
+# Fields of Core: embedding and loss count as a layer each.
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _USES = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
 
 
 @dataclass(frozen=True)
-class ModelNumbers:
-    """What of a model has to divide over ranks."""
+class ModelDimensions:
+    """Dimensions of a model that must be divisible by parallel sizes."""
 
     layers: int
     heads: int
@@ -212,51 +216,52 @@ class ModelNumbers:
     moe_ffn: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelNumbers | None:
-        """Of what a config.json holds; None where the usual names are missing."""
+    def from_config(cls, config: Mapping[str, Any]) -> ModelDimensions | None:
+        """Read a config.json; None if a field is missing."""
         text = config.get("text_config") or config
         names = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
-        wanted: list[Any] = [text.get(name) for name in names]
-        if not all(isinstance(number, int) for number in wanted):
+        values: list[Any] = [text.get(name) for name in names]
+        if not all(isinstance(value, int) for value in values):
             return None
-        layers, heads, ffn = wanted
+        layers, heads, ffn = values
         experts = next((text[name] for name in _EXPERTS if text.get(name)), 0)
         kv_heads = text.get("num_key_value_heads") or heads
         return cls(layers, heads, kv_heads, ffn, experts, (text.get("moe_intermediate_size") or ffn) if experts else 0)
 
 
 def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:
-    """Report the sizes of every role on this engine that its model does not divide into; `folders`: where models that
-    are named otherwise are here."""
+    """Report parallel sizes that do not divide the model of a role; `folders`: local folders of hub names and URLs."""
     for role in roles_on_megatron(config):
-        for numbers in _models(config, role, folders or {}):
+        for shape in _models(config, role, folders or {}):
             block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
-            Fit(block, pick(config, block), numbers, layout_of(config, role).world_size, report).check()
+            ParallelSizeCheck(block, pick(config, block), shape, layout_of(config, role).world_size, report).check()
     mode = pick(config, ROUTER_REPLAY)
-    if mode != "disabled" and not all(numbers.experts for numbers in _models(config, "actor", folders or {})):
+    if mode != "disabled" and not all(shape.experts for shape in _models(config, "actor", folders or {})):
         report.problem(ROUTER_REPLAY, mode, "the model has no experts", "Leave it out")
 
 
-def _models(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelNumbers]:
-    """Of a role's models, as far as their config.json is here."""
+def _models(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelDimensions]:
+    """Return the shapes of a role's models whose config.json is available locally."""
     model = pick(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
     names, changes = [config.reward_model.path if role == "reward_model" else model.path], model.override_config
     if role == "teacher":
         names, changes = [teacher.model_path for teacher in config.distillation.local_teachers.values()], {}
-    configs = [config_of_folder(folders.get(name, name), changes) for name in names if name]
-    return [numbers for found in configs if found is not None and (numbers := ModelNumbers.of(found)) is not None]
+    configs = [read_model_config(folders.get(name, name), changes) for name in names if name]
+    return [shape for item in configs if item is not None and (shape := ModelDimensions.from_config(item)) is not None]
 
 
-def refuse_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
-    """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
+def check_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
+    """Raise ConfigError for sizes that do not divide the downloaded models in `folders`."""
     report = Report()
     model_layout_rules(config, report, folders)
     report.raise_if_any()
 
 
 def split_evenly(layers: int, stages: int, parts: int = 1) -> tuple[int, int] | None:
-    """Layers of the first and the last stage with which the others come out even, the fullest stage as small as can
-    be; None where there are none."""
+    """Return layers of the first and last stage so that the others are equal and the largest stage is smallest.
+
+    None if there is no such split.
+    """
     between = stages - 2
     best: tuple[tuple[int, int, int], tuple[int, int]] | None = None
     for first in range(parts, layers, parts):
@@ -264,20 +269,20 @@ def split_evenly(layers: int, stages: int, parts: int = 1) -> tuple[int, int] | 
             rest = layers - first - last
             if (rest == 0) != (between == 0) or (between and rest % (between * parts)):
                 continue
-            fullest = max(first, last, rest // between if between else 0)
-            rank = (fullest, abs(first - last), last)
+            largest = max(first, last, rest // between if between else 0)
+            rank = (largest, abs(first - last), last)
             if best is None or rank < best[0]:
                 best = rank, (first, last)
     return None if best is None else best[1]
 
 
 @dataclass(frozen=True)
-class Fit:
-    """One role's sizes beside its model's numbers; `check` reports those that do not divide."""
+class ParallelSizeCheck:
+    """Checks that the parallel sizes of a role divide its model."""
 
     block: str
     sizes: MegatronConfig
-    model: ModelNumbers
+    model: ModelDimensions
     world: int
     report: Report
 
@@ -288,21 +293,21 @@ class Fit:
         self._experts()
 
     def _problem(self, key: str, value: Any, why: str, good: list[int], fix: str = "") -> None:
-        """`good`: sizes that would work, `fix`: what else."""
+        """Report a size; `good`: sizes that would work, `fix`: an alternative remedy."""
         near = f"Set it to {near_values(good, value)}" if good else ""
-        fix = " or ".join(filter(None, (near, fix))) or "No size works with the others: change those"
+        fix = " or ".join(filter(None, (near, fix))) or "No size works with the other sizes: change them"
         self.report.problem(f"{self.block}.{key}", value, why, fix[0].upper() + fix[1:], _USES)
 
     def _fitting(self, others: int, works: Callable[[int], bool]) -> list[int]:
-        """Sizes beside `others` ranks that divide the pool, and the model."""
+        """Return the sizes that divide the pool next to `others` ranks and satisfy `works`."""
         return [size for size in divisors(max(1, self.world // others)) if works(size)]
 
     def _tensor(self) -> None:
         model, size = self.model, self.sizes.tensor_model_parallel_size
 
         def uneven_parts(tp: int) -> list[str]:
-            keys = 0 if tp % model.kv_heads == 0 else model.kv_heads  # ranks beyond them share one
-            parts = {"attention heads": model.heads, "key heads": keys, "columns of the MLP": model.ffn}
+            keys = 0 if tp % model.kv_heads == 0 else model.kv_heads  # ranks share key heads
+            parts = {"attention heads": model.heads, "key heads": keys, "MLP columns": model.ffn}
             return [f"{number} {name}" for name, number in parts.items() if number % tp]
 
         uneven = uneven_parts(size)
@@ -318,7 +323,7 @@ class Fit:
             return
         heads = self.model.heads // tensor
         good = self._fitting(tensor * self.sizes.pipeline_model_parallel_size, lambda cp: heads % cp == 0)
-        why = f"does not divide the {heads} attention heads of a tensor rank, which exchange tokens for heads"
+        why = f"does not divide the {heads} attention heads of a tensor rank"
         self._problem("context_parallel_size", size, why, good)
 
     def _layers(self) -> None:
@@ -334,7 +339,7 @@ class Fit:
         split = split_evenly(layers, stages, parts)
         named = "" if split is None else " and ".join(f"{n}={v}" for n, v in zip(UNEVEN, split, strict=True))
         fix = named and f"set {self.block}.override_transformer_config: {named}"
-        per = f" × {parts} interleaved parts" if parts > 1 else ""
+        per = f" × {parts} interleaved chunks" if parts > 1 else ""
         left = f" (of the model's {layers}, {' and '.join(map(str, fixed))} placed)" if fixed else ""
         why = f"{others} stages{per} do not divide {rest} layers{left}"
         self._problem("pipeline_model_parallel_size", stages, why, good, fix)
@@ -354,5 +359,5 @@ class Fit:
             why = f"does not divide the {model.moe_ffn} columns of an expert"
             self._problem("expert_tensor_parallel_size", width, why, good)
         if self.sizes.tensor_model_parallel_size > 1 and not self.sizes.sequence_parallel:
-            why = "a model with experts needs it beside tensor parallelism"
+            why = "a model with experts requires it with tensor parallelism"
             self.report.problem(f"{self.block}.sequence_parallel", False, why, "Leave it out")

@@ -90,13 +90,7 @@ def tracker_package(name: str) -> str | None:
     return LOGGERS.of(name, TrackerTraits("")).package
 
 
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
 # Over the teacher's likeliest tokens and the rest, at every place of an answer.

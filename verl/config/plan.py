@@ -1,6 +1,6 @@
-"""The batch plan: prompts -> samples -> ranks -> mini-batches -> micro-batches -> optimizer steps, as pure arithmetic.
+"""The batch plan: prompts -> samples -> ranks -> mini-batches -> micro-batches -> optimizer steps.
 
-Validation uses exactly these numbers, so what is printed is what was checked.
+Validation uses the same numbers as the printed plan.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from verl.config.schema import pick
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
-FSDP_IS_FSDP2 = "strategy fsdp runs torch's fully_shard, as fsdp2 does: the two are the same engine here"
+FSDP_IS_FSDP2 = "strategy fsdp is the same engine as fsdp2 (torch's fully_shard)"
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How one role that learns walks through the samples of a training step."""
+    """Batches of a trained role in one training step."""
 
     role: str
     layout: Layout
@@ -63,14 +63,14 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class InferPlan:
-    """How a role that only reads (reference, reward model, teachers) walks through the samples of a training step."""
+    """Batches of a role without updates (reference, reward model, teachers) in one training step."""
 
     role: str
     layout: Layout
     samples_per_rank: int
     micro_batch_size: int | None  # samples per rank; None with a token budget
     token_budget: int | None  # tokens per rank and micro-batch; None with a fixed size
-    is_actor: bool  # LoRA: the actor without its adapters
+    is_actor: bool  # LoRA: the actor without adapters
 
     def render(self) -> str:
         if self.token_budget is None:
@@ -78,13 +78,13 @@ class InferPlan:
             micro = f"{count(math.ceil(self.samples_per_rank / size), 'micro-batch')} of {count(size, 'sample')}"
         else:
             micro = f"micro-batches of up to {self.token_budget} tokens"
-        who = "the actor without its adapters, " if self.is_actor else ""
+        who = "the actor without adapters, " if self.is_actor else ""
         return f"{who}{self.layout.render()}; {count(self.samples_per_rank, 'sample')} per rank in {micro}"
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The numbers of one training step, and why they cannot work where they cannot."""
+    """Batch sizes and layouts of one training step, and their problems."""
 
     prompts: int
     n: int
@@ -105,12 +105,12 @@ class BatchPlan:
     problems: tuple[Problem, ...]
 
     def render(self) -> str:
-        """A few readable lines for the log."""
+        """Return a few lines for the log."""
         pools = ", ".join(f"{name} of {count(size, 'rank')}" for name, size in self.pools.items())
         rows = [
             (
                 "step",
-                f"{count(self.prompts, 'prompt')} × {count(self.n, 'answer')} = {count(self.samples, 'sample')} "
+                f"{count(self.prompts, 'prompt')} × {count(self.n, 'response')} = {count(self.samples, 'sample')} "
                 f"of up to {self.max_tokens_per_sample} tokens",
             ),
             ("pools", pools),
@@ -133,7 +133,7 @@ class BatchPlan:
 
 
 def batch_plan(config: PPOConfig) -> BatchPlan:
-    """The plan of a resolved configuration; never raises, `problems` says what does not work."""
+    """Return the plan of a resolved configuration; never raises: `problems` contains the errors."""
     problems: list[Problem] = []
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     samples = prompts * n
@@ -165,20 +165,20 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
 
 
 def _loss_line(actor: ActorConfig) -> str:
-    """The loss of a resolved configuration in one line, and where it is not the loss's own."""
+    """Describe the policy loss in one line, with values that differ from its defaults."""
     mode = actor.policy_loss.loss_mode
-    own = loss_traits(mode)
-    found = [mode, _beside(actor.loss_agg_mode, own.loss_agg_mode)]
-    if own.clip is None:
-        found.append("no clip")
+    defaults = loss_traits(mode)
+    parts = [mode, _with_default(actor.loss_agg_mode, defaults.loss_agg_mode)]
+    if defaults.clip is None:
+        parts.append("no clip")
     else:
         chosen = (actor.clip_ratio_low, actor.clip_ratio_high)
-        found.append(f"clip {_beside(_distances(chosen), _distances(own.clip))}")
-    return ", ".join(found)
+        parts.append(f"clip {_with_default(_distances(chosen), _distances(defaults.clip))}")
+    return ", ".join(parts)
 
 
-def _beside(value: str, own: str) -> str:
-    return value if value == own else f"{value} (its own: {own})"
+def _with_default(value: str, default: str) -> str:
+    return value if value == default else f"{value} (default: {default})"
 
 
 def _distances(clip: tuple[float, float]) -> str:
@@ -186,7 +186,7 @@ def _distances(clip: tuple[float, float]) -> str:
 
 
 def _layout_problems(config: PPOConfig) -> list[Problem]:
-    """Parallel sizes that do not divide their pool."""
+    """Return problems of parallel sizes that do not divide their pool."""
     problems = []
     for role in active_roles(config):
         layout = layout_of(config, role)
@@ -197,7 +197,7 @@ def _layout_problems(config: PPOConfig) -> list[Problem]:
             Problem(
                 key,
                 value,
-                f"one copy of the {role} takes {layout.ranks_per_copy} ranks ({layout.split}), which do not divide "
+                f"a copy of the {role} takes {layout.ranks_per_copy} ranks ({layout.split}), which does not divide "
                 f"the {layout.world_size} ranks of {layout.pool}",
                 f"Choose sizes whose product is {near_values(divisors(layout.world_size), layout.ranks_per_copy)}, "
                 "or change trainer.n_gpus_per_node or trainer.nnodes",
@@ -208,7 +208,7 @@ def _layout_problems(config: PPOConfig) -> list[Problem]:
 
 
 def _parallel_key(config: PPOConfig, role: str) -> tuple[str, int]:
-    """The key (and value) that decides how many ranks one copy of the role takes."""
+    """Return the key (and its value) that determines the ranks per copy of the role."""
     if role == "rollout":
         key = f"{ROLLOUT}.tensor_model_parallel_size"
     elif pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
@@ -239,19 +239,19 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
         mini_batch_samples_per_rank=per_rank,
         micro_batch_size=None if dynamic else micro,
         micro_batches=None if dynamic else math.ceil(per_rank / micro),
-        # A sequence-parallel group pools its budget: the ranks share every sequence.
+        # Budgets of a sequence-parallel group add up: the ranks share each sequence.
         token_budget=block.ppo_max_token_len_per_gpu if dynamic else None,
         epochs=block.ppo_epochs,
         optimizer_steps=block.ppo_epochs * max(1, prompts // mini_prompts),
     )
-    # A critic that follows the actor breaks the same rule: one remedy, said once.
-    said = any(p.key == f"{ACTOR}.ppo_mini_batch_size" and p.value == mini_prompts for p in problems)
-    problems += [] if said else _mini_batch_problems(config, plan)
+    # A critic that follows the actor has the same problem: report it once.
+    reported = any(p.key == f"{ACTOR}.ppo_mini_batch_size" and p.value == mini_prompts for p in problems)
+    problems += [] if reported else _mini_batch_problems(config, plan)
     problems += _micro_batch_problems(config, plan)
     return plan
 
 
-# How each role that only reads says its micro-batches: size, whether there is a token budget, the budget.
+# Keys of roles without updates: micro-batch size, switch of the token budget, token budget.
 _LOG_PROB_KEYS = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
 _INFER_KEYS = {
     "ref": _LOG_PROB_KEYS,
@@ -278,7 +278,7 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     key = f"{BLOCK_OF_ROLE[plan.role]}.ppo_mini_batch_size"
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, dp_size = plan.mini_batch_prompts, plan.layout.dp_size
-    batch, answers = "data.train_batch_size", f"{ROLLOUT}.n"
+    batch, group_size = "data.train_batch_size", f"{ROLLOUT}.n"
     good = [part for part in divisors(prompts) if part * n % dp_size == 0]
     if prompts % mini:
         why = f"does not divide {batch} = {prompts}"
@@ -286,29 +286,29 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
         if prompts * n % mini == 0:
             why += (
                 f". It counts prompts, not samples: {mini} only divides the {prompts * n} samples of a step "
-                f"({count(prompts, 'prompt')} × {count(n, 'answer')})"
+                f"({count(prompts, 'prompt')} × {count(n, 'response')})"
             )
             if mini % n == 0 and mini // n in good:
                 why += f"; {count(mini, 'sample')} are {count(mini // n, 'prompt')}"
                 fix = f"Set it to {mini // n}"
-        return [Problem(key, mini, why, fix, (batch, answers))]
+        return [Problem(key, mini, why, fix, (batch, group_size))]
     if mini * n % dp_size == 0:
         return []
     why = (
-        f"{count(mini, 'prompt')} × {count(n, 'answer')} = {count(mini * n, 'sample')}, which do not divide over the "
+        f"{count(mini, 'prompt')} × {count(n, 'response')} = {count(mini * n, 'sample')}, which do not divide over the "
         f"{dp_size} data-parallel ranks of the {plan.role}"
     )
     if good:
         fix = f"Set it to {near_values(good, mini)}"
     else:
         step = dp_size // math.gcd(dp_size, n)
-        fix = f"Set {batch} and {key} to multiples of {step}, or {answers} to a multiple of {dp_size}"
-    return [Problem(key, mini, why, fix, (batch, answers, "trainer.n_gpus_per_node", "trainer.nnodes"))]
+        fix = f"Set {batch} and {key} to multiples of {step}, or {group_size} to a multiple of {dp_size}"
+    return [Problem(key, mini, why, fix, (batch, group_size, "trainer.n_gpus_per_node", "trainer.nnodes"))]
 
 
 def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     block, per_rank = BLOCK_OF_ROLE[plan.role], plan.mini_batch_samples_per_rank
-    mini, answers = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
+    mini, group_size = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
     if plan.token_budget is not None:
         longest = config.data.max_prompt_length + config.data.max_response_length
         sharing = plan.layout.sharing
@@ -333,6 +333,6 @@ def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
             f"is more than the {count(per_rank, 'sample')} of a mini-batch on each rank "
             f"({count(plan.mini_batch_samples, 'sample')} over {count(plan.layout.dp_size, 'rank')})",
             f"Set it to {per_rank} or less, or raise {mini}",
-            (mini, answers, "trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size"),
+            (mini, group_size, "trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size"),
         )
     ]

@@ -1,4 +1,4 @@
-"""`PPOConfig`: the whole configuration of a run."""
+"""`PPOConfig`: the configuration of `verl.trainer.main_ppo`."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from verl.config.engine import ModelConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.config.roles import ActorConfig, CriticConfig, RefConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.schema import Block, WholeConfig, key
+from verl.config.schema import Block, RootConfig, key
 from verl.config.trainer import RayInitConfig, RetrieverConfig, SandboxConfig, SandboxFusionConfig, TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)
 class ActorRolloutRefConfig(Block):
-    model: ModelConfig = key("The model that is trained, generated with and referred to.")
-    actor: ActorConfig = key("Updating the policy.")
-    rollout: RolloutConfig = key("Generating answers.")
+    model: ModelConfig = key("Model of actor, rollout and reference.")
+    actor: ActorConfig = key("Policy update.")
+    rollout: RolloutConfig = key("Generation.")
     ref: RefConfig = key("The reference policy.")
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig(WholeConfig):
-    algorithm: AlgorithmConfig = key("From scores to advantages.")
+class PPOConfig(RootConfig):
+    algorithm: AlgorithmConfig = key("Advantages, KL penalty, rollout correction.")
     data: DataConfig = key("Prompts and batches.")
-    actor_rollout_ref: ActorRolloutRefConfig = key("The policy: training, generation, reference.")
-    critic: CriticConfig = key("The value model.")
-    reward_model: RewardModelConfig = key("Scores: reward manager and reward model.", aliases=("reward.reward_model",))
-    distillation: DistillationConfig = key("Learning from teachers.")
+    actor_rollout_ref: ActorRolloutRefConfig = key("Policy: training, generation, reference.")
+    critic: CriticConfig = key("Value model.")
+    reward_model: RewardModelConfig = key("Reward manager and reward model.", aliases=("reward.reward_model",))
+    distillation: DistillationConfig = key("On-policy distillation.")
     custom_reward_function: CustomRewardFunctionConfig = key(
-        "A reward function of your own.", aliases=("reward.custom_reward_function",)
+        "Custom reward function.", aliases=("reward.custom_reward_function",)
     )
-    trainer: TrainerConfig = key("The run.")
-    ray_init: RayInitConfig = key("Starting Ray.")
+    trainer: TrainerConfig = key("Run: devices, steps, checkpoints, trackers.")
+    ray_init: RayInitConfig = key("Start of Ray.")
     resource_pool_spec: dict[str, list[int]] = key(
-        "Devices per node of every pool, e.g. {global_pool: [8, 8], reward_pool: [4]}.",
-        null="global_pool of nnodes × n_gpus_per_node (and reward_pool, when enabled)",
+        "Devices per node of each pool, e.g. {global_pool: [8, 8], reward_pool: [4]}.",
+        null="global_pool of nnodes × n_gpus_per_node (and reward_pool if enabled)",
     )
     role_mapping: dict[str, str] = key(
         "Pool of each role (actor, rollout, ref, critic, reward_model, teacher), e.g. {critic: critic_pool}.",
-        null="everything on global_pool, the reward model on reward_pool where there is one",
+        null="all on global_pool, the reward model on reward_pool if there is one",
     )
     external_libs: list[str] = key(
-        "Modules imported on controller and workers first, so that what they register exists everywhere.", null="none"
+        "Modules imported first on controller and workers, e.g. to register estimators or losses.", null="none"
     )
-    do_search: bool = key("Let the model search between turns (search agent); sets rollout.mode=async.")
-    max_turns: int = key("Searches of one answer; then a last turn without.", min=1)
-    retriever: RetrieverConfig = key("The search service.")
-    sandbox: SandboxConfig = key("Code that a model wrote, run on this machine.")
+    do_search: bool = key("Use the search agent; sets rollout.mode=async.")
+    max_turns: int = key("Largest number of searches per response; followed by a final turn without search.", min=1)
+    retriever: RetrieverConfig = key("Search service.")
+    sandbox: SandboxConfig = key("Local sandbox for code written by the model.")
     sandbox_fusion: SandboxFusionConfig = key(
-        "The same, run by a server.", aliases=("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+        "Remote sandbox for code written by the model.",
+        aliases=("reward_model.sandbox_fusion", "reward.sandbox_fusion"),
     )
-    custom: dict[str, Any] = key("Free-form, for your own code.")
+    custom: dict[str, Any] = key("Free-form values for user code.")

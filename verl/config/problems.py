@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every problem collected, then told at once."""
+"""Problems of a configuration, collected and raised together, and helpers for their text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to correct: the key, its value, why it cannot work and what to set instead."""
+    """One problem: the key, its value, the cause (`why`) and the remedy (`fix`)."""
 
     key: str
     value: Any
     why: str
     fix: str
-    # Other keys the statement rests on: when one of them is already reported as broken, this one says nothing new.
+    # Other keys in the cause: if one of them is already reported as invalid, this problem is suppressed.
     involves: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    # What the user wrote, where that is another spelling of the key.
+    # The alias that the user set, if any.
     given_as: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -28,14 +28,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Statement(Problem):
-    """A problem whose `why` already contains the place (file, row, line) and the remedy."""
+    """A problem whose `why` already contains the location (file, row, line) and the remedy."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.why}"
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work; `problems` holds every reason, `str()` is the numbered list."""
+    """Invalid configuration; `problems` contains all problems, `str()` is a numbered list."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
@@ -49,7 +49,7 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """Collects problems and notices while a configuration is read."""
+    """Collects problems and notices while a configuration is loaded."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -61,21 +61,21 @@ class Report:
         self.add(Problem(key, value, why, fix, tuple(involves)))
 
     def statement(self, key: str, value: Any, text: str) -> None:
-        """Report `text`, which already names the place and the remedy."""
+        """Report `text`, which already contains the location and the remedy."""
         self.add(Statement(key, value, text, ""))
 
     def add(self, problem: Problem) -> None:
-        """Keep `problem` unless it follows from a key (or a block above it) that is already reported."""
+        """Add `problem` unless its key, or a key in `involves`, (or a block above) is already reported as invalid."""
         if not any(self._is_broken(key) for key in (problem.key, *problem.involves)):
             self.problems.append(replace(problem, given_as=self._given_as.get(problem.key)))
 
     def broken(self, key: str, value: Any, why: str, fix: str) -> None:
-        """A value that cannot be read: reported, and whatever else is said about this key is a consequence."""
+        """Report an invalid value and suppress all later problems that involve this key."""
         self.problem(key, value, why, fix)
         self._broken.add(key)
 
     def spelled(self, key: str, given_as: str) -> None:
-        """The user wrote `given_as`: what is said about the key from now on names both."""
+        """Record that the user set the key by an alias: problems of the key name both."""
         self._given_as[key] = given_as
 
     def _is_broken(self, key: str) -> bool:
@@ -91,7 +91,7 @@ class Report:
 
 
 def show(value: Any, limit: int = 120) -> str:
-    """A value as users write it in YAML or on the command line, cut to one readable line."""
+    """Format a value as in YAML or on the command line, truncated to `limit` characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -107,23 +107,23 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def near_values(values: list[int], wanted: int) -> str:
-    """The values next to `wanted`, in words: `64 or 128`."""
-    below = [value for value in values if value <= wanted][-1:]
-    above = [value for value in values if value > wanted][:1]
+def near_values(values: list[int], target: int) -> str:
+    """Format the values next to `target`: `64 or 128`."""
+    below = [value for value in values if value <= target][-1:]
+    above = [value for value in values if value > target][:1]
     return " or ".join(str(value) for value in below + above)
 
 
 def count(number: int, thing: str) -> str:
-    """`1 rank`, `2 ranks`, `2 batches`."""
+    """Format a count: `1 rank`, `2 ranks`, `2 batches`."""
     plural = "es" if thing.endswith("batch") else "s"
     return f"{number} {thing}" + ("" if number == 1 else plural)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is probably a misspelling of; None if none is close enough.
+    """Return the known name that `name` probably is a misspelling of, or None.
 
-    In a short name one letter changes the meaning (`dpo`, `gdpo`): its first letter must be the same.
+    Short names must have the same first letter, because one letter changes their meaning (`dpo`, `gdpo`).
     """
     names = [other for other in known if len(name) > _SHORT_NAME or other[:1].lower() == name[:1].lower()]
     near = difflib.get_close_matches(name, names, n=1)

@@ -1,4 +1,4 @@
-"""Null values become what they stand for, in one place; everyone afterwards sees the resolved configuration."""
+"""Replaces nulls by the values they stand for. All other code sees the resolved configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.algorithm_rules import resolve_correction
-from verl.config.asynchronous import check_loop_capacity, resolve_asynchronous, stands_still
+from verl.config.asynchronous import check_loop_capacity, engine_pauses_in_updates, resolve_asynchronous
 from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -23,17 +23,17 @@ DEFAULT_MICRO_BATCH = 4
 # conversations spend up to half of their time in tools. A waiting conversation is a coroutine and costs little.
 CONVERSATIONS_PER_SLOT = 2
 MIN_CONCURRENT_REQUESTS = 128  # per loop worker: slow tools need many conversations even with a small engine
-# Validation answers to look at: a tracker has room for more than a console.
-TRACKED_ANSWERS, CONSOLE_ANSWERS = 20, 5
+# Validation responses to log.
+TRACKED_RESPONSES, CONSOLE_RESPONSES = 20, 5
 
 
 def resolve(config: PPOConfig, report: Report) -> None:
-    """Fill in every null that stands for something; the order follows who depends on whom."""
+    """Replace every null that stands for another value, in the order of their dependencies."""
     resolve_run(config.trainer)
     resolve_search(config, report)
     resolve_asynchronous(config, report)
     resolve_correction(config, report)
-    _shown_answers(config)
+    _logged_responses(config)
     _precisions(config)
     _sampling(config, report)
     _clip_bounds(config, report)
@@ -49,14 +49,14 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _lengths(config)
     _agents(config)
     check_loop_capacity(config, report)
-    # A reward model with another tokenizer or chat template writes the messages anew; agents go on with them.
-    judged = config.reward_model.enable or config.reward_model.url is not None
-    wanted = judged or config.actor_rollout_ref.rollout.mode == "async"
-    config.data.return_raw_chat = config.data.return_raw_chat or wanted
+    # Reward models with another chat template and agents need the messages of a prompt.
+    has_reward_model = config.reward_model.enable or config.reward_model.url is not None
+    needs_messages = has_reward_model or config.actor_rollout_ref.rollout.mode == "async"
+    config.data.return_raw_chat = config.data.return_raw_chat or needs_messages
 
 
 def resolve_run(trainer: RunConfig) -> None:
-    """Which devices, and where checkpoints go."""
+    """Resolve the devices and the checkpoint folder."""
     gpus = visible_gpus()
     if trainer.device == "auto":
         trainer.device = "cuda" if gpus else "cpu"
@@ -66,21 +66,21 @@ def resolve_run(trainer: RunConfig) -> None:
         trainer.default_local_dir = f"./checkpoints/{trainer.project_name}/{trainer.experiment_name}"
 
 
-def _shown_answers(config: PPOConfig) -> None:
+def _logged_responses(config: PPOConfig) -> None:
     trainer = config.trainer
     if trainer.console_val_generations is None:
-        asked = trainer.log_val_generations
-        trainer.console_val_generations = CONSOLE_ANSWERS if asked is None else asked
+        tracked = trainer.log_val_generations
+        trainer.console_val_generations = CONSOLE_RESPONSES if tracked is None else tracked
     if trainer.log_val_generations is None:
-        trainer.log_val_generations = TRACKED_ANSWERS
+        trainer.log_val_generations = TRACKED_RESPONSES
 
 
 def _precisions(config: PPOConfig) -> None:
     on_gpu = config.trainer.device == "cuda"
     for block in (config.actor_rollout_ref.actor, config.critic, config.reward_model):
-        usual = "bf16" if on_gpu else "fp32"
-        block.fsdp_config.mixed_precision = block.fsdp_config.mixed_precision or usual
-        block.megatron_config.dtype = block.megatron_config.dtype or usual
+        default = "bf16" if on_gpu else "fp32"
+        block.fsdp_config.mixed_precision = block.fsdp_config.mixed_precision or default
+        block.megatron_config.dtype = block.megatron_config.dtype or default
     rollout = config.actor_rollout_ref.rollout
     if rollout.dtype == "auto":
         rollout.dtype = "bfloat16" if on_gpu else "float32"
@@ -92,7 +92,9 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         compares = names.estimator_traits(estimator).uses_groups and config.distillation.has_advantages
         rollout.n = DEFAULT_GROUP_SIZE if compares else 1
         if compares:
-            report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
+            report.notice(
+                f"{ROLLOUT}.n is not set: {rollout.n} responses per prompt, because {estimator} compares them."
+            )
     if rollout.val_kwargs.do_sample is None:
         rollout.val_kwargs.do_sample = rollout.val_kwargs.temperature > 0
 
@@ -109,32 +111,34 @@ def _agents(config: PPOConfig) -> None:
 
 
 def _clip_bounds(config: PPOConfig, report: Report) -> None:
-    """Clip ratios written as bounds of the ratio (0.8, 1.2) are read as distances from 1 (0.2, 0.2), one or both."""
+    """Convert clip ratios given as bounds of the ratio (0.8, 1.2), one or both, to distances from 1 (0.2, 0.2)."""
     actor = config.actor_rollout_ref.actor
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
     if actor.policy_loss.loss_mode != "vanilla":
         return
     low_is_bound = low is not None and 0.5 < low < 1
     high_is_bound = high is not None and 1 < high <= 2
-    # Beside a distance of 0.5 or more, a low of 0.8 is one too.
+    # If the other value is a distance of 0.5 or more, 0.8 is a distance as well.
     if low_is_bound and (high is None or high < 0.5 or high_is_bound):
-        actor.clip_ratio_low = _read_as_bound(report, "clip_ratio_low", low, round(1 - low, 12))
+        actor.clip_ratio_low = _bound_to_distance(report, "clip_ratio_low", low, round(1 - low, 12))
     if high_is_bound and (low is None or low < 0.5 or low_is_bound):
-        actor.clip_ratio_high = _read_as_bound(report, "clip_ratio_high", high, round(high - 1, 12))
+        actor.clip_ratio_high = _bound_to_distance(report, "clip_ratio_high", high, round(high - 1, 12))
 
 
-def _read_as_bound(report: Report, name: str, bound: float, distance: float) -> float:
-    report.notice(f"{ACTOR}.{name} = {bound:g} is read as a bound of the ratio: a distance of {distance:g} from 1.")
+def _bound_to_distance(report: Report, name: str, bound: float, distance: float) -> float:
+    report.notice(
+        f"{ACTOR}.{name} = {bound:g} is a bound of the ratio; it is converted to a distance of {distance:g} from 1."
+    )
     return distance
 
 
 def _policy_loss(actor: ActorConfig) -> None:
-    """What the user left out becomes the loss's own; `clip_ratio` alone stands for both distances."""
-    own = names.loss_traits(actor.policy_loss.loss_mode)
+    """Set unset keys to the defaults of the policy loss; `clip_ratio` alone sets both distances."""
+    defaults = names.loss_traits(actor.policy_loss.loss_mode)
     if actor.loss_agg_mode is None:
-        actor.loss_agg_mode = own.loss_agg_mode
+        actor.loss_agg_mode = defaults.loss_agg_mode
     if actor.clip_ratio is None:
-        low, high = own.clip_range
+        low, high = defaults.clip_range
         actor.clip_ratio = low
         actor.clip_ratio_low = low if actor.clip_ratio_low is None else actor.clip_ratio_low
         actor.clip_ratio_high = high if actor.clip_ratio_high is None else actor.clip_ratio_high
@@ -151,7 +155,7 @@ def _generation_batches(config: PPOConfig, report: Report) -> None:
 
 
 def empty_lists(config: Block) -> None:
-    """A null list that means "none" is an empty list, so nobody has to ask."""
+    """Replace nulls of lists by empty lists."""
     for path, entry in walk(type(config)):
         if entry.key.null == "none" and not entry.optional and pick(config, path) is None:
             put(config, path, [])
@@ -166,8 +170,8 @@ def _pools(config: PPOConfig, report: Report) -> None:
         if rollout.nnodes:
             config.resource_pool_spec[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     pools = config.resource_pool_spec
-    usual = GLOBAL_POOL if GLOBAL_POOL in pools or not pools else next(iter(pools))
-    asked: dict[str, str] = {}
+    default = GLOBAL_POOL if GLOBAL_POOL in pools or not pools else next(iter(pools))
+    mapping: dict[str, str] = {}
     for name, pool in (config.role_mapping or {}).items():
         if name not in names.ROLES and name not in names.ROLE_GROUPS:
             known = ", ".join((*names.ROLES, *names.ROLE_GROUPS))
@@ -177,23 +181,23 @@ def _pools(config: PPOConfig, report: Report) -> None:
                 f"role_mapping.{name}", pool, "unknown pool", f"Known pools (resource_pool_spec): {', '.join(pools)}"
             )
         else:
-            asked |= dict.fromkeys(names.ROLE_GROUPS.get(name, (name,)), pool)
-    # A role named by itself wins over a group of roles that contains it.
-    asked |= {role: pool for role, pool in (config.role_mapping or {}).items() if role in asked and pool in pools}
+            mapping |= dict.fromkeys(names.ROLE_GROUPS.get(name, (name,)), pool)
+    # A single role takes precedence over a group of roles that contains it.
+    mapping |= {role: pool for role, pool in (config.role_mapping or {}).items() if role in mapping and pool in pools}
     if reward.enable and REWARD_POOL in pools:
-        asked.setdefault("reward_model", REWARD_POOL)
+        mapping.setdefault("reward_model", REWARD_POOL)
     if rollout.nnodes and ROLLOUT_POOL in pools:
-        asked.setdefault("rollout", ROLLOUT_POOL)
+        mapping.setdefault("rollout", ROLLOUT_POOL)
     for role in ("ref", "teacher"):
-        asked.setdefault(role, asked.get("actor", usual))
-    config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
+        mapping.setdefault(role, mapping.get("actor", default))
+    config.role_mapping = {role: mapping.get(role, default) for role in names.ROLES}
     if rollout.return_routed_experts is None:
         rollout.return_routed_experts = config.actor_rollout_ref.actor.router_replay.mode == "R3"
     if config.trainer.mode != "sync" and shares_devices(config):
         if rollout.free_weights is None:
             rollout.free_weights = rollout.free_cache_engine
-        rollout.free_weights = rollout.free_weights and stands_still(config)
-        rollout.free_cache_engine = False  # answers are under way while training
+        rollout.free_weights = rollout.free_weights and engine_pauses_in_updates(config)
+        rollout.free_cache_engine = False  # responses are unfinished during training
     if rollout.free_weights is None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 
@@ -217,22 +221,22 @@ def _critic(config: PPOConfig) -> None:
 
 
 def _micro_batches(config: PPOConfig, report: Report) -> None:
-    """Sizes counted over all ranks become sizes per rank; unset update sizes become 4, or what there is."""
+    """Convert sizes summed over ranks to sizes per rank; the default of updates is 4, at most a rank's samples."""
     for role, block in (("actor", ACTOR), ("critic", "critic")):
-        _fold(config, report, block, "ppo_micro_batch_size", role)
+        _convert_total(config, report, block, "ppo_micro_batch_size", role)
         update = pick(config, block)
         if update.ppo_micro_batch_size_per_gpu is None:
             samples = update.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
             share = math.ceil(samples / layout_of(config, role).dp_size)
             update.ppo_micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, share)
-    _fold(config, report, "critic", "forward_micro_batch_size", "critic")
-    _fold(config, report, ROLLOUT, "log_prob_micro_batch_size", "actor")
-    _fold(config, report, "actor_rollout_ref.ref", "log_prob_micro_batch_size", "ref")
-    _fold(config, report, "reward_model", "micro_batch_size", "reward_model")
-    _fold(config, report, "distillation.teacher", "log_prob_micro_batch_size", "teacher")
+    _convert_total(config, report, "critic", "forward_micro_batch_size", "critic")
+    _convert_total(config, report, ROLLOUT, "log_prob_micro_batch_size", "actor")
+    _convert_total(config, report, "actor_rollout_ref.ref", "log_prob_micro_batch_size", "ref")
+    _convert_total(config, report, "reward_model", "micro_batch_size", "reward_model")
+    _convert_total(config, report, "distillation.teacher", "log_prob_micro_batch_size", "teacher")
 
 
-def _fold(config: PPOConfig, report: Report, block: str, name: str, role: str) -> None:
+def _convert_total(config: PPOConfig, report: Report, block: str, name: str, role: str) -> None:
     values, total_key, per_key = pick(config, block), f"{block}.{name}", f"{block}.{name}_per_gpu"
     total, per_gpu = values[name], values[f"{name}_per_gpu"]
     if total is None:
@@ -240,14 +244,14 @@ def _fold(config: PPOConfig, report: Report, block: str, name: str, role: str) -
     setattr(values, name, None)
     dp_size = layout_of(config, role).dp_size
     if per_gpu is not None:
-        why = f"counts the same over all ranks as {per_key} = {per_gpu} does per rank, and both are set"
+        why = f"is {per_key} = {per_gpu} summed over all ranks, and both are set"
         report.problem(total_key, total, why, f"Keep {per_key} only")
         return
     if total % dp_size:
         report.problem(
             total_key,
             total,
-            f"does not divide over the {dp_size} data-parallel ranks of the {role}",
+            f"is not divisible by the {dp_size} data-parallel ranks of the {role}",
             f"Set it to a multiple of {dp_size}, or set {per_key} instead",
             ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec"),
         )
@@ -256,7 +260,7 @@ def _fold(config: PPOConfig, report: Report, block: str, name: str, role: str) -
 
 
 def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
-    """Null takes the value of the key it follows; `only` limits it to targets that end in one of these."""
+    """Set null keys to the value of the key they follow; `only`: just for targets with one of these suffixes."""
     for path, entry in walk(PPOConfig):
         target = entry.key.follows
         if target is None or (only and not target.endswith(only)):
@@ -271,7 +275,7 @@ def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
 
 
 def _followed(config: PPOConfig, path: str) -> Any:
-    """The value at `path`, through as many nulls as follow each other."""
+    """Return the value at `path`, following a chain of nulls."""
     value = pick(config, path)
     if value is not None:
         return value
@@ -287,7 +291,7 @@ def _lengths(config: PPOConfig) -> None:
 
 
 def resolve_search(config: PPOConfig, report: Report) -> None:
-    """`do_search` needs answers that proceed on their own; a corpus of one's own needs no service."""
+    """Set `rollout.mode=async` for the search agent; with a local corpus no service is used."""
     retriever, rollout = config.retriever, config.actor_rollout_ref.rollout
     if retriever.corpus_path and "retriever.url" not in config.changed:
         retriever.url = None
@@ -295,12 +299,12 @@ def resolve_search(config: PPOConfig, report: Report) -> None:
         return
     if rollout.mode == "sync":
         rollout.mode = "async"
-        report.notice(f"do_search = True: {ROLLOUT}.mode is async, so that every answer searches at its own pace.")
+        report.notice(f"do_search = True: {ROLLOUT}.mode is set to async.")
     _lengths_of_turns(config, report)
 
 
 def _lengths_of_turns(config: PPOConfig, report: Report) -> None:
-    """Search-R1 writes the length of one turn and of the whole context; ours are the prompt's and all turns'."""
+    """Convert lengths as in Search-R1 (turn, context) to lengths of the prompt and of all turns."""
     data = config.data
     start, context, turn = data.max_start_length, data.max_prompt_length, data.max_response_length
     if start is None or start >= context:
@@ -309,6 +313,6 @@ def _lengths_of_turns(config: PPOConfig, report: Report) -> None:
     if data.max_turn_length is None:
         data.max_turn_length = turn
     report.notice(
-        f"data.max_start_length = {start}: lengths are read as Search-R1 writes them: prompts up to {start} tokens, "
-        f"one turn {data.max_turn_length}, all turns with their information {data.max_response_length}."
+        f"data.max_start_length = {start}: lengths as in Search-R1: prompts up to {start} tokens, "
+        f"turns up to {data.max_turn_length}, all turns with search results up to {data.max_response_length}."
     )

@@ -1,4 +1,4 @@
-"""`reward_model.*` and `custom_reward_function.*`: where scores come from."""
+"""`reward_model.*` and `custom_reward_function.*`: reward managers, reward models, judges, reward functions."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from verl.config.schema import Block, key
 
 @dataclass(kw_only=True, slots=True)
 class OverlongBufferConfig(Block):
-    enable: bool = key("Penalise answers that run into the length limit (dapo reward manager).")
-    len: int = key("Tokens before the limit in which the penalty grows.", min=1)
-    penalty_factor: float = key("The penalty at the limit.", min=0)
+    enable: bool = key("Penalise responses close to the length limit (dapo reward manager).")
+    len: int = key("Tokens before the limit over which the penalty grows linearly.", min=1)
+    penalty_factor: float = key("Penalty at the limit.", min=0)
     log: bool = key("Log the penalty as a metric.")
 
 
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(Block):
-    enable: bool = key("Score with a language model that writes a judgement of each answer.")
-    template: str = key(
-        "What it is asked, in Jinja (prompt, messages, answer, ground_truth, extra_info): a text or a file (*.jinja)."
-    )
-    system: str | None = key("A system message before that.", null="none")
-    parser: str = key("How its score is read.", choices=("json", "regex"))
-    field: str = key("json: the number's name in the last JSON object of the judgement.")
-    json_schema: dict[str, Any] = key("json: the schema of its judgement; {}: a reason, then the number.")
-    constrain: bool = key("json: hold the judge to that schema (response_format).")
-    pattern: str = key("regex: its first group is the number; the last match counts.")
-    low: float = key("Its lowest score, which becomes 0; a number outside is no score.")
-    high: float = key("Its highest score, which becomes 1.")
-    n: int = key("Judgements of each answer; their mean is the score.", min=1)
-    max_tokens: int = key("Longest judgement.", min=1)
-    temperature: float = key("Of its sampling.", min=0)
-    model: str | None = key("What the server calls the model.", null="the only one that it has")
+    enable: bool = key("Score responses with a language model as judge.")
+    template: str = key("Jinja prompt (of prompt, messages, answer, ground_truth, extra_info): text or file (*.jinja).")
+    system: str | None = key("System message of the judge.", null="none")
+    parser: str = key("Parser of the judgement.", choices=("json", "regex"))
+    field: str = key("json: field with the score in the last JSON object of the judgement.")
+    json_schema: dict[str, Any] = key("json: schema of the judgement; {}: a reason and the score.")
+    constrain: bool = key("json: constrain decoding to that schema (response_format).")
+    pattern: str = key("regex: pattern whose first group is the score; the last match is used.")
+    low: float = key("Lowest score, mapped to 0; scores outside of the range are invalid.")
+    high: float = key("Highest score, mapped to 1.")
+    n: int = key("Judgements per response; the score is their mean.", min=1)
+    max_tokens: int = key("Largest length of a judgement in tokens.", min=1)
+    temperature: float = key("Sampling temperature of the judge.", min=0)
+    model: str | None = key("Model name on the server.", null="the server's only model")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,86 +46,81 @@ class RewardRolloutConfig(Block):
             for other in ("vllm", "sglang", "trtllm", "hf")
         },
     )
-    gpu_memory_utilization: float = key("Share of a GPU that its weights and KV memory take.", above=0, max=1)
-    max_model_len: int | None = key("Longest question and judgement together.", null="what the model reads", min=1)
-    max_num_seqs: int = key("Requests that it works on at once.", min=1)
-    dtype: str = key("Of its weights.", choices=("auto", "bfloat16", "float16", "float32"))
-    enforce_eager: bool = key("No CUDA graphs.")
+    gpu_memory_utilization: float = key("Fraction of GPU memory for weights and KV cache.", above=0, max=1)
+    max_model_len: int | None = key("Largest length of prompt and judgement.", null="the model's context length", min=1)
+    max_num_seqs: int = key("Concurrent requests.", min=1)
+    dtype: str = key("Precision of the weights.", choices=("auto", "bfloat16", "float16", "float32"))
+    enforce_eager: bool = key("Disable CUDA graphs.")
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardModelConfig(Block):
-    enable: bool = key("Score with a reward model on devices.")
+    enable: bool = key("Run a reward model on devices of this run.")
     path: str | None = key(
-        "Its local folder, hub name or URL.", null="not set", path=True, aliases=("model.path", "model_path")
+        "Local folder, hub name or URL of the reward model.",
+        null="not set",
+        path=True,
+        aliases=("model.path", "model_path"),
     )
     url: str | None = key(
-        "A server that scores answers (host:port or URL); functions of yours get it as reward_router_address.",
+        "Server with a reward model or judge (host:port or URL); passed to reward functions as reward_router_address.",
         null="none",
     )
-    model: RewardModelModelConfig = key("How it is loaded.")
-    strategy: str = key("Engine.", null="", follows="actor_rollout_ref.actor.strategy", choices=names.STRATEGIES)
+    model: RewardModelModelConfig = key("Model of the reward model.")
+    strategy: str = key("Training engine.", follows="actor_rollout_ref.actor.strategy", choices=names.STRATEGIES)
     micro_batch_size_per_gpu: int = key(
-        "Samples per rank and forward pass.",
-        null="",
-        follows="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        min=1,
+        "Samples per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", min=1
     )
     micro_batch_size: int | None = key(
-        "The same, counted over all ranks; folded into micro_batch_size_per_gpu.", null="not used", min=1
+        "The same summed over all ranks; converted to micro_batch_size_per_gpu.", null="not used", min=1
     )
     use_dynamic_bsz: bool = key(
-        "Fill micro-batches up to a token budget.", null="", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+        "Fill micro-batches up to a token budget.", follows="actor_rollout_ref.actor.use_dynamic_bsz"
     )
     forward_max_token_len_per_gpu: int = key(
-        "That budget: tokens per rank and forward pass.",
-        null="",
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        min=1,
+        "Token budget per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", min=1
     )
     max_length: int | None = key(
-        "Longest text in its own tokens, where they are not the policy's; a longer one loses its beginning.",
-        null="what its tokenizer says",
+        "Largest input length if its tokenizer differs from the policy's; longer texts are truncated at the beginning.",
+        null="model_max_length of its tokenizer",
         min=1,
     )
     use_torch_compile: bool = key(
-        "Compile the layers (packed tokens on CUDA only).",
-        null="",
-        follows="actor_rollout_ref.actor.use_torch_compile",
+        "Compile the layers (packed tokens on CUDA only).", follows="actor_rollout_ref.actor.use_torch_compile"
     )
     ulysses_sequence_parallel_size: int = key(
         "Ranks each sequence is split over (Ulysses, fsdp).",
         min=1,
         aliases=("fsdp_config.ulysses_sequence_parallel_size",),
     )
-    fsdp_config: FSDPConfig = key("The fsdp engine.")
-    megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
-    judge: JudgeConfig = key("A language model as the reward model.")
-    rollout: RewardRolloutConfig = key("Serving it here, for a judge or for custom_reward_function.")
-    enable_resource_pool: bool = key("Give the reward model devices of its own (reward_pool).")
-    n_gpus_per_node: int = key("Size of reward_pool per node.", null="", follows="trainer.n_gpus_per_node", min=1)
+    fsdp_config: FSDPConfig = key("FSDP engine.")
+    megatron_config: MegatronConfig = key("Megatron engine.", aliases=("megatron",))
+    judge: JudgeConfig = key("Language model as judge.")
+    rollout: RewardRolloutConfig = key("Serving of the reward model, for a judge or custom_reward_function.")
+    enable_resource_pool: bool = key("Run the reward model on separate devices (reward_pool).")
+    n_gpus_per_node: int = key("Devices per node of reward_pool.", follows="trainer.n_gpus_per_node", min=1)
     nnodes: int = key("Nodes of reward_pool.", min=1)
     reward_manager: str = key(
-        "How rewards are called: naive (by answer), batch (by list), prime (tight limits), dapo (overlong_buffer).",
+        "Reward manager: naive (per response), batch (per list), prime (strict limits), dapo (overlong_buffer).",
         choices=names.REWARD_MANAGERS,
         extendable=True,
         aliases=("../reward.reward_manager.name",),
     )
     reward_kwargs: dict[str, Any] = key(
-        "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (batch).",
+        "Arguments of the manager: timeout (s per call), num_processes, memory_limit_gb (per process), batch_size.",
         aliases=("../reward.reward_kwargs",),
     )
-    skip_special_tokens: bool = key("Leave special tokens (end of turn, think, tool call …) out of the text it reads.")
-    overlap: bool = key("Score answers as they are finished, while others are still being generated.")
-    overlong_buffer: OverlongBufferConfig = key("Penalty for answers that are too long.")
+    skip_special_tokens: bool = key("Remove special tokens (end of turn, tool call …) from texts for reward functions.")
+    overlap: bool = key("Score responses as they finish, while others are still generated.")
+    overlong_buffer: OverlongBufferConfig = key("Penalty for overlong responses.")
     on_error: str = key(
-        "When a reward function raises, hangs, dies or returns no finite number: stop, score 0, or mask the sample.",
+        "If a reward function fails (exception, timeout, crash, NaN): stop the run, score 0, or mask the sample.",
         choices=("fail", "zero", "mask"),
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class CustomRewardFunctionConfig(Block):
-    path: str | None = key("Python file (or module) of your reward function.", null="ours, by data_source", path=True)
-    name: str = key("Its name in that file.")
-    reward_kwargs: dict[str, Any] = key("Arguments passed to every call, e.g. format_score.")
+    path: str | None = key("Python file (or module) of a reward function.", null="built-in, by data_source", path=True)
+    name: str = key("Name of the function.")
+    reward_kwargs: dict[str, Any] = key("Keyword arguments of every call, e.g. format_score.")

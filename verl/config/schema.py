@@ -1,4 +1,4 @@
-"""How a block of keys is declared: `key(...)` says what one key means, `Block` is what a block of them can do."""
+"""Declaration of configuration blocks: `key(...)` declares a key, `Block` is the base class of blocks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ class Key:
     """The declaration of one key. The default is in the YAML files, never here."""
 
     doc: str
-    null: str | None = None  # what null means; None: null is not a value
-    follows: str | None = None  # full path of the key (or block) whose value null takes over
-    required: str | None = None  # an example value, shown when the key is not set
+    null: str | None = None  # meaning of null, for the docs
+    follows: str | None = (
+        None  # full path of the key (or block) whose value replaces null; without both: null is an error
+    )
+    required: str | None = None  # the key must be set; an example value for the error message
     choices: tuple[str, ...] | None = None
-    extendable: bool = False  # users may register further choices through external_libs
-    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value -> (why, fix)
-    synonyms: Mapping[Any, Any] = field(default_factory=dict)  # accepted spellings of a value -> the value
+    extendable: bool = False  # users can register further choices through external_libs
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # rejected value -> (why, fix)
+    synonyms: Mapping[Any, Any] = field(default_factory=dict)  # accepted alternative -> value
     min: float | None = None
     max: float | None = None
     above: float | None = None
     below: float | None = None
-    aliases: tuple[str, ...] = ()  # other names, relative to the block; "../" starts one block higher
-    path: bool = False  # "~" and environment variables are expanded
+    aliases: tuple[str, ...] = ()  # other names of the key, relative to its block; "../" is the parent block
+    path: bool = False  # a path: expand "~" and environment variables
 
 
 def key(doc: str, **rules: Any) -> Any:
@@ -43,12 +45,12 @@ def key(doc: str, **rules: Any) -> Any:
 
 
 class Block:
-    """Base of every block: attributes first, and read access as with a dict for code written that way."""
+    """Base class of blocks: keys are attributes; `[]`, `.get`, `in` and iteration work as for a dict."""
 
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached when no field has this name: another spelling of a key, or a mistake.
+        # Only called if there is no such field: the name is an alias or a mistake.
         target = _local_aliases(type(self)).get(name)
         if target is not None:
             return getattr(self, target)
@@ -73,7 +75,7 @@ class Block:
         return len(entries(type(self)))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The key's value; `default` only where there is no such key."""
+        """Return the value of the key; `default` only if there is no such key."""
         try:
             return self[name]
         except KeyError:
@@ -89,34 +91,34 @@ class Block:
         return {name: getattr(self, name) for name in self}.items()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dicts and lists, e.g. for a tracker or a checkpoint; loading them gives an equal config."""
+        """Return nested dicts and lists; loading them gives an equal config."""
         return {name: _plain(value) for name, value in self.items()}
 
 
 @dataclass(kw_only=True, slots=True)
-class WholeConfig(Block):
-    """Base of what a program loads. Not keys: what is worth telling (the caller logs it), what was set by the user."""
+class RootConfig(Block):
+    """Base class of roots. `notices` are messages for the log, `changed` the keys that differ from their defaults."""
 
     notices: list[str] = field(default_factory=list, compare=False)
     changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def _once_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Block]], T]:
-    """Compute once for each class; functools.cache would lose the types."""
-    known: dict[type[Block], T] = {}
+    """Cache per class; functools.cache would lose the types."""
+    cache: dict[type[Block], T] = {}
 
     @functools.wraps(compute)
     def cached(cls: type[Block]) -> T:
-        if cls not in known:
-            known[cls] = compute(cls)
-        return known[cls]
+        if cls not in cache:
+            cache[cls] = compute(cls)
+        return cache[cls]
 
     return cached
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A declared key with its type taken apart."""
+    """A declared key and its type."""
 
     key: Key
     type: Any  # without "| None"
@@ -128,25 +130,25 @@ class Entry:
 
     @property
     def named_blocks(self) -> type[Block] | None:
-        """Of a mapping of names to blocks, their class."""
-        below = typing.get_args(self.type)[1:] if typing.get_origin(self.type) is dict else ()
-        return below[0] if below and isinstance(below[0], type) and issubclass(below[0], Block) else None
+        """For a mapping of names to blocks, the class of the blocks."""
+        values = typing.get_args(self.type)[1:] if typing.get_origin(self.type) is dict else ()
+        return values[0] if values and isinstance(values[0], type) and issubclass(values[0], Block) else None
 
 
 @_once_per_class
 def entries(cls: type[Block]) -> dict[str, Entry]:
-    """The keys of a block class in order of declaration."""
+    """Return the keys of a block class in order of declaration."""
     hints = typing.get_type_hints(cls)
-    found = {}
+    declared = {}
     for item in fields(cls):  # type: ignore[arg-type]
         if _META in item.metadata:
             bare, optional = _without_none(hints[item.name])
-            found[item.name] = Entry(item.metadata[_META], bare, optional)
-    return found
+            declared[item.name] = Entry(item.metadata[_META], bare, optional)
+    return declared
 
 
 def walk(cls: type[Block], prefix: str = "") -> Iterator[tuple[str, Entry]]:
-    """Every key and every block below `cls` with its full dotted path, parents first."""
+    """Yield every key and block below `cls` with its full dotted path, parents first."""
     for name, entry in entries(cls).items():
         path = join(prefix, name)
         yield path, entry
@@ -156,7 +158,7 @@ def walk(cls: type[Block], prefix: str = "") -> Iterator[tuple[str, Entry]]:
 
 @_once_per_class
 def alias_table(cls: type[Block]) -> dict[str, str]:
-    """Every other spelling, as full path -> full path of the key it stands for."""
+    """Return all aliases: full path of the alias -> full path of the key."""
     table = {}
     for path, entry in walk(cls):
         for alias in entry.key.aliases:
@@ -165,7 +167,7 @@ def alias_table(cls: type[Block]) -> dict[str, str]:
 
 
 def pick(config: Any, path: str) -> Any:
-    """The value at a dotted path of nested blocks or mappings; the whole for the empty path."""
+    """Return the value at a dotted path of nested blocks or mappings; `config` itself for the empty path."""
     for name in path.split(".") if path else ():
         config = config[name]
     return config
@@ -199,10 +201,10 @@ def _local_aliases(cls: type[Block]) -> dict[str, str]:
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
     if typing.get_origin(hint) in (Union, types.UnionType):
-        rest = [part for part in typing.get_args(hint) if part is not type(None)]
-        if len(rest) != 1:
+        types_ = [part for part in typing.get_args(hint) if part is not type(None)]
+        if len(types_) != 1:
             raise TypeError(f"a key has one type, not {hint}")
-        return rest[0], True
+        return types_[0], True
     return hint, False
 
 

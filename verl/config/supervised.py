@@ -1,4 +1,4 @@
-"""What the configurations of supervised runs share: `main_sft` (answers), `main_rm` (preferences)."""
+"""`SupervisedConfig`: keys and rules shared by `main_sft` and `main_rm`."""
 
 from __future__ import annotations
 
@@ -15,60 +15,56 @@ from verl.config.block_rules import (
     user_code_rules,
     values_present,
 )
-from verl.config.context_length import LONGER_CONTEXT, limit_of_folder
+from verl.config.context_length import LONGER_CONTEXT, context_limit_of_folder
 from verl.config.data import CustomClassConfig
 from verl.config.engine import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from verl.config.plan import FSDP_IS_FSDP2
 from verl.config.problems import Report, count
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
-from verl.config.schema import Block, WholeConfig, key
+from verl.config.schema import Block, RootConfig, key
 from verl.config.trainer import RayInitConfig, RunConfig
 
 
 @dataclass(kw_only=True, slots=True)
 class SupervisedDataConfig(Block):
     train_files: list[str] = key(
-        "Training rows: one path, a list, a folder or a hub name.",
-        required="$HOME/data/gsm8k/train.parquet",
-        path=True,
+        "Training rows: one path, a list, a folder or a hub name.", required="$HOME/data/gsm8k/train.parquet", path=True
     )
-    val_files: list[str] = key("Validation rows, likewise; empty: no validation.", null="none", path=True)
+    val_files: list[str] = key("Validation rows, in the same forms; empty: no validation.", null="none", path=True)
     train_batch_size: int = key("Rows per training step, over all ranks.", min=1)
-    micro_batch_size_per_gpu: int = key("Rows per forward pass on a rank.", null="4, or what a rank has", min=1)
-    use_dynamic_bsz: bool = key("Fill every forward pass up to max_token_len_per_gpu instead.")
+    micro_batch_size_per_gpu: int = key("Rows per forward pass on a rank.", null="4, at most a rank's rows", min=1)
+    use_dynamic_bsz: bool = key("Fill micro-batches up to max_token_len_per_gpu instead of a fixed number of rows.")
     max_token_len_per_gpu: int = key("Tokens per forward pass on a rank, with use_dynamic_bsz.", min=1)
-    val_batch_size: int = key("Rows per validation batch.", null="", follows="data.train_batch_size", min=1)
-    max_length: int = key("Longest row (prompt and answer) in tokens.", min=2)
-    truncation: str = key("What to do with a longer row.", choices=("error", "left", "right", "middle"))
+    val_batch_size: int = key("Rows per validation batch.", follows="data.train_batch_size", min=1)
+    max_length: int = key("Largest row length (prompt and response) in tokens.", min=2)
+    truncation: str = key("Longer rows: error, or cut at this side.", choices=("error", "left", "right", "middle"))
     shuffle: bool = key("Shuffle the training rows every epoch.")
-    seed: int = key("Seed of the run: the order of rows.", min=0)
-    dataloader_num_workers: int = key("Processes that load data; 0: the controller itself.", min=0)
+    seed: int = key("Seed of the run: order of rows.", min=0)
+    dataloader_num_workers: int = key("Data loader processes; 0: load in the controller.", min=0)
     train_max_samples: int = key("Use only the first rows of the training set; -1: all.", min=-1)
     val_max_samples: int = key("Use only the first rows of the validation set; -1: all.", min=-1)
     apply_chat_template_kwargs: dict[str, Any] = key("Arguments for the tokenizer's chat template.")
-    custom_cls: CustomClassConfig = key("A dataset class of your own.")
+    custom_cls: CustomClassConfig = key("Custom dataset class.")
 
 
 @dataclass(kw_only=True, slots=True)
 class SupervisedModelConfig(ModelConfig):
     path: str = key(
-        "Local folder, hub name or URL of the model; a global_step_N folder of ours works too.",
+        "Local folder, hub name or URL of the model; a checkpoint folder global_step_N works too.",
         required="Qwen/Qwen2.5-0.5B-Instruct",
         path=True,
         aliases=("partial_pretrain",),
     )
-    use_remove_padding: bool = key(
-        "Run every pass on packed tokens without padding.", aliases=("../use_remove_padding",)
-    )
+    use_remove_padding: bool = key("Pack sequences without padding in all passes.", aliases=("../use_remove_padding",))
     enable_gradient_checkpointing: bool = key(
-        "Recompute activations in the backward pass: about half of their memory for a third more compute.",
+        "Gradient checkpointing: recompute activations in the backward pass (less memory, about a third more compute).",
         aliases=("../fsdp_config.gradient_checkpointing",),
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class SupervisedOptimConfig(OptimConfig):
-    grad_clip: float = key("Gradients are scaled down to this norm.", above=0, aliases=("clip_grad", "max_grad_norm"))
+    grad_clip: float = key("Gradients are clipped to this norm.", above=0, aliases=("clip_grad", "max_grad_norm"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,15 +72,15 @@ class SupervisedTrainerConfig(RunConfig):
     save_freq: int | None = key("Steps between checkpoints; 0 or less: only the last.", null="once per epoch")
     test_freq: int | None = key("Steps between validations; 0 or less: only the last.", null="once per epoch")
     max_ckpt_to_keep: int | None = key(
-        "Older checkpoints are deleted.", null="keep all", min=1, aliases=("max_actor_ckpt_to_keep",)
+        "Checkpoints to keep; older ones are deleted.", null="keep all", min=1, aliases=("max_actor_ckpt_to_keep",)
     )
 
 
 @dataclass(kw_only=True, slots=True)
-class SupervisedConfig(WholeConfig):
+class SupervisedConfig(RootConfig):
     data: SupervisedDataConfig = key("Rows and batches.")
-    model: SupervisedModelConfig = key("The model that is trained.")
-    optim: SupervisedOptimConfig = key("The optimizer.")
+    model: SupervisedModelConfig = key("Trained model.")
+    optim: SupervisedOptimConfig = key("Optimizer and schedule.")
     strategy: str = key(
         "Training engine; both are torch's fully_shard.",
         choices=("fsdp", "fsdp2"),
@@ -94,44 +90,44 @@ class SupervisedConfig(WholeConfig):
     ulysses_sequence_parallel_size: int = key(
         "Ranks each row is split over (Ulysses).", min=1, aliases=("fsdp_config.ulysses_sequence_parallel_size",)
     )
-    fsdp_config: FSDPConfig = key("How the model is sharded.", aliases=("model.fsdp_config",))
-    checkpoint: CheckpointConfig = key("What a checkpoint holds.")
-    trainer: SupervisedTrainerConfig = key("The run.")
-    ray_init: RayInitConfig = key("Starting Ray, which several ranks need.")
+    fsdp_config: FSDPConfig = key("FSDP engine.", aliases=("model.fsdp_config",))
+    checkpoint: CheckpointConfig = key("Contents of checkpoints.")
+    trainer: SupervisedTrainerConfig = key("Run: devices, steps, checkpoints, trackers.")
+    ray_init: RayInitConfig = key("Start of Ray (with several ranks).")
 
     @property
     def model_kind(self) -> Literal["causal_lm", "sequence_classification"]:
-        """What the model is loaded as, and saved as."""
+        """Model class for loading and saving."""
         return "causal_lm"
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a training step over all ranks; where prompts have several, those of prompts with the fewest."""
+        """Rows of a training step over all ranks; a lower bound if prompts have a varying number of rows."""
         return self.data.train_batch_size
 
     @property
     def most_rows_per_rank(self) -> int | None:
-        """Rows of a training step on one rank; None where only the files can say."""
+        """Rows of a training step on one rank; None if it depends on the data."""
         return math.ceil(self.rows_per_step / self.dp_size)
 
     @property
     def ranks(self) -> int:
-        """Processes that train, one per device."""
+        """Training processes, one per device."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def split(self) -> dict[str, int]:
-        """How many ranks share every row, by what for."""
+        """Parallel sizes of the ranks that share each row, by name."""
         return {"Ulysses": self.ulysses_sequence_parallel_size}
 
     @property
     def sharing(self) -> int:
-        """Ranks over which the tokens of a row are spread."""
+        """Ranks that share the tokens of each row."""
         return self.ulysses_sequence_parallel_size
 
     @property
     def dp_size(self) -> int:
-        """Parts that a batch is cut into: groups of ranks that share every row."""
+        """Data-parallel size."""
         return max(1, self.ranks // math.prod(self.split.values()))
 
 
@@ -140,7 +136,7 @@ _LORA = ("model.lora_alpha", "model.target_modules", "model.exclude_modules")
 
 
 def resolve(config: SupervisedConfig, report: Report) -> None:
-    """Fill in every null that stands for something."""
+    """Replace every null that stands for another value."""
     data = config.data
     resolve_run(config.trainer)
     empty_lists(config)
@@ -153,7 +149,7 @@ def resolve(config: SupervisedConfig, report: Report) -> None:
 
 
 def validate(config: SupervisedConfig, report: Report) -> None:
-    """Report every rule that a resolved configuration breaks."""
+    """Report all problems of a resolved configuration."""
     values_present(config, "", report)
     _batches(config, report)
     optimizer_rules("optim", config.optim, report)
@@ -171,21 +167,21 @@ def validate(config: SupervisedConfig, report: Report) -> None:
     sequence_parallel_rules("ulysses_sequence_parallel_size", sharing, "model", config, report)
     for name in ("param_offload", "optimizer_offload"):
         if config.fsdp_config[name]:
-            report.notice(f"fsdp_config.{name} has no effect: nothing else needs the device between training steps.")
+            report.notice(f"fsdp_config.{name} has no effect: no other role uses the device between training steps.")
     if not config.data.val_files:
         report.notice("data.val_files is not set: no validation.")
     dynamic = config.data.use_dynamic_bsz
     unused = "data.micro_batch_size_per_gpu" if dynamic else "data.max_token_len_per_gpu"
-    tell_idle(config, (unused,), f"with data.use_dynamic_bsz = {dynamic}", report)
+    report_unused(config, (unused,), f"with data.use_dynamic_bsz = {dynamic}", report)
     if not config.model.lora_rank:
-        tell_idle(config, _LORA, "without model.lora_rank", report)
+        report_unused(config, _LORA, "without model.lora_rank", report)
 
 
-def tell_idle(config: SupervisedConfig, beginnings: tuple[str, ...], why: str, report: Report) -> None:
-    """Say which of the keys that begin so were set in vain."""
-    idle = sorted(name for name in config.changed if name.startswith(beginnings))
-    if idle:
-        report.notice(f"{', '.join(idle)}: no effect {why}.")
+def report_unused(config: SupervisedConfig, prefixes: tuple[str, ...], why: str, report: Report) -> None:
+    """Add a notice about changed keys with these prefixes, which have no effect."""
+    unused = sorted(name for name in config.changed if name.startswith(prefixes))
+    if unused:
+        report.notice(f"{', '.join(unused)}: no effect {why}.")
 
 
 def _batches(config: SupervisedConfig, report: Report) -> None:
@@ -193,7 +189,7 @@ def _batches(config: SupervisedConfig, report: Report) -> None:
     rows, micro, share = data.train_batch_size, data.micro_batch_size_per_gpu, config.most_rows_per_rank
     if rows % ranks:
         below, above = rows // ranks * ranks, (rows // ranks + 1) * ranks
-        why = f"does not divide over the {count(ranks, 'data-parallel rank')}"
+        why = f"is not divisible by the {count(ranks, 'data-parallel rank')}"
         fix = f"Set it to {above}" if below == 0 else f"Set it to {below} or {above}"
         report.problem("data.train_batch_size", rows, why, fix, _RANKS)
     elif share is not None and not data.use_dynamic_bsz and micro > share:
@@ -208,7 +204,7 @@ def _batches(config: SupervisedConfig, report: Report) -> None:
 
 
 def check_environment(config: SupervisedConfig, report: Report) -> None:
-    """Report every path that does not exist here and every package that is asked for and missing."""
+    """Report missing files and packages."""
     files.check_data_files(config.data, report)
     if config.model.path:
         files.check_model("model.path", config.model.path, report)
@@ -219,7 +215,7 @@ def check_environment(config: SupervisedConfig, report: Report) -> None:
 
 
 def describe(config: SupervisedConfig) -> str:
-    """The batches of a training step in one readable line, and what the strategy is; for the log."""
+    """Describe the batches of a training step and the strategy, for the log."""
     data, ranks = config.data, config.ranks
     share = config.most_rows_per_rank
     shared = "".join(f" × {name} {size}" for name, size in config.split.items() if size > 1)
@@ -240,9 +236,9 @@ def describe(config: SupervisedConfig) -> str:
 
 
 def context_rules(config: SupervisedConfig, report: Report, folder: str | None = None) -> None:
-    """The same of rows to learn, which may be as long as `data.max_length`."""
+    """Report rows (up to `data.max_length`) that exceed the context of the model; `folder` is its local folder."""
     path = config.model.path
-    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
+    limit = None if not path else context_limit_of_folder(folder or path, config.model.override_config)
     if limit is not None and config.data.max_length > limit:
         why = f"is more than the {limit} positions of model.path = {path}"
         fix = f"Set it to {limit} or less, or {LONGER_CONTEXT}"

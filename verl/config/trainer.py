@@ -1,4 +1,4 @@
-"""`trainer.*`, `ray_init.*`, `retriever.*`: the run itself and the machines it runs on."""
+"""`trainer.*`, `ray_init.*`, `retriever.*`, `sandbox.*`, `sandbox_fusion.*`: the run and the services it uses."""
 
 from __future__ import annotations
 
@@ -10,60 +10,50 @@ from verl.config.schema import Block, key
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Block):
-    """What every training program asks about its run."""
+    """Keys of the run that all training programs have."""
 
-    nnodes: int = key("Nodes.", min=1)
-    nodes_within: float = key(
-        "Seconds that a start waits for nodes that are not there yet (or not again), and a node for its head.", min=0
-    )
-    n_gpus_per_node: int = key(
-        "GPUs per node; processes per node where there is no GPU.", null="GPUs found here, 1 if none", min=1
-    )
-    device: str = key("auto: cuda where a GPU is found, else cpu.", choices=("auto", "cuda", "cpu"))
+    nnodes: int = key("Number of nodes.", min=1)
+    nodes_within: float = key("Timeout in seconds for missing nodes at (re)start, and of nodes for their head.", min=0)
+    n_gpus_per_node: int = key("GPUs (without GPUs: processes) per node.", null="all GPUs, 1 if none", min=1)
+    device: str = key("Device; auto: cuda if a GPU is found, else cpu.", choices=("auto", "cuda", "cpu"))
     total_epochs: int = key("Passes over the training data.", min=1)
-    total_training_steps: int | None = key(
-        "Training steps after which the run ends.", null="total_epochs decide", min=1, synonyms={-1: None}
-    )
+    total_training_steps: int | None = key("Training steps.", null="given by total_epochs", min=1, synonyms={-1: None})
     val_before_train: bool = key("Validate before the first step.")
-    logger: list[str] = key("Where metrics go: one name or a list.", choices=names.LOGGERS)
-    project_name: str = key("Project in trackers and in the checkpoint path.")
-    experiment_name: str = key("Run in trackers and in the checkpoint path.")
-    default_local_dir: str = key(
-        "Where checkpoints go.", null="./checkpoints/<project_name>/<experiment_name>", path=True
-    )
+    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.LOGGERS)
+    project_name: str = key("Project name in trackers and in the checkpoint path.")
+    experiment_name: str = key("Run name in trackers and in the checkpoint path.")
+    default_local_dir: str = key("Checkpoint folder.", null="./checkpoints/<project_name>/<experiment_name>", path=True)
     tracking_dir: str | None = key(
-        "Folder of the trackers file and tensorboard, and of the id of the wandb run.",
+        "Folder of the trackers file and tensorboard, and of the wandb run id.",
         null="./runs/<project_name>/<experiment_name>",
         path=True,
     )
-    default_hdfs_dir: str | None = key("fsspec URL or path that gets a copy of them.", null="no copy", path=True)
+    default_hdfs_dir: str | None = key("fsspec URL or path to which checkpoints are copied.", null="no copy", path=True)
     resume_mode: str = key(
-        "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")
+        "auto: resume from the newest complete checkpoint in default_local_dir.",
+        choices=("auto", "disable", "resume_path"),
     )
     used_dir: str = key(
-        "With resume_mode=disable: move steps of an earlier run (and copies) into before_<time>, or refuse to start.",
+        "With resume_mode=disable: move checkpoints of an earlier run to before_<time>, or refuse to start.",
         choices=("move_aside", "refuse"),
     )
-    resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
+    resume_from_path: str | None = key("Folder global_step_N for resume_mode=resume_path.", null="not set", path=True)
     max_restarts: int = key(
-        "How often a run that died is started again, from its newest checkpoint; a new checkpoint sets the count back.",
-        min=0,
+        "Restarts of a failed run from its newest checkpoint; new checkpoints reset the count.", min=0
     )
-    auto_memory: bool = key(
-        "Where the memory plan does not fit, make the cheapest changes that let it (each is logged with its cost)."
-    )
+    auto_memory: bool = key("If the memory plan does not fit, apply and log the cheapest changes that make it fit.")
     max_nonfinite_steps: int = key(
-        "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1
+        "Stop after this many consecutive steps without update (non-finite gradient, no scored sample).", min=1
     )
 
     save_within: float | None = key(
-        "Seconds that SIGTERM or SIGUSR1 leave: a step that does not fit is given up, and the one before saved.",
-        null="the step is finished first",
+        "Seconds to save after SIGTERM or SIGUSR1: a step that takes longer is aborted and the previous one saved.",
+        null="the step is always finished",
         above=0,
     )
     hang_timeout: float | None = key(
-        "Seconds without any progress in a phase after which the run says who waits for whom, and ends.",
-        null="by the phase: five times what it took lately, at least 300; 1800 before it is known",
+        "Seconds without progress in a phase after which the run is diagnosed as hanging and ends.",
+        null="per phase: five times its recent duration, at least 300; 1800 at first",
         above=0,
     )
 
@@ -72,63 +62,61 @@ class RunConfig(Block):
 class TrainerConfig(RunConfig):
     logger: list[str] = key("Where metrics go: one name or a list.", choices=names.LOGGERS, extendable=True)
     mode: str = key(
-        "Training waits for its batch (sync), is one batch behind generation, or takes what a stream has (async).",
+        "sync: generate, then train; one_step_off: train one batch behind generation; async: stream of responses.",
         choices=("sync", "one_step_off", "async"),
         synonyms={"colocate_async": "async", "separate_async": "async"},
         aliases=("v1.trainer_mode",),
     )
     max_staleness: int = key(
-        "With mode=async: steps since the oldest token of an answer was sampled, at most; 0: as sync.",
+        "With mode=async: largest age of a response's oldest token in training steps; 0: as sync.",
         min=0,
         aliases=("v1.sampler.max_off_policy_threshold",),
     )
     staleness_strategy: str = key(
-        "Answers about to be staler are waited for, or dropped and asked again (which favours short ones).",
+        "For responses about to exceed max_staleness: wait for them, or drop and resample (favours short ones).",
         choices=("wait", "drop"),
         aliases=("v1.sampler.max_off_policy_strategy",),
     )
     partial_rollout: bool = key(
-        "With mode=async: answers under way go on through updates of the weights; else these wait for them.",
+        "With mode=async: continue unfinished responses across weight syncs; else weight syncs wait for them.",
         aliases=("../async_training.partial_rollout",),
     )
     partial_kv: str = key(
-        "KV of such answers: computed again with the new weights, or kept (cheaper, and another distribution).",
+        "KV cache of continued responses: recompute with the new weights, or keep (cheaper, but approximate).",
         choices=("recompute", "keep"),
     )
     overlap: bool = key(
-        "On devices that both use: generation goes on during updates, which it slows down; else answers stand still.",
-        null="only where weights wait for the answers under way (mode=one_step_off, partial_rollout=False)",
+        "On shared devices: continue generation during updates (slows them down); else pause it.",
+        null="only if weight syncs wait for responses (mode=one_step_off, partial_rollout=False)",
     )
     save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
     test_freq: int = key("Steps between validations; 0 or less: only the last.", aliases=("../rollout.test_freq",))
     cls_path: str | None = key(
-        "Your subclass of RayPPOTrainer: file.py:Class or package.module.Class.", null="RayPPOTrainer"
+        "Subclass of RayPPOTrainer: file.py:Class or package.module.Class.", null="RayPPOTrainer"
     )
-    critic_warmup: int = key("Steps in which only the critic learns.", min=0)
-    balance_batch: bool = key("Even out tokens over data-parallel ranks.")
-    val_only: bool = key("Validate and stop.")
+    critic_warmup: int = key("Steps in which only the critic is trained.", min=0)
+    balance_batch: bool = key("Balance tokens over data-parallel ranks.")
+    val_only: bool = key("Run validation only.")
     log_val_generations: int = key(
-        "Validation answers that every tracker gets.",
-        null="20, of which a console shows 5",
+        "Validation responses sent to trackers.",
+        null="20, of which the console shows 5",
         min=0,
         aliases=("val_generations_to_log_to_wandb",),
     )
     console_val_generations: int = key(
-        "How many of them a console shows.", null="5, or log_val_generations where that is set", min=0
+        "Validation responses shown on the console.", null="log_val_generations or 5", min=0
     )
-    max_actor_ckpt_to_keep: int | None = key("Older actor checkpoints are deleted.", null="keep all", min=1)
+    max_actor_ckpt_to_keep: int | None = key("Actor checkpoints to keep.", null="keep all", min=1)
     max_critic_ckpt_to_keep: int | None = key(
-        "Older critic checkpoints are deleted; resuming needs a step with both.",
-        null="as many as of the actor",
-        min=1,
+        "Critic checkpoints to keep; resuming requires a step with both.", null="max_actor_ckpt_to_keep", min=1
     )
-    dump_steps: list[int] = key(
-        "Steps whose tensors are written as debug_step_N.pt in default_local_dir (a dict for torch.load).", null="none"
-    )
-    rollout_data_dir: str | None = key("Folder for training answers as JSONL.", null="not written", path=True)
-    validation_data_dir: str | None = key("Folder for validation answers as JSONL.", null="not written", path=True)
+    dump_steps: list[int] = key("Steps whose batch is saved to default_local_dir/debug_step_N.pt.", null="none")
+    rollout_data_dir: str | None = key("Folder for training responses as JSONL.", null="not written", path=True)
+    validation_data_dir: str | None = key("Folder for validation responses as JSONL.", null="not written", path=True)
     node_rank: int | None = key(
-        "Rank of this node when no Ray cluster runs: 0 starts the head, others join.", null="use the Ray cluster", min=0
+        "Rank of this node without a running Ray cluster: 0 starts the head, others join.",
+        null="use the Ray cluster",
+        min=0,
     )
     master_addr: str | None = key("Address of node 0, with node_rank.", null="this machine")
     master_port: int = key("Port of node 0, with node_rank.", min=1, max=65535)
@@ -136,36 +124,32 @@ class TrainerConfig(RunConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RayInitConfig(Block):
-    num_cpus: int | None = key(
-        "CPUs Ray may use.", null="detected", min=1, aliases=("../ray_kwargs.ray_init.num_cpus",)
-    )
+    num_cpus: int | None = key("CPUs for Ray.", null="detected", min=1, aliases=("../ray_kwargs.ray_init.num_cpus",))
     start_timeout: float | None = key(
-        "Seconds that Ray may take to start.", null="120, multiplied by the load average per core (1 to 10)", above=0
+        "Start-up timeout of Ray in seconds.", null="120, multiplied by the load average per core (1 to 10)", above=0
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class RetrieverConfig(Block):
-    url: str | None = key("Where the search agent asks.", null="BM25 in the run itself, on corpus_path")
-    topk: int = key("Documents per question.", min=1)
-    timeout: float = key("Seconds that one question may take.", above=0)
+    url: str | None = key("URL of the search service.", null="BM25 in this run, on corpus_path")
+    topk: int = key("Documents per query.", min=1)
+    timeout: float = key("Timeout of a query in seconds.", above=0)
     corpus_path: str | None = key(
-        'JSON lines of {"id", "contents"} that every loop worker searches itself, in the place of url.',
-        null="ask url",
-        path=True,
+        'Corpus as JSONL of {"id", "contents"}, searched in the loop workers instead of url.', null="use url", path=True
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig(Block):
     require: str = key(
-        "Isolation without which no code runs: of files, of the network too, full (namespaces and seccomp), or none.",
+        "Required isolation, else no code runs: none, files, network (and files), full (namespaces and seccomp).",
         choices=names.SANDBOX_LEVELS,
     )
-    warm: int = key("Interpreters that wait ready in each process that runs code.", min=1)
-    memory_limit_mb: int = key("Memory of one program.", min=16)
+    warm: int = key("Pre-started interpreters per process that runs code.", min=1)
+    memory_limit_mb: int = key("Memory limit of a program in MB.", min=16)
     wall_s: float = key(
-        "Seconds for all tests of an answer; less than reward_model.reward_kwargs.timeout (10 with prime).",
+        "Time limit in seconds for all tests of a response; below reward_model.reward_kwargs.timeout (10 with prime).",
         min=3,
     )
 
@@ -173,8 +157,8 @@ class SandboxConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class SandboxFusionConfig(Block):
     url: str | None = key(
-        "A SandboxFusion server that runs the code of rewards and tools (python -m verl.sandbox.server is one).",
+        "SandboxFusion server for code of rewards and tools (e.g. python -m verl.sandbox.server).",
         null="the local sandbox",
     )
-    max_concurrent: int = key("Requests under way at once, of each process that has some.", min=1)
-    memory_limit_mb: int = key("Memory of one program there.", min=16)
+    max_concurrent: int = key("Concurrent requests per process.", min=1)
+    memory_limit_mb: int = key("Memory limit of a program on the server in MB.", min=16)

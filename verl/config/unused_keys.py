@@ -1,4 +1,4 @@
-"""Keys that were set and do nothing: what needs another key that is off, and what this version does not do yet."""
+"""Notices about keys that were set but have no effect, and problems of unsupported or uninstalled engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.asynchronous import stands_still
+from verl.config.asynchronous import engine_pauses_in_updates
 from verl.config.block_rules import check_engine, is_installed
 from verl.config.layout import (
     ACTOR,
@@ -23,16 +23,16 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import Block, join, pick, walk
 
-# So many keys are named in one notice; scripts set whole blocks.
-_NAMED = 5
-_FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
+# Keys named in one notice; scripts set whole blocks.
+_MAX_NAMED = 5
+_EXTERNAL_ENGINES = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
 _TEACHER = "distillation.teacher"
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
 _NORM = "seq-mean-token-sum-norm"
 _POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
-_OF_A_REWARD_MODEL = (
+_REWARD_MODEL_KEYS = (
     *("model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
     *(
         "max_length",
@@ -45,8 +45,8 @@ _OF_A_REWARD_MODEL = (
 )
 
 
-# What an engine is told when it starts.
-_OF_ITS_START = (
+# Keys that an engine reads when it starts.
+_STARTUP_KEYS = (
     *("gpu_memory_utilization", "quantization", "enforce_eager", "cudagraph_capture_sizes", "load_format"),
     *("expert_parallel_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"),
     *("engine_kwargs", "in_process"),
@@ -54,84 +54,87 @@ _OF_ITS_START = (
 
 
 class Rule(NamedTuple):
-    """Keys (patterns), when something reads them, and what is told where nothing does. Of several the first holds."""
+    """Keys (patterns), the condition under which they are read, and the reason for the notice otherwise.
+
+    If several rules match a key, the first one is used.
+    """
 
     keys: tuple[str, ...]
-    works: Callable[[PPOConfig], bool]
-    otherwise: str
+    is_read: Callable[[PPOConfig], bool]
+    reason: str
 
 
-def idle_keys(config: PPOConfig, report: Report) -> None:
-    """Name the keys that were set for nothing."""
-    rules = [rule for rule in RULES if not rule.works(config)]
+def report_unused_keys(config: PPOConfig, report: Report) -> None:
+    """Add notices about the keys that were set but are not read."""
+    rules = [rule for rule in RULES if not rule.is_read(config)]
 
     def why(path: str) -> str | None:
-        if path.endswith(".enable"):  # a switch that is off is no idle key
+        if path.endswith(".enable"):  # a switch that is off has an effect
             return None
-        return next((rule.otherwise for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
+        return next((rule.reason for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
 
-    _name_idle(config, why, report)
+    _report_unused(config, why, report)
 
 
 def check_supported(config: PPOConfig, report: Report) -> None:
-    """Report every key that asks for something that is not built or not installed here."""
+    """Report engines and values that are not supported or not installed."""
     rollout = config.actor_rollout_ref.rollout
     check_engine(ROLLOUT, rollout, report)
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
-        why, fix = f"is not built for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
+        why, fix = f"is not supported by {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
         report.broken(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, why, fix)
-    _installed(config, report)
+    _check_installed(config, report)
     _engine_keys(config, report)
 
 
-def _installed(config: PPOConfig, report: Report) -> None:
-    """Report training engines whose package is not installed here."""
+def _check_installed(config: PPOConfig, report: Report) -> None:
+    """Report training engines whose package is not installed."""
     actor = config.actor_rollout_ref.actor.strategy
     for role, path in BLOCK_OF_ROLE.items():
         strategy = pick(config, path).strategy
         row, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
         if role in active_roles(config) and not follows_actor and not is_installed(row.package):
             fix = f"Run {row.install}; or set {path}.strategy=fsdp2, which needs no install"
-            report.broken(f"{path}.strategy", strategy, f"{row.package} is not installed here", fix)
+            report.broken(f"{path}.strategy", strategy, f"{row.package} is not installed", fix)
 
 
 def _engine_keys(config: PPOConfig, report: Report) -> None:
-    """Arguments for other engines, and formats of theirs."""
+    """Add notices about arguments and load formats of other engines."""
     rollout = config.actor_rollout_ref.rollout
     others = [name for name in rollout.engine_kwargs if name != rollout.name or name == "hf"]
     for name in others:
         report.notice(f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name = {rollout.name}.")
     if rollout.load_format not in _LOAD_FORMATS and not names.ROLLOUTS[rollout.name].foreign:
         report.notice(
-            f"{ROLLOUT}.load_format = {rollout.load_format} is read as auto: {rollout.name} knows auto and dummy."
+            f"{ROLLOUT}.load_format = {rollout.load_format} is treated as auto: {rollout.name} supports auto and dummy."
         )
 
 
-def _name_idle(config: Any, why: Callable[[str], str | None], report: Report) -> None:
-    """One notice per reason that `why` gives, with the keys that were set for nothing."""
-    idle: dict[str, list[str]] = {}
+def _report_unused(config: Any, why: Callable[[str], str | None], report: Report) -> None:
+    """Add one notice per reason, with the unused keys; `why` returns the reason for a key, or None."""
+    unused: dict[str, list[str]] = {}
     followed = _followed(type(config))
     for path, value in config.changed.items():
         if path in followed and pick(config, followed[path]) == value:
-            continue  # as when it is left out
+            continue  # the same value as when it is not set
         reason = why(path)
         if reason is not None:
-            idle.setdefault(reason, []).append(f"{path} = {show(value)}")
-    for reason, keys in idle.items():
-        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-        report.notice(f"{', '.join(keys[:_NAMED])}{more}: no effect, {reason}.")
+            unused.setdefault(reason, []).append(f"{path} = {show(value)}")
+    for reason, keys in unused.items():
+        more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+        report.notice(f"{', '.join(keys[:_MAX_NAMED])}{more}: no effect, {reason}.")
 
 
 def _followed(cls: type[Block]) -> dict[str, str]:
-    """Each key that takes over another's value when it is null, and that other."""
-    found: dict[str, str] = {}
+    """Return the keys with a `follows` target, and the target."""
+    targets: dict[str, str] = {}
     for path, entry in walk(cls):
         target = entry.key.follows
         if target is not None and entry.block is not None:
-            found |= {join(path, name): join(target, name) for name, _ in walk(entry.block)}
+            targets |= {join(path, name): join(target, name) for name, _ in walk(entry.block)}
         elif target is not None:
-            found[path] = target
-    return found
+            targets[path] = target
+    return targets
 
 
 def _below(block: str, *keys: str) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ def _below(block: str, *keys: str) -> tuple[str, ...]:
 
 
 def _is_set(path: str) -> Callable[[PPOConfig], bool]:
-    """The key is on, names something, or is a number above 0 (-1 stands for none)."""
+    """The key is true, not null, or a number other than 0 and -1."""
     return lambda config: pick(config, path) not in (None, False, 0, -1)
 
 
@@ -156,18 +159,18 @@ def _is_not(path: str, value: str) -> Callable[[PPOConfig], bool]:
 
 
 def _budgets(config: PPOConfig) -> list[bool]:
-    """Of every role that runs: whether micro-batches are filled up to a budget of tokens. The actor's comes first."""
+    """Return for every active role whether it uses a token budget, the actor first."""
     policy = config.actor_rollout_ref
-    found = [policy.actor.use_dynamic_bsz, policy.rollout.log_prob_use_dynamic_bsz]
-    found += [policy.ref.log_prob_use_dynamic_bsz] if needs_reference(config) else []
-    found += [config.critic.use_dynamic_bsz] if config.critic.enable else []
-    found += [config.reward_model.use_dynamic_bsz] if config.reward_model.enable else []
-    found += [config.distillation.teacher.log_prob_use_dynamic_bsz] if config.distillation.local_teachers else []
-    return found
+    dynamic = [policy.actor.use_dynamic_bsz, policy.rollout.log_prob_use_dynamic_bsz]
+    dynamic += [policy.ref.log_prob_use_dynamic_bsz] if needs_reference(config) else []
+    dynamic += [config.critic.use_dynamic_bsz] if config.critic.enable else []
+    dynamic += [config.reward_model.use_dynamic_bsz] if config.reward_model.enable else []
+    dynamic += [config.distillation.teacher.log_prob_use_dynamic_bsz] if config.distillation.local_teachers else []
+    return dynamic
 
 
 def _micro_batch_rules() -> Iterator[Rule]:
-    """Micro-batches have a number of samples or a budget of tokens. What the actor has, others may follow."""
+    """Micro-batches have a fixed size or a token budget; other roles may follow the actor's keys."""
     blocks = {
         ACTOR: ("use_dynamic_bsz", ("ppo",)),
         "critic": ("use_dynamic_bsz", ("ppo", "forward")),
@@ -186,7 +189,7 @@ def _micro_batch_rules() -> Iterator[Rule]:
 
 
 def _engine_rules() -> Iterator[Rule]:
-    """Each training engine has keys of its own."""
+    """Keys of the training engine that is not selected."""
     for block in BLOCK_OF_ROLE.values():
         strategy, megatron = f"{block}.strategy", f"{block}.megatron_config"
         yield Rule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
@@ -202,35 +205,37 @@ def _engine_rules() -> Iterator[Rule]:
 def _model_rules() -> Iterator[Rule]:
     for model, optim in ((_MODEL, f"{ACTOR}.optim"), ("critic.model", "critic.optim")):
         adapters = _below(model, "lora_alpha", "target_modules", "exclude_modules")
-        yield Rule(adapters, _is_set(f"{model}.lora_rank"), f"there are no adapters; {model}.lora_rank=16 adds them")
+        yield Rule(adapters, _is_set(f"{model}.lora_rank"), f"LoRA is off; {model}.lora_rank=16 enables it")
         warmup = f"{optim}.lr_warmup_steps"
-        yield Rule((f"{warmup}_ratio",), _is_off(warmup), f"{warmup} is set and goes first")
+        yield Rule((f"{warmup}_ratio",), _is_off(warmup), f"{warmup} is set and takes precedence")
         yield Rule(
             (f"{optim}.min_lr_ratio",),
             _is(f"{optim}.lr_scheduler", "cosine"),
-            f"the learning rate stays; {optim}.lr_scheduler=cosine lets it fall",
+            f"the learning rate is constant; {optim}.lr_scheduler=cosine decays it",
         )
 
 
 def _table_rules(
     choice: str, rows: Mapping[str, names.EstimatorTraits] | Mapping[str, names.LossTraits], below: str
 ) -> Iterator[Rule]:
-    """Keys that only some rows of a table read. What is not in the table is the user's own, and may read anything."""
+    """Keys that only some extensions read. User extensions without traits may read any key."""
     for key in dict.fromkeys(key for row in rows.values() for key in row.reads):
         readers = [name for name, row in rows.items() if key in row.reads]
 
-        def works(config: PPOConfig, readers: list[str] = readers) -> bool:
+        def is_read(config: PPOConfig, readers: list[str] = readers) -> bool:
             return pick(config, choice) in readers or pick(config, choice) not in rows
 
         reads = "reads" if len(readers) == 1 else "read"
-        yield Rule((f"{below}.{key}",), works, f"only {choice}={' and '.join(readers)} {reads} it")
+        yield Rule((f"{below}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         ("max_turns", "retriever.*", *_SEARCH_LENGTHS, "algorithm.state_masking.*"),
-        lambda config: config.actor_rollout_ref.rollout.mode == "async",  # any row may name the search agent
-        "no answer searches; do_search=True lets them",
+        lambda config: (
+            config.actor_rollout_ref.rollout.mode == "async"
+        ),  # rows can select the search agent by agent_name
+        "the search agent is off; do_search=True enables it",
     ),
     Rule(
         ("trainer.max_staleness", "trainer.staleness_strategy", "trainer.partial_rollout"),
@@ -240,22 +245,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("trainer.partial_kv",),
         lambda config: config.trainer.mode == "async" and config.trainer.partial_rollout,
-        "no answer goes on through an update of the weights; trainer.mode=async with partial_rollout=True does that",
+        "no response continues across weight syncs; trainer.mode=async with partial_rollout=True enables that",
     ),
     Rule(
         ("trainer.overlap",),
         lambda config: config.trainer.mode != "sync" and shares_devices(config),
-        "nothing is generated beside an update on the same devices; trainer.mode=async without a pool for it does that",
+        "generation does not overlap training on shared devices; trainer.mode=async without a rollout pool does that",
     ),
     Rule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
         _is_set("critic.enable"),
-        "no critic runs; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",
+        "there is no critic; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",
     ),
     Rule(
         (f"{_REF}.*",),
         needs_reference,
-        f"no reference runs; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
+        f"there is no reference policy; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
     ),
     Rule(
         ("distillation.distillation_loss.topk",),
@@ -263,37 +268,35 @@ RULES: tuple[Rule, ...] = (
         f"only distillation.distillation_loss.loss_mode={' and '.join(names.TOP_K_KLS)} read it",
     ),
     Rule(
-        ("distillation.*",), _is_set("distillation.enabled"), "no teacher runs; distillation.enabled=True starts them"
+        ("distillation.*",),
+        _is_set("distillation.enabled"),
+        "there are no teachers; distillation.enabled=True starts them",
     ),
     Rule(
         _below(_REF, "fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
         lambda config: not actor_is_reference(config),
-        f"with {_MODEL}.lora_rank above 0 the actor without its adapters is the reference",
+        f"with {_MODEL}.lora_rank above 0 the actor without adapters is the reference",
     ),
     Rule(
-        _below("reward_model", *_OF_A_REWARD_MODEL),
+        _below("reward_model", *_REWARD_MODEL_KEYS),
         _is_set("reward_model.enable"),
-        "no reward model runs; reward_model.enable=True starts one",
+        "there is no reward model; reward_model.enable=True starts one",
     ),
     Rule(
         ("reward_model.rollout.*",),
         serves_reward_model,
-        "no reward model is served; reward_model.judge.enable=True or custom_reward_function.path asks for it",
+        "no reward model is served; set reward_model.judge.enable=True or custom_reward_function.path",
     ),
-    Rule(
-        ("reward_model.judge.*",),
-        _is_set("reward_model.judge.enable"),
-        "reward_model.judge.enable = False",
-    ),
+    Rule(("reward_model.judge.*",), _is_set("reward_model.judge.enable"), "reward_model.judge.enable = False"),
     Rule(
         ("reward_model.path",),
         lambda config: config.reward_model.enable or config.reward_model.url is not None,
-        "no reward model runs; reward_model.enable=True starts one",
+        "there is no reward model; reward_model.enable=True starts one",
     ),
     Rule(
         _below("reward_model", "n_gpus_per_node", "nnodes"),
         lambda config: config.reward_model.enable_resource_pool or "reward_pool" in config.resource_pool_spec,
-        "the reward model has no pool of its own; reward_model.enable_resource_pool=True gives it one",
+        "the reward model has no separate pool; reward_model.enable_resource_pool=True adds one",
     ),
     Rule(
         ("reward_model.overlong_buffer.*",),
@@ -301,9 +304,7 @@ RULES: tuple[Rule, ...] = (
         "reward_model.overlong_buffer.enable = False",
     ),
     Rule(
-        _below(ACTOR, "kl_loss_coef", "kl_loss_type"),
-        _is_set(f"{ACTOR}.use_kl_loss"),
-        f"{ACTOR}.use_kl_loss = False",
+        _below(ACTOR, "kl_loss_coef", "kl_loss_type"), _is_set(f"{ACTOR}.use_kl_loss"), f"{ACTOR}.use_kl_loss = False"
     ),
     Rule(
         _below("algorithm", "kl_penalty", "kl_ctrl.*"),
@@ -313,12 +314,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _below("algorithm.kl_ctrl", "target_kl", "horizon"),
         _is("algorithm.kl_ctrl.type", "adaptive"),
-        "algorithm.kl_ctrl.type = fixed; adaptive steers to it",
+        "algorithm.kl_ctrl.type = fixed; adaptive reads it",
     ),
     Rule(
         _below("sandbox_fusion", "max_concurrent", "memory_limit_mb"),
         _is_set("sandbox_fusion.url"),
-        "sandbox_fusion.url is not set; sandbox.memory_limit_mb is the local sandbox's",
+        "sandbox_fusion.url is not set; the local sandbox reads sandbox.memory_limit_mb",
     ),
     Rule(
         ("algorithm.filter_groups.*",),
@@ -344,22 +345,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
         _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
-        f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
+        f"validation is greedy; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
     ),
     Rule(
-        _below(ROLLOUT, *_OF_ITS_START),
+        _below(ROLLOUT, *_STARTUP_KEYS),
         lambda config: not config.actor_rollout_ref.rollout.server_urls,
-        f"the engines at {ROLLOUT}.server_urls run already, as they were started",
+        f"the engines at {ROLLOUT}.server_urls are already running",
     ),
     Rule(
         _below(ROLLOUT, "n_gpus_per_node"),
         lambda config: config.actor_rollout_ref.rollout.nnodes > 0,
-        f"the rollout has no devices of its own; {ROLLOUT}.nnodes=1 gives it some",
+        f"rollout has no separate devices; {ROLLOUT}.nnodes=1 adds them",
     ),
     Rule(
         _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),
         lambda config: names.ROLLOUTS[config.actor_rollout_ref.rollout.name].foreign,
-        f"only {ROLLOUT}.name={', '.join(_FOREIGN)} read it",
+        f"only {ROLLOUT}.name={', '.join(_EXTERNAL_ENGINES)} read it",
     ),
     Rule(
         _below(ROLLOUT, "prometheus.port"),
@@ -369,28 +370,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _below(ROLLOUT, "return_routed_experts"),
         lambda config: config.actor_rollout_ref.rollout.name in ("native", "vllm"),
-        f"only {ROLLOUT}.name=native and vllm know them",
+        f"only {ROLLOUT}.name=native and vllm return them",
     ),
     Rule(
         _below(ROLLOUT, "free_cache_engine"),
         lambda config: config.trainer.mode == "sync" or not shares_devices(config),
-        "with trainer.mode other than sync answers are under way while training, and keep their KV",
+        "with trainer.mode other than sync responses keep their KV cache during training",
     ),
     Rule(
         _below(ROLLOUT, "free_weights"),
-        lambda config: config.trainer.mode == "sync" or not shares_devices(config) or stands_still(config),
-        "generation goes on while training, and needs them; trainer.overlap=False lets it stand still",
+        lambda config: config.trainer.mode == "sync" or not shares_devices(config) or engine_pauses_in_updates(config),
+        "generation continues during training and needs the weights; trainer.overlap=False pauses it",
     ),
     Rule(
         _below(ROLLOUT, "free_weights"),
         lambda config: shares_devices(config) and not config.actor_rollout_ref.rollout.server_urls,
-        "the engine has devices of its own, where no training runs",
+        "the engine has separate devices without training",
     ),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
     Rule(
         _below(ROLLOUT, "agent.*", "multi_turn.*"),
         _is(f"{ROLLOUT}.mode", "async"),
-        f"no agents run; {ROLLOUT}.mode=async starts them",
+        f"agent loops are off; {ROLLOUT}.mode=async enables them",
     ),
     Rule(
         _below(ACTOR, "loss_scale_factor"),

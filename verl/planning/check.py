@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
-from verl.config.context_length import config_of_folder
+from verl.config.context_length import read_model_config
 from verl.config.devices import gpu_memory, host_memory_available, host_memory_total
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
@@ -135,7 +135,7 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
 
 def _is_classifier(path: str | None) -> bool:
     """Whether the model of a local folder has such a head: a server then scores, and writes nothing."""
-    kinds = (config_of_folder(path or "", {}) or {}).get("architectures") or ()
+    kinds = (read_model_config(path or "", {}) or {}).get("architectures") or ()
     return any(name.endswith("ForSequenceClassification") for name in kinds)
 
 

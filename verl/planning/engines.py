@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from verl.config import names
-from verl.config.asynchronous import ahead_of
+from verl.config.asynchronous import async_settings
 from verl.config.layout import layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, RolloutConfig
@@ -41,7 +41,7 @@ def engine_bytes(
     if rollout.server_urls:
         return 0.0
     goes_on = config.trainer.mode != "sync" and shares_devices(config)  # while training, with what is ahead of it
-    batches = 1 + ahead_of(config.trainer).max_staleness if goes_on else 1
+    batches = 1 + async_settings(config.trainer).max_staleness if goes_on else 1
     running = min(rollout.max_num_seqs, math.ceil(batches * samples(config) / layout_of(config, "rollout").dp_size))
     parts = engine_parts(rollout, shape, running, on_gpu, device, resting)
     held = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0

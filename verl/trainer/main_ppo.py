@@ -92,7 +92,7 @@ class TaskRunner:
         Returns a message if a step was given up for a preemption signal; else None.
         """
         from verl.config.context_length import check_context_length
-        from verl.config.megatron import refuse_model_layouts
+        from verl.config.megatron import check_model_layouts
         from verl.planning.check import check_memory
         from verl.search.searcher import check_retriever
         from verl.trainer.ppo.state import check_run_start
@@ -116,7 +116,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
         check_context_length(config, folders)
-        refuse_model_layouts(config, folders)
+        check_model_layouts(config, folders)
         check_memory(config, folders)
         if config.do_search:
             check_retriever(config.retriever)

@@ -28,25 +28,25 @@ def load(*overrides):
         (
             [GDPO, "algorithm.gdpo={reward_keys: [a, b], reward_weights: [1.0]}"],
             "algorithm.gdpo.reward_weights",
-            "are 1",
+            "1 weights for 2",
         ),
-        ([GDPO, "algorithm.gdpo.reward_weights=[1.0,2.0]"], "algorithm.gdpo.reward_weights", "are 2 for 1"),
+        ([GDPO, "algorithm.gdpo.reward_weights=[1.0,2.0]"], "algorithm.gdpo.reward_weights", "2 weights for 1"),
         (
             [GDPO, "algorithm.gdpo.reward_keys=[a,b]", "algorithm.use_kl_in_reward=True"],
             "algorithm.use_kl_in_reward",
-            "normalises each reward on its own",
+            "normalises each reward separately",
         ),
         (
             [f"{CORRECTION}={{rollout_rs: token, rollout_rs_threshold: 0.5}}"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "the lower one is 2, the upper one 0.5",
+            "the lower bound 2 is above the upper bound 0.5",
         ),
         (
             [f"{CORRECTION}={{rollout_rs: geometric, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 3.0}}"],
             f"{CORRECTION}.rollout_rs_threshold",
             "everything would be masked",
         ),
-        ([f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"], f"{CORRECTION}.rollout_is", "no ratio to use"),
+        ([f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"], f"{CORRECTION}.rollout_is", "there is no ratio"),
         (
             [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=3_2"],
             f"{CORRECTION}.rollout_is_threshold",
@@ -59,11 +59,11 @@ def load(*overrides):
         ),
         ([f"{CORRECTION}.rollout_rs=token_k4"], f"{CORRECTION}.rollout_rs", "'token_k4' is not known"),
         ([f"{CORRECTION}.rollout_rs=seq_max_k1"], f"{CORRECTION}.rollout_rs", "'seq_max_k1' is not known"),
-        ([f"{CORRECTION}.rollout_rs=seq_max_k2"], f"{CORRECTION}.rollout_rs_threshold", "needs a threshold of its own"),
+        ([f"{CORRECTION}.rollout_rs=seq_max_k2"], f"{CORRECTION}.rollout_rs_threshold", "needs a threshold"),
         (
             [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.1_0.5"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "no place for a lower one",
+            "a lower bound (0.1_0.5) has no meaning",
         ),
         (
             [f"{CORRECTION}.rollout_rs=token_k1,seq_sum_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=2.0,0.1"],
@@ -73,33 +73,33 @@ def load(*overrides):
         (
             [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2.0, rollout_rs_threshold_lower: 0.9}}"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "would not be read",
+            "has no effect",
         ),
         (
             [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0.1, rollout_rs_threshold_lower: 0.9}}"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "would not be read",
+            "has no effect",
         ),
         (
             [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true}}"],
             f"{CORRECTION}.rollout_is_batch_normalize",
-            "one micro-batch at a time",
+            "weights per micro-batch",
         ),
         (
             [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce}}", f"{POLICY_LOSS}.loss_mode=gspo"],
             f"{POLICY_LOSS}.loss_mode",
-            "a loss of its own",
+            "replaces the policy loss",
         ),
-        ([f"{CORRECTION}={{bypass_mode: true, rollout_rs: token}}"], f"{CORRECTION}.rollout_rs", "no ratio to use"),
+        ([f"{CORRECTION}={{bypass_mode: true, rollout_rs: token}}"], f"{CORRECTION}.rollout_rs", "there is no ratio"),
         (
             ["algorithm=grpo", "algorithm.truncated_responses=bootstrap"],
             "algorithm.truncated_responses",
-            "adv_estimator = grpo reads none",
+            "algorithm.adv_estimator = grpo does not use",
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.clip_cov_lb=6.0"],
             "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
-            "no token could be chosen",
+            "no token could be selected",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_the_score_has_several_names(name):
     [
         (
             [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"],
-            [f"{ROLLOUT}.top_p = 0.9, {ROLLOUT}.top_k = 20: answers are"],
+            [f"{ROLLOUT}.top_p = 0.9, {ROLLOUT}.top_k = 20: responses are"],
         ),
         (
             [f"{ROLLOUT}.min_p=0.1"],
@@ -174,7 +174,7 @@ def test_the_score_has_several_names(name):
 )
 def test_truncated_sampling_is_said_with_what_corrects_for_it(overrides, said):
     notices = load(*overrides).notices
-    (notice,) = [notice for notice in notices if "denominator" in notice and "is read as" not in notice]
+    (notice,) = [notice for notice in notices if "denominator" in notice and "is an alias" not in notice]
     assert all(words in notice for words in said), notice
 
 
@@ -214,7 +214,7 @@ def test_stale_answers_that_nothing_weighs_are_said(overrides, steps):
 def test_stale_answers_are_weighed_by_themselves(overrides, level):
     config = load(*overrides)
     assert config.algorithm.rollout_correction.rollout_is == level
-    said = [notice for notice in config.notices if "their tokens are weighed" in notice]
+    said = [notice for notice in config.notices if f"{CORRECTION}.rollout_is = token" in notice]
     by_itself = level == "token" and "trainer.mode" in str(overrides)
     assert len(said) == by_itself
 
@@ -235,7 +235,7 @@ def test_what_was_asked_for_goes_before_what_comes_by_itself():
     )
     config = load("algorithm=grpo", "trainer.mode=async", *one_step)
     assert config.algorithm.rollout_correction.rollout_is is None
-    assert any("rollout_is=token to weigh" in notice for notice in config.notices)
+    assert any(f"Set {CORRECTION}.rollout_is=token" in notice for notice in config.notices)
     taught = ("distillation.enabled=True", "distillation.distillation_loss.use_task_rewards=False", TEACHER)
     config = load("algorithm=grpo", "trainer.mode=async", *taught)
     assert config.algorithm.rollout_correction.rollout_is is None
@@ -260,5 +260,5 @@ def test_two_bounds_are_not_one_number(text):
 
 
 def test_bounds_that_a_file_made_one_number_are_refused():
-    with pytest.raises(ConfigError, match=r"0.52.*below 1 every ratio would be cut"):
+    with pytest.raises(ConfigError, match=rf"{CORRECTION}\.rollout_is_threshold = 0.52: .*below 1"):
         load(f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0.5_2}}")

@@ -1,4 +1,4 @@
-"""One strict load: spellings, types, free-form slots, and every problem at once."""
+"""`load_config`: aliases, types, free-form keys, and all problems at once."""
 
 import pickle
 
@@ -333,7 +333,7 @@ def test_as_config_takes_ours_a_dict_or_a_dictconfig():
         assert actor.optim.lr == 1e-6
     assert as_config(OptimConfig, {"lr": 1}, at="critic.optim").weight_decay == 0.01
     assert isinstance(as_config(PPOConfig, None), PPOConfig)
-    with pytest.raises(ValueError, match="Say which one"):
+    with pytest.raises(ValueError, match="Set at to one of them"):
         as_config(OptimConfig, {})
     with pytest.raises(ConfigError, match="Did you mean"):
         as_config(ActorConfig, {"clip_ration": 0.3})

@@ -35,9 +35,9 @@ def test_one_expression_stands_alone_and_names_are_a_list(names, found):
     ("override", "why"),
     [
         ("target_modules=[]", "is empty"),
-        ("target_modules=[q_proj,'.*v_proj']", "among several entries"),
-        ("target_modules=[all-linear,q_proj]", "among several entries"),
-        ("exclude_modules=['(q_proj']", "cannot be read"),
+        ("target_modules=[q_proj,'.*v_proj']", "one of several entries"),
+        ("target_modules=[all-linear,q_proj]", "one of several entries"),
+        ("exclude_modules=['(q_proj']", "is invalid"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_with_its_key(override, why):

@@ -8,7 +8,7 @@ import pytest
 
 from verl.config import ConfigError, load_config, megatron, names
 from verl.config.engine import MegatronConfig
-from verl.config.megatron import ModelNumbers, model_layout_rules, split_evenly
+from verl.config.megatron import ModelDimensions, model_layout_rules, split_evenly
 from verl.config.problems import Report
 from verl.config.unused_keys import check_supported
 
@@ -101,9 +101,9 @@ def test_a_reference_of_another_layout_keeps_what_it_sets():
     ("overrides", "key", "words"),
     [
         ([f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size", "context_parallel"),
-        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "no adapters"),
+        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "does not support LoRA"),
         ([f"{ACTOR}.optim.state_dtype=bf16"], f"{ACTOR}.optim.state_dtype", "float32"),
-        (sized(vpp=2), f"{MEGATRON}.virtual_pipeline_model_parallel_size", "nothing to interleave"),
+        (sized(vpp=2), f"{MEGATRON}.virtual_pipeline_model_parallel_size", "there is one stage"),
         (sized(tp=2, ep=3), f"{MEGATRON}.expert_model_parallel_size", "Set it to 2 or 4"),
         ([f"{MEGATRON}.use_dist_checkpointing=True"], f"{MEGATRON}.dist_checkpointing_path", "global_step_N"),
     ],
@@ -117,18 +117,18 @@ def test_what_it_does_not_do_is_refused_with_what_to_set(overrides, key, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("override_transformer_config.tensor_model_parallel_size=2", "is a key of the engine itself"),
+        ("override_transformer_config.tensor_model_parallel_size=2", "is a key of this engine"),
         ("override_transformer_config.num_layers=2", "config.json"),
-        ("override_transformer_config.hidden_dropout=0.1", "dropout is off"),
-        ("override_transformer_config.moe_aux_loss_coeff=0.1", "own loss"),
+        ("override_transformer_config.hidden_dropout=0.1", "dropout is disabled"),
+        ("override_transformer_config.moe_aux_loss_coeff=0.1", "only the loss of the policy or critic"),
         ("override_transformer_config.recompute_granualrity=full", "Did you mean recompute_granularity?"),
         ("override_transformer_config.recompute_granularity=all", "Set full or selective"),
         ("override_transformer_config.recompute_method=every", "Set uniform or block"),
         ("override_transformer_config.recompute_modules=[mlp]", "selective"),
         ("override_transformer_config.num_layers_in_last_pipeline_stage=0", "at least 1"),
         ("override_ddp_config.average_in_collective=True", "summed"),
-        ("override_ddp_config.overlap_grad_reduce=True", "whether it is the last"),
-        ("override_ddp_config.grad_reduce_in_fp32=False", "always added up in float32"),
+        ("override_ddp_config.overlap_grad_reduce=True", "reduced once per optimizer step"),
+        ("override_ddp_config.grad_reduce_in_fp32=False", "always accumulated in float32"),
     ],
 )
 def test_values_of_core_that_are_decided_elsewhere_are_refused(given, words):
@@ -174,7 +174,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
     report = Report()
     check_supported(load(f"{ACTOR}.use_kl_loss=True"), report)
     (problem,) = report.problems  # the reference follows the actor: said once
-    assert (problem.key, problem.why) == (f"{ACTOR}.strategy", "no_such.package is not installed here")
+    assert (problem.key, problem.why) == (f"{ACTOR}.strategy", "no_such.package is not installed")
     assert problem.fix.startswith("Run make setup-megatron; or set")
 
 
@@ -209,7 +209,7 @@ def test_experts_divide_over_their_own_ranks(tmp_path):
     mixtral = MIXTRAL | {"num_local_experts": 6}
     found = model_problems(tmp_path, mixtral, *sized(tp=2, ep=4, etp=1), f"{MEGATRON}.sequence_parallel=False")
     assert found["expert_model_parallel_size"] == "does not divide 6 experts. Set it to 2"
-    assert "needs it beside tensor parallelism" in found["sequence_parallel"]
+    assert "requires it with tensor parallelism" in found["sequence_parallel"]
 
 
 def test_a_critic_of_another_model_is_checked_by_its_own_numbers(tmp_path):
@@ -235,6 +235,6 @@ def test_an_uneven_split_places_every_layer_and_keeps_the_fullest_stage_small(la
 
 
 def test_numbers_are_read_from_any_usual_config():
-    assert ModelNumbers.of(MIXTRAL) == ModelNumbers(32, 32, 8, 14336, experts=8, moe_ffn=14336)
-    assert ModelNumbers.of({"text_config": QWEN2_7B}) == ModelNumbers(28, 28, 4, 18944)
-    assert ModelNumbers.of({"n_layer": 12}) is None
+    assert ModelDimensions.from_config(MIXTRAL) == ModelDimensions(32, 32, 8, 14336, experts=8, moe_ffn=14336)
+    assert ModelDimensions.from_config({"text_config": QWEN2_7B}) == ModelDimensions(28, 28, 4, 18944)
+    assert ModelDimensions.from_config({"n_layer": 12}) is None

@@ -32,7 +32,7 @@ def test_one_optimizer_step_per_batch_takes_them_from_the_update(loss):
         ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward = True reads them"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout_correction.rollout_is = token reads them"),
         ("algorithm.rollout_correction.rollout_rs=sequence", "rollout_correction.rollout_rs = sequence reads them"),
-        ("algorithm.rollout_correction.bypass_mode=True", "takes the rollout's"),
+        ("algorithm.rollout_correction.bypass_mode=True", "uses the rollout's"),
     ],
 )
 def test_what_speaks_against_it_means_a_pass_of_their_own_and_is_named_when_it_was_asked_for(override, why):

@@ -99,7 +99,9 @@ def test_mini_batch_must_divide_the_batch_and_its_samples_the_ranks():
     )
     small = ["data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=1"]
     found = problems(*small, "trainer.n_gpus_per_node=3")
-    assert found[f"{ACTOR}.ppo_mini_batch_size"].why.startswith("2 prompts × 1 answer = 2 samples, which do not divide")
+    assert found[f"{ACTOR}.ppo_mini_batch_size"].why.startswith(
+        "2 prompts × 1 response = 2 samples, which do not divide"
+    )
     assert "critic.ppo_mini_batch_size" in found
 
 
@@ -207,11 +209,11 @@ def test_reward_pool_is_added_and_used():
 
 def test_plan_reads_as_a_few_lines():
     text = batch_plan(load("trainer.n_gpus_per_node=2", "data.train_batch_size=256")).render()
-    assert "256 prompts × 1 answer = 256 samples of up to 1536 tokens" in text
+    assert "256 prompts × 1 response = 256 samples of up to 1536 tokens" in text
     assert "2 mini-batches of 128 prompts (128 samples, 64 per rank in 16 micro-batches of 4 samples)" in text
     assert "vanilla, token-mean, clip 0.2/0.2" in text
     assert len(text.splitlines()) == 8
-    assert "fsdp runs torch's fully_shard" in text
+    assert "fsdp is the same engine as fsdp2" in text
 
 
 def test_plan_names_the_reference_and_the_reward_model_with_their_micro_batches():
@@ -230,7 +232,7 @@ def test_plan_names_the_reference_and_the_reward_model_with_their_micro_batches(
     assert f"  reward   {ranks} micro-batches of up to 9000 tokens" in text
     assert "fully_shard" not in text
     adapters = batch_plan(load(*overrides, "actor_rollout_ref.model.lora_rank=8")).render()
-    assert "  ref      the actor without its adapters, 2 ranks" in adapters
+    assert "  ref      the actor without adapters, 2 ranks" in adapters
     without = batch_plan(load(*overrides, f"{ACTOR}.use_kl_loss=False")).render()
     assert "  ref" not in without
 

@@ -52,7 +52,7 @@ def test_what_the_user_sets_wins_and_stands_beside_the_losss_own_in_the_plan():
     assert clip(load("gspo", f"{ACTOR}.clip_ratio_high=0.2")) == (3e-4, 0.2)
     config = load("gspo", f"{ACTOR}.clip_ratio_low=0.01", f"{ACTOR}.loss_agg_mode=token-mean")
     assert config.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
-    shown = "gspo, token-mean (its own: seq-mean-token-mean), clip 0.01/0.0004 (its own: 0.0003/0.0004)"
+    shown = "gspo, token-mean (default: seq-mean-token-mean), clip 0.01/0.0004 (default: 0.0003/0.0004)"
     assert shown in batch_plan(config).render()
     # The same number as PPO's default is a choice, too.
     assert clip(load("geo_mean", f"{ACTOR}.clip_ratio=0.2")) == (0.2, 0.2)

@@ -45,9 +45,9 @@ def test_the_key_of_the_megatron_engine_is_the_same_one_and_other_roles_have_non
     [
         ([f"{MODE}=R3", f"{ROLLOUT}.name=hf"], MODE, "Set it to R2"),
         ([f"{MODE}=R3", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://one:8000]"], MODE, "server_urls"),
-        ([f"{MODE}=R3", f"{EXPERTS}=False"], EXPERTS, "they are replayed"),
-        ([f"{MODE}=R2", f"{EXPERTS}=True"], EXPERTS, "those of the old log-probs"),
-        ([f"{MODE}=R2", f"{BYPASS}=True"], MODE, "leaves out the pass"),
+        ([f"{MODE}=R3", f"{EXPERTS}=False"], EXPERTS, "router_replay.mode = R3 needs them"),
+        ([f"{MODE}=R2", f"{EXPERTS}=True"], EXPERTS, "router_replay.mode = R2 replays"),
+        ([f"{MODE}=R2", f"{BYPASS}=True"], MODE, "skips the pass"),
     ],
 )
 def test_what_nobody_records_is_refused_with_what_to_set(overrides, key, words):

@@ -17,8 +17,10 @@ def load(*overrides: str):
 def test_searching_turns_asynchronous_generation_on_and_says_so():
     config = load("do_search=True")
     assert config.actor_rollout_ref.rollout.mode == "async"
-    assert any("mode is async" in notice for notice in config.notices)
-    assert not any("mode is async" in notice for notice in load("do_search=True", f"{ROLLOUT}.mode=async").notices)
+    assert any("mode is set to async" in notice for notice in config.notices)
+    assert not any(
+        "mode is set to async" in notice for notice in load("do_search=True", f"{ROLLOUT}.mode=async").notices
+    )
     assert load().actor_rollout_ref.rollout.mode == "sync"
 
 
@@ -34,7 +36,7 @@ def test_lengths_of_a_search_r1_script_are_read_as_written_there():
     rollout = config.actor_rollout_ref.rollout
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 2548)
     assert (config.data.max_turn_length, rollout.max_new_tokens, rollout.max_model_len) == (500, 2548, 4596)
-    assert any("as Search-R1 writes them" in notice for notice in config.notices)
+    assert any("data.max_start_length = 2048" in notice for notice in config.notices)
     again = load_config(config.to_dict(), check_files=False)
     assert again.data == config.data
     assert again.actor_rollout_ref == config.actor_rollout_ref
@@ -47,14 +49,14 @@ def test_a_corpus_of_ones_own_needs_no_service():
     assert load("do_search=True").retriever.url == "http://127.0.0.1:8000/retrieve"
     with pytest.raises(ConfigError, match="Keep one of the two"):
         load("do_search=True", "retriever.corpus_path=/c.jsonl", "retriever.url=http://10.0.0.1:8000/retrieve")
-    with pytest.raises(ConfigError, match="needs something to search"):
+    with pytest.raises(ConfigError, match=r"retriever\.url = null"):
         load("do_search=True", "retriever.url=null")
 
 
 @pytest.mark.parametrize("value", ["True", "False"])
 def test_state_masking_is_always_on_and_the_key_is_said_to_be_idle(value):
     notices = load(f"+actor_rollout_ref.actor.state_masking={value}").notices
-    assert any("never learned from" in notice for notice in notices)
+    assert any(notice.startswith("actor_rollout_ref.actor.state_masking is not needed") for notice in notices)
 
 
 def test_information_that_leaves_no_room_for_an_answer_is_refused():

@@ -33,7 +33,7 @@ def test_a_critic_that_is_not_started_may_name_any_engine():
     ("asked", "words"),
     [
         (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", "has no effect with actor_rollout_ref.rollout.name = native"),
-        (f"{ROLLOUT}.load_format=safetensors", "is read as auto"),
+        (f"{ROLLOUT}.load_format=safetensors", "is treated as auto"),
     ],
 )
 def test_a_key_without_effect_is_named_with_the_truth(asked, words):

@@ -161,7 +161,7 @@ def test_a_whole_block_is_one_line():
     block = [f"critic.{key}" for key in ("optim.lr=2e-5", "optim.weight_decay=0", "grad_clip=2", "cliprange_value=0.2")]
     size = ["critic.ppo_micro_batch_size_per_gpu=2", "critic.model.lora_rank=8", "critic.model.lora_alpha=8"]
     (notice,) = said(GRPO, *block, *size)
-    assert " and 2 more: no effect, no critic runs" in notice
+    assert " and 2 more: no effect, there is no critic" in notice
 
 
 def test_a_switch_that_is_off_and_a_default_that_is_written_down_are_no_idle_keys():

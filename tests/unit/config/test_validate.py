@@ -28,7 +28,7 @@ def test_one_answer_per_prompt_is_refused_where_answers_are_compared(estimator):
     assert found[f"{ROLLOUT}.n"].fix.startswith("Set it to 4 or more")
     config = load(f"algorithm.adv_estimator={estimator}")
     assert config.actor_rollout_ref.rollout.n == 4
-    assert any("4 answers per prompt" in notice for notice in config.notices)
+    assert any("4 responses per prompt" in notice for notice in config.notices)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
@@ -99,12 +99,12 @@ def test_what_cannot_work_together_is_one_problem_with_a_remedy(overrides, key):
         (["data.max_response_length=4096"], "algorithm.gamma = 0.99 over data.max_response_length = 4096"),
         (
             [f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.28"],
-            "clip_ratio_high = 1.28 is read as a bound of the ratio",
+            "clip_ratio_high = 1.28 is a bound of the ratio",
         ),
-        ([f"{ROLLOUT}.val_kwargs.n=8"], "greedy answers are all equal"),
+        ([f"{ROLLOUT}.val_kwargs.n=8"], "greedy responses are all equal"),
         ([f"{ROLLOUT}.do_sample=False"], "do not explore"),
-        (["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"], "counts twice"),
-        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k1"], "the gradient of this estimate is 0 on average"),
+        (["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"], "the KL is applied twice"),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k1"], "the expected gradient of this estimate is 0"),
         (["algorithm.adv_estimator=grpo", "critic.enable=True"], "does not use its values"),
         (["resource_pool_spec={global_pool: [1], spare: [1]}"], "no role runs on it"),
         (["trainer.resume_from_path=/x"], "has no effect with trainer.resume_mode = auto"),
@@ -144,7 +144,7 @@ def test_one_clip_bound_is_recognised_and_said(low, high, read):
     config = load(*given)
     actor = config.actor_rollout_ref.actor
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx(read)
-    assert sum("is read as a bound" in notice for notice in config.notices) == (0 if low == high else 1)
+    assert sum("is a bound of the ratio" in notice for notice in config.notices) == (0 if low == high else 1)
 
 
 def test_role_groups_in_the_mapping_and_single_roles_above_them():

@@ -155,12 +155,12 @@ def test_another_vocabulary_is_refused_with_both_names(task, tmp_path):
     [
         ((f"{TEACHERS}.b.model_path=x/y",), "large and b have no key"),
         ((f"{TEACHERS}.b.key=toy",), f"{TEACHERS}.b.model_path"),
-        ((f"{TEACHERS}.large.num_replicas=3",), "do not divide the 1 ranks"),
-        ((f"{TEACHERS}.large.url=http://big:8001",), r"temperature = 0\.8: .*tells log-probs at temperature 1"),
-        ((ALONE, "algorithm.filter_groups.enable=True"), "no answer has a score to differ in"),
+        ((f"{TEACHERS}.large.num_replicas=3",), "does not divide the 1 ranks"),
+        ((f"{TEACHERS}.large.url=http://big:8001",), r"temperature = 0\.8: .*returns log-probs at temperature 1"),
+        ((ALONE, "algorithm.filter_groups.enable=True"), "there are no scores to compare"),
         ((f"{LOSS}.loss_mode=k9",), "is not known"),
         ((f"{TEACHERS}.large.modelpath=x",), f"Did you mean {TEACHERS}.large.model_path"),
-        (("distillation.teacher_models=large",), "is a mapping of names to blocks"),
+        (("distillation.teacher_models=large",), "must be a mapping of names to blocks"),
     ],
 )
 def test_what_cannot_work_is_said_with_its_key(task, tmp_path, more, said):

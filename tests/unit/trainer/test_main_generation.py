@@ -221,7 +221,7 @@ def test_all_mistakes_of_the_command_are_told_at_once(monkeypatch, capsys, tmp_p
         main()
     told = capsys.readouterr().err
     assert caught.value.code == 2
-    for words in ("no such file", "End it in .parquet", "Did you mean rollout.temperature?", "is not installed here"):
+    for words in ("no such file", "End it in .parquet", "Did you mean rollout.temperature?", "is not installed"):
         assert words in told
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import PPOConfig
-from verl.config.asynchronous import ahead_of
+from verl.config.asynchronous import async_settings
 from verl.protocol import DataProto, object_array
 from verl.trainer.asynchronous.group_state import (
     GroupState,
@@ -66,7 +66,7 @@ class GroupStream:
         """Prompts are taken from `state.prompts`; `wait_phase()` returns the context of a wait for trajectories."""
         self._config, self._rollouts, self._generator = config, rollouts, generator
         self._state, self._wait_phase, self._recovery = state, wait_phase, recovery
-        data, ahead = config.data, ahead_of(config.trainer)
+        data, ahead = config.data, async_settings(config.trainer)
         self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
         self._buffer = RolloutBuffer(

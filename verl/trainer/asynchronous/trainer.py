@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import names
-from verl.config.asynchronous import ahead_of
+from verl.config.asynchronous import async_settings
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(RayPPOTrainer):
-    """The modes differ only in how far generation may be ahead of training (`ahead_of`)."""
+    """The modes differ only in how far generation may be ahead of training (`async_settings`)."""
 
     modes = ("one_step_off", "async")
 
@@ -59,7 +59,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _log_utilization(self) -> None:
         if (shares := self.stream.utilization.shares()) is None:
             return
-        ahead = ahead_of(self.config.trainer)
+        ahead = async_settings(self.config.trainer)
         setup = AsyncSetup(
             self.config.trainer.mode,
             ahead.max_staleness,
@@ -87,7 +87,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _drain_stream(self) -> None:
         """Without partial rollouts, block until no trajectory is in flight. Called before the phase of the weight sync,
         whose time does not include the wait."""
-        if not ahead_of(self.config.trainer).partial:
+        if not async_settings(self.config.trainer).partial:
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
 
