@@ -1,7 +1,7 @@
 """Rewards by rule: one file per task, found by a row's `data_source`. Nothing heavy: scorer processes load it."""
 
 from verl.utils.reward_score import code, countdown, gsm8k, math, math_dapo, multiple_choice, qa_em
-from verl.utils.reward_score.marked import last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.extraction import last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.registry import (
     _select_rm_score_fn,
     default_compute_score,

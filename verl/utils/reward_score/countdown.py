@@ -12,33 +12,32 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from verl.utils.reward_score.arithmetic import is_number, number, tokens_of, value_of
-from verl.utils.reward_score.marked import last_tagged
+from verl.utils.reward_score.arithmetic import evaluate, is_number, to_number, tokenize
+from verl.utils.reward_score.extraction import last_tagged
+from verl.utils.reward_score.normalize import strip_layout, unicode_to_latex
 from verl.utils.reward_score.registry import register_score
-from verl.utils.reward_score.unicode_latex import as_latex
-from verl.utils.reward_score.wrappers import unwrapped
 
-__all__ = ["answer_of", "compute_score", "extract_solution", "puzzle", "value_of"]
+__all__ = ["answer_of", "compute_score", "extract_solution", "puzzle"]
 
 _EQUALS = re.compile(r"=+")
-_MOST_SIDES = 10
+_MAX_SIDES = 10
 _Term = tuple[Fraction | int, str]
 # All ways to combine five numbers are tried in seconds, of six in minutes.
-_MOST_NUMBERS_SOLVED = 5
+_MAX_NUMBERS_SOLVED = 5
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What stands in the last `<answer>…</answer>`; None without one."""
+    """The content of the last `<answer>…</answer>`; None without one."""
     return last_tagged(solution_str, "answer")
 
 
 def answer_of(ground_truth: Any) -> str | None:
-    """A solution of the puzzle in the right format; a ValueError where it has none, None where that would take long."""
+    """A solution of the puzzle in the expected format; None for too many numbers. ValueError: there is no solution."""
     target, numbers = puzzle(ground_truth)
-    if len(numbers) > _MOST_NUMBERS_SOLVED:
+    if len(numbers) > _MAX_NUMBERS_SOLVED:
         return None
     terms: list[_Term] = [(number, str(number)) for number in numbers]
-    solution = _solution(terms, target, _whole_ways) or _solution(terms, target, _all_ways)
+    solution = _solution(terms, target, _integer_results) or _solution(terms, target, _all_results)
     if solution is None:
         raise ValueError(f"no equation with {numbers} makes {target}. Remove the row.")
     return f"<answer>{solution}</answer>"
@@ -55,54 +54,54 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    sides = [tokens_of(side) for side in _sides(answer)]
-    used = [Counter(number(token) for token in side or () if is_number(token)) for side in sides]
-    right = (
-        len(sides) <= _MOST_SIDES
-        and Counter(numbers) in used  # first: so few numbers make no large ones
-        and all(side is not None and value_of(side) == target for side in sides)
+    sides = [tokenize(side) for side in _sides(answer)]
+    used = [Counter(to_number(token) for token in side or () if is_number(token)) for side in sides]
+    correct = (
+        len(sides) <= _MAX_SIDES
+        and Counter(numbers) in used  # first: it bounds the size of the numbers that are evaluated
+        and all(side is not None and evaluate(side) == target for side in sides)
     )
-    return score if right else format_score
+    return score if correct else format_score
 
 
 def puzzle(ground_truth: Any) -> tuple[int, list[int]]:
     """Target and numbers of a ground truth."""
-    given = ground_truth if isinstance(ground_truth, Mapping) else {}
-    numbers = given.get("numbers", given.get("nums"))
-    if given.get("target") is None or numbers is None or not len(numbers):
+    fields = ground_truth if isinstance(ground_truth, Mapping) else {}
+    numbers = fields.get("numbers", fields.get("nums"))
+    if fields.get("target") is None or numbers is None or not len(numbers):
         raise ValueError(f"ground_truth {str(ground_truth)[:80]!r}: write {{'target': 98, 'numbers': [44, 19, 35]}}.")
-    return int(given["target"]), [int(number) for number in numbers]
+    return int(fields["target"]), [int(number) for number in numbers]
 
 
 def _sides(answer: str) -> list[str]:
-    """What stands between the signs of equality, without layout around it and a name before it."""
-    text = unwrapped(as_latex(answer))
+    """The sides of the answer's equation, without layout and without a leading name."""
+    text = strip_layout(unicode_to_latex(answer))
     name, equals, rest = text.partition("=")
     if equals and len(name.strip()) <= 1 and not name.strip().isdigit():
         text = rest
-    return [unwrapped(side) for side in _EQUALS.split(text)]
+    return [strip_layout(side) for side in _EQUALS.split(text)]
 
 
-def _solution(terms: list[_Term], target: int, ways: Callable[[_Term, _Term], list[_Term]]) -> str | None:
-    """Combine two terms in every way, then the rest."""
+def _solution(terms: list[_Term], target: int, results: Callable[[_Term, _Term], list[_Term]]) -> str | None:
+    """Depth-first search: combine two terms in every way, then the remaining ones."""
     if len(terms) == 1:
         return terms[0][1] if terms[0][0] == target else None
     for i, j in combinations(range(len(terms)), 2):
         rest = [term for k, term in enumerate(terms) if k not in (i, j)]
-        for way in ways(terms[i], terms[j]):
-            if (found := _solution([*rest, way], target, ways)) is not None:
+        for result in results(terms[i], terms[j]):
+            if (found := _solution([*rest, result], target, results)) is not None:
                 return found
     return None
 
 
-def _whole_ways(one: _Term, other: _Term) -> list[_Term]:
-    """Without fractions and negative numbers: most puzzles can be solved so, and integers are fast."""
+def _integer_results(one: _Term, other: _Term) -> list[_Term]:
+    """Without fractions and negative numbers: enough for most puzzles, and integers are fast."""
     (b, right), (a, left) = sorted((one, other), key=lambda term: term[0])
     found = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})"), (a - b, f"({left} - {right})")]
     return [*found, (a // b, f"({left} / {right})")] if b and a % b == 0 else found
 
 
-def _all_ways(one: _Term, other: _Term) -> list[_Term]:
+def _all_results(one: _Term, other: _Term) -> list[_Term]:
     (a, left), (b, right) = one, other
     found = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
     found += [(a - b, f"({left} - {right})"), (b - a, f"({right} - {left})")]

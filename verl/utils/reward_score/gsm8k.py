@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
-from verl.utils.reward_score.quantity import stated_number
+from verl.utils.reward_score.arithmetic import stated_number
 from verl.utils.reward_score.registry import register_score
 
 _MARK = "####"
@@ -13,22 +13,22 @@ _ANY_NUMBER = re.compile(r"(?<![\d)])-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer in a text, without separators and currency; None if there is none.
+    """The answer in a response, without separators and currency; None if there is none.
 
-    `strict`: the number that the line after the last `####` states, and none if it states none or several (see
-    `quantity`). `flexible`: the last number of all.
+    `strict`: the one number that the line after the last `####` states (`arithmetic.stated_number`). `flexible`: the
+    last number of the response.
     """
     if method == "strict":
-        line = _line_behind_mark(solution_str)
+        line = _line_after_mark(solution_str)
         return None if line is None else stated_number(line)
     if method == "flexible":
         numbers = _ANY_NUMBER.findall(solution_str.replace("−", "-"))
         return _plain(numbers[-1]) if numbers else None
-    raise ValueError(f"method: {method!r} is not known. Use strict or flexible.")
+    raise ValueError(f"method: {method!r} is unknown. Use strict or flexible.")
 
 
 def answer_of(ground_truth: object) -> str:
-    """A right answer in the strict format."""
+    """A correct response in the strict format."""
     return f"#### {ground_truth}"
 
 
@@ -36,24 +36,24 @@ def answer_of(ground_truth: object) -> str:
 def compute_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right number, `format_score` for a wrong one in the right format, 0 where none is found."""
-    truth = _number(ground_truth)
-    found = extract_solution(solution_str, method)
-    if found is None:
+    """`score` for the correct number, `format_score` for a wrong number, 0 without a number."""
+    truth = _parse_truth(ground_truth)
+    answer = extract_solution(solution_str, method)
+    if answer is None:
         return 0.0
-    return score if Decimal(found) == truth else format_score
+    return score if Decimal(answer) == truth else format_score
 
 
-def _line_behind_mark(text: str) -> str | None:
+def _line_after_mark(text: str) -> str | None:
     """The line after the last `####`, or the next that is not empty; a heading may be closed, as in `#### 72 ####`."""
     text = text.rstrip()
     if text.endswith(_MARK) and _MARK in text.rpartition("\n")[2].rstrip("#"):
         text = text.rstrip("#")
-    _, mark, behind = text.rpartition(_MARK)
-    return behind.lstrip().partition("\n")[0] if mark else None
+    _, mark, after = text.rpartition(_MARK)
+    return after.lstrip().partition("\n")[0] if mark else None
 
 
-def _number(ground_truth: object) -> Decimal:
+def _parse_truth(ground_truth: object) -> Decimal:
     try:
         return Decimal(_plain(str(ground_truth)))
     except InvalidOperation as error:

@@ -1,33 +1,46 @@
 """MATH: the answer stands in the last `\\boxed{…}` (Hendrycks et al., arXiv 2103.03874) and is compared as mathematics.
 
-Most answers are decided as text or as plain numbers, in microseconds; math-verify is asked about the others only.
+Most answers are decided as text or as numbers, in microseconds; only the others are compared by math-verify.
 """
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
 
-from verl.utils.reward_score.equation import sides, states
-from verl.utils.reward_score.latex_answer import as_number, cleaned, has_words, in_base, normalised
-from verl.utils.reward_score.marked import last_boxed, last_boxed_only_string, remove_boxed
-from verl.utils.reward_score.quantity import stated_number
+from verl.utils.reward_score.arithmetic import stated_number
+from verl.utils.reward_score.extraction import last_boxed, last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.normalize import (
+    NAME,
+    clean_latex,
+    contains_words,
+    normalize_math,
+    parse_in_base,
+    parse_number,
+)
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.symbolic import symbolically_equal
 
 __all__ = ["compute_score", "extract_solution", "is_equiv", "last_boxed_only_string", "remove_boxed"]
 
-# Numbers that agree to five digits are left to math-verify: 0.333333 may mean 1/3.
+# Numbers that agree in five digits are compared by math-verify: 0.333333 may mean 1/3.
 _CLEARLY_APART = 1e-5
+_RELATION = re.compile(r"\\(?:approx|neq|leq|geq|equiv)(?![a-z])|[=<>]")
+_BRACE = re.compile(r"\\.|[{}]")
+_NAME = re.compile(NAME)
+_APPROXIMATE = Fraction(1, 100)
+# Each side may need a symbolic comparison.
+_MAX_SIDES = 5
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What stands in the last box; None without one."""
+    """The content of the last box; None without one."""
     return last_boxed(solution_str)
 
 
 def answer_of(ground_truth: object) -> str:
-    """A right answer in the right format."""
+    """A correct response in the expected format."""
     return f"\\boxed{{{_truth(ground_truth)}}}"
 
 
@@ -52,7 +65,7 @@ def answer_of(ground_truth: object) -> str:
     extract=extract_solution,
 )
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    """`score` for a right answer in a box, `format_score` for a wrong one in a box, 0 without a box."""
+    """`score` for a correct answer in a box, `format_score` for a wrong one in a box, 0 without a box."""
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
@@ -60,22 +73,22 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
 
 
 def is_equiv(answer: str, truth: str) -> bool:
-    """Whether two LaTeX answers are equal: in one spelling, as numbers, or else as mathematics."""
-    ours, theirs = normalised(answer), normalised(truth)
+    """Whether two LaTeX answers are equal: in canonical form, as numbers, or symbolically."""
+    ours, theirs = normalize_math(answer), normalize_math(truth)
     if ours == theirs:
         return True
     if not ours:
         return False
-    if "=" in truth and all(as_number(normalised(value)) is not None for value in truth.split("=")):
+    if "=" in truth and all(parse_number(normalize_math(value)) is not None for value in truth.split("=")):
         return all(any(is_equiv(side, value) for value in truth.split("=")) for side in answer.split("="))
-    if in_base(ours) or in_base(theirs):
+    if parse_in_base(ours) or parse_in_base(theirs):
         return _same_digits(ours, theirs)
-    if sides(ours)[1] and not sides(theirs)[1]:
-        if states(ours, theirs, is_equiv):
+    if _split_equation(ours)[1] and not _split_equation(theirs)[1]:
+        if _equation_states(ours, theirs):
             return True
-        if "=" not in truth:  # no equation, nor a value with a name
+        if "=" not in truth:  # the truth is neither an equation nor a named value
             return False
-    left, right = as_number(ours), as_number(theirs)
+    left, right = parse_number(ours), parse_number(theirs)
     if left is None and right is not None and "=" not in ours and (stated := stated_number(answer)) is not None:
         left = Fraction(stated)
     if left is not None and right is not None:
@@ -83,13 +96,13 @@ def is_equiv(answer: str, truth: str) -> bool:
             return True
         if abs(left - right) > _CLEARLY_APART * abs(right):
             return False
-    ours, theirs = cleaned(answer), cleaned(truth)
-    return not has_words(ours) and not has_words(theirs) and symbolically_equal(theirs, ours)
+    ours, theirs = clean_latex(answer), clean_latex(truth)
+    return not contains_words(ours) and not contains_words(theirs) and symbolically_equal(theirs, ours)
 
 
 def _same_digits(ours: str, theirs: str) -> bool:
-    """Numbers in a base, which math-verify does not look at; it may be left out where the question gives it."""
-    left, right = in_base(ours), in_base(theirs)
+    """Compare numbers in a base, which math-verify ignores; one of them may omit the base."""
+    left, right = parse_in_base(ours), parse_in_base(theirs)
     return left == right if left and right else (left[0] if left else ours) == (right[0] if right else theirs)
 
 
@@ -98,3 +111,44 @@ def _truth(ground_truth: object) -> str:
     if ground_truth is None or not text:
         raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the right answer, or remove the row.")
     return last_boxed(text) or text
+
+
+def _split_equation(normalized: str) -> tuple[list[str], list[str]]:
+    """The sides of an answer and the relation signs between them; signs in braces (`\\sum_{k=1}`) do not count."""
+    sides, signs, start, depth = [], [], 0, 0
+    for token in re.finditer(rf"{_RELATION.pattern}|{_BRACE.pattern}", normalized):
+        if token.group() in ("{", "}"):
+            depth += 1 if token.group() == "{" else -1
+        elif depth == 0 and _RELATION.fullmatch(token.group()):
+            sides.append(normalized[start : token.start()])
+            signs.append(token.group())
+            start = token.end()
+    return [*sides, normalized[start:]], signs
+
+
+def _equation_states(normalized: str, truth: str) -> bool:
+    """Whether an equation assigns this value: `x = 2 + 3 = 5` states 5, `4 = 5` and `2x = 5` do not.
+
+    One side may be a name; all others must have the value. With `\\approx`, a side may also be a number close to it
+    (any number, if the value is not one), but not all sides.
+    """
+    values, signs = _split_equation(normalized)
+    if not set(signs) <= {"=", "\\approx", "\\equiv"}:
+        return False
+    if not values[0] or _NAME.fullmatch(values[0]):
+        values = values[1:]
+    elif _NAME.fullmatch(values[-1]):
+        values = values[:-1]
+    if len(values) > _MAX_SIDES:
+        return False
+    if "\\approx" not in signs:
+        return all(is_equiv(value, truth) for value in values)
+    others = [value for value in values if not _is_approximate(value, truth)]
+    return (
+        all(is_equiv(value, truth) for value in others) if others else any(is_equiv(value, truth) for value in values)
+    )
+
+
+def _is_approximate(value: str, truth: str) -> bool:
+    left, right = parse_number(value), parse_number(truth)
+    return left is not None and (right is None or abs(left - right) <= _APPROXIMATE * abs(right))

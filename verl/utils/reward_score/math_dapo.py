@@ -11,9 +11,9 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from verl.utils.reward_score.latex_answer import as_number, normalised
-from verl.utils.reward_score.marked import last_boxed, last_boxed_only_string, last_match, remove_boxed
-from verl.utils.reward_score.quantity import stated_number
+from verl.utils.reward_score.arithmetic import stated_number
+from verl.utils.reward_score.extraction import last_boxed, last_boxed_only_string, last_match, remove_boxed
+from verl.utils.reward_score.normalize import normalize_math, parse_number
 from verl.utils.reward_score.registry import register_score
 
 __all__ = ["compute_score", "extract_solution", "last_boxed_only_string", "remove_boxed"]
@@ -21,24 +21,24 @@ __all__ = ["compute_score", "extract_solution", "last_boxed_only_string", "remov
 _ANSWER = re.compile(r"answer[*_ \t]{0,8}[:：]", re.IGNORECASE)
 # A line of its own before displayed mathematics.
 _OPENINGS = {"", "$", "$$", "\\[", "\\(", "**", "*"}
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What follows the last `Answer:`, on its line or on the next that is not empty; else what is in the last box.
+    """The text after the last `Answer:`, on its line or the next non-empty one; else the content of the last box.
 
-    Models that were trained to box their results do so whatever the prompt asks for.
+    Models that were trained to box their results do so whatever the prompt demands.
     """
-    found = last_match(_ANSWER, solution_str, ["answer"])
-    if found is None:
+    match = last_match(_ANSWER, solution_str, ["answer"])
+    if match is None:
         return last_boxed(solution_str)
-    lines = solution_str[found.end() : found.end() + _MOST_CHARACTERS].splitlines()
+    lines = solution_str[match.end() : match.end() + _MAX_CHARACTERS].splitlines()
     line = next((text for text in map(str.strip, lines) if text not in _OPENINGS), None)
     return None if line is None else (last_boxed(line) if line.count("\\boxed") == 1 else None) or line
 
 
 def answer_of(ground_truth: object) -> str:
-    """A right answer in the right format."""
+    """A correct response in the expected format."""
     return f"Answer: {ground_truth}"
 
 
@@ -67,24 +67,24 @@ def compute_score(
     score: float = 1.0,
     no_answer_score: float = 0.0,
 ) -> dict[str, Any]:
-    """`score` (right: `score`; wrong: `format_score`; no answer: `no_answer_score`), `acc` 1.0 or 0.0, and `pred`.
+    """`score` (correct: `score`; wrong: `format_score`; no answer: `no_answer_score`), `acc` 1.0 or 0.0, and `pred`.
 
-    Answers are equal in one spelling or as numbers: `025` is 25, `m+n = 34` is 34 (see `quantity`). Nothing symbolic,
-    since right answers are integers.
+    Answers are equal in canonical form or as numbers: `025` is 25, `m+n = 34` is 34. No symbolic comparison: correct
+    answers are integers.
     """
-    truth = normalised(str(ground_truth))
+    truth = normalize_math(str(ground_truth))
     if not truth:
         raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the right answer, or remove the row.")
     answer = extract_solution(solution_str)
     if answer is None:
         return {"score": no_answer_score, "acc": 0.0, "pred": None}
-    found = normalised(answer)
-    number = as_number(found)
+    prediction = normalize_math(answer)
+    number = parse_number(prediction)
     if number is None and (stated := stated_number(answer)) is not None:
         number = Fraction(stated)
-    right = found == truth or (number is not None and number == as_number(truth))
+    correct = prediction == truth or (number is not None and number == parse_number(truth))
     return {
-        "score": score if right else format_score,
-        "acc": float(right),
-        "pred": found if number is None else str(number),
+        "score": score if correct else format_score,
+        "acc": float(correct),
+        "pred": prediction if number is None else str(number),
     }

@@ -9,14 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl.utils.reward_score.marked import last_boxed, last_match, last_tagged
-from verl.utils.reward_score.qa_em import normalize_answer
+from verl.utils.reward_score.extraction import last_boxed, last_match, last_tagged
+from verl.utils.reward_score.normalize import normalize_text, strip_layout, unicode_to_latex
 from verl.utils.reward_score.registry import register_score
-from verl.utils.reward_score.unicode_latex import as_latex
-from verl.utils.reward_score.wrappers import unwrapped
 
 _LETTERS = "ABCDEFGHIJ"
-_MOST_CHARACTERS = 300
+_MAX_CHARACTERS = 300
 # What announces an answer; it follows.
 _CUE = re.compile(
     r"(?:\b(?:answer|choice|option)|(?:^|(?<=\bthe ))correct(?: one)?)[*_ \t]{0,8}"
@@ -59,7 +57,7 @@ def extract_solution(solution_str: str, choices: Any = None) -> str | None:
     """The letter that a text settles on; None if it names none, or several at once. `choices`: the options' texts."""
     options = _options(choices)
     for statement in (last_tagged(solution_str, "answer"), last_boxed(solution_str)):
-        if statement and (letter := _stated(statement[:_MOST_CHARACTERS], options)) is not None:
+        if statement and (letter := _stated(statement[:_MAX_CHARACTERS], options)) is not None:
             return letter
     return _announced(solution_str, options) or _on_last_line(solution_str, options)
 
@@ -110,7 +108,7 @@ def _announced(text: str, options: Mapping[str, str]) -> str | None:
     if verdict is not None and (letter := _judged(text, verdict)) is not None:
         return letter
     for found in (last_match(_DECISION, text, _DECISION_WORDS, start), cue):
-        statement = text[found.end() : found.end() + _MOST_CHARACTERS].strip().partition("\n")[0] if found else ""
+        statement = text[found.end() : found.end() + _MAX_CHARACTERS].strip().partition("\n")[0] if found else ""
         if (letter := _stated(statement, options)) is not None:
             return letter
     return None
@@ -118,8 +116,8 @@ def _announced(text: str, options: Mapping[str, str]) -> str | None:
 
 def _judged(text: str, verdict: re.Match[str]) -> str | None:
     """The letter before a verdict, unless it is one of several or the sentence denies it."""
-    before = text[max(0, verdict.start() - _MOST_CHARACTERS) : verdict.start()]
-    behind = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MOST_CHARACTERS])[0]
+    before = text[max(0, verdict.start() - _MAX_CHARACTERS) : verdict.start()]
+    behind = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MAX_CHARACTERS])[0]
     letter = _LETTER_AT_END.search(before)
     if letter is None or _OPEN.search(_last_clause(before[: letter.start()])) or _DENIED.search(behind):
         return None
@@ -142,7 +140,7 @@ def _stated(statement: str, options: Mapping[str, str]) -> str | None:
 
 def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
     """A letter alone or after `so`, the only one in brackets, or one option; not `D. …`, which ends a list of them."""
-    lines = text.rstrip()[-_MOST_CHARACTERS:].splitlines()
+    lines = text.rstrip()[-_MAX_CHARACTERS:].splitlines()
     plain = _plain(lines[-1]) if lines else ""
     if _OPTION_LINE.match(plain) and len(plain) > 3:
         listed = {found.group(1) for found in _OPTION_LINE.finditer(text)} | set(_IN_BRACKETS.findall(plain))
@@ -159,7 +157,7 @@ def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def _plain(statement: str) -> str:
-    return _DECORATION.sub("", unwrapped(as_latex(statement))).strip()
+    return _DECORATION.sub("", strip_layout(unicode_to_latex(statement))).strip()
 
 
 def _last_clause(text: str) -> str:
@@ -167,8 +165,8 @@ def _last_clause(text: str) -> str:
 
 
 def _option_with_text(text: str, options: Mapping[str, str]) -> str | None:
-    wanted = normalize_answer(text)
-    same = [letter for letter, option in options.items() if wanted and normalize_answer(option) == wanted]
+    wanted = normalize_text(text)
+    same = [letter for letter, option in options.items() if wanted and normalize_text(option) == wanted]
     return same[0] if len(same) == 1 else None
 
 

@@ -1,39 +1,29 @@
 """Questions with short answers, between `<answer>` tags: exact match, contained match and F1, as for SQuAD.
 
-Text is compared without case, punctuation and articles (Rajpurkar et al., arXiv 1606.05250), but for the point and the
-sign of a number; any of the golden answers will do. What a retriever put between `<information>` tags is not of the
-model and is not searched.
+Texts are compared as `normalize_text` writes them; an answer must match any one of the golden answers. Text between
+`<information>` tags comes from a retriever, not from the model, and is not searched.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-import string
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl.utils.reward_score.marked import last_tagged, without_tagged
+from verl.utils.reward_score.extraction import last_tagged, without_tagged
+from verl.utils.reward_score.normalize import normalize_text
 from verl.utils.reward_score.registry import register_score
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", "").replace("-", ""))
-# A decimal point and the sign of a number mean something: 3.5 is not 35, nor -5.
-_POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
-_HYPHEN = re.compile(r"(?<=\w)-|-(?!\.?\d)")
-_LAYOUT = re.compile(r"\\(?:boxed|fbox|mbox|text[a-z]{0,2}|math[a-z]{2})(?=\s*\{)|</?[a-z]{1,8}>")
-_MINUS = re.compile(r"(?<!\w)[−–](?=\.?\d)")
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+normalize_answer = normalize_text  # its name in SQuAD's script
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What stands in the last `<answer>…</answer>`; None without one."""
+    """The content of the last `<answer>…</answer>`; None without one."""
     return last_tagged(without_tagged(solution_str, "information"), "answer")
 
 
 def answer_of(ground_truth: Any) -> str:
-    """A right answer in the right format."""
+    """A correct response in the expected format."""
     return f"<answer>{golden_answers(ground_truth)[0]}</answer>"
 
 
@@ -55,7 +45,7 @@ def answer_of(ground_truth: Any) -> str:
     extract=extract_solution,
 )
 def compute_score_em(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    """`score` where the answer is one of the golden ones, `format_score` for any other answer, 0 without one."""
+    """`score` if the answer is one of the golden ones, `format_score` for any other answer, 0 without one."""
     answer = extract_solution(solution_str)
     golden = golden_answers(ground_truth)
     if answer is None:
@@ -67,7 +57,7 @@ compute_score = compute_score_em
 
 
 def compute_score_subem(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    """The same, where the answer need only contain a golden one. Listing everything scores: use it to validate."""
+    """`score` if the answer contains a golden one. Listing everything scores, so use it for validation only."""
     answer = extract_solution(solution_str)
     golden = golden_answers(ground_truth)
     if answer is None:
@@ -85,19 +75,19 @@ def compute_score_f1(solution_str: str, ground_truth: Any, format_score: float =
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether a text equals one of the golden answers, normalised."""
+    """Whether a text equals one of the golden answers after normalisation."""
     found = _comparable(prediction)
     return any(found == _comparable(one) for one in golden_answers(golden))
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether a text contains one of the golden answers as whole words, normalised."""
+    """Whether a text contains one of the golden answers as whole words after normalisation."""
     found = f" {_comparable(prediction)} "
     return any(f" {_comparable(one)} " in found for one in golden_answers(golden))
 
 
 def f1_score(prediction: str, golden: str | Iterable[str]) -> float:
-    """The harmonic mean of precision and recall of words, with the golden answer where it is highest."""
+    """The F1 (harmonic mean of precision and recall) of words, with the best golden answer."""
     found = Counter(_comparable(prediction).split())
     best = 0.0
     for one in golden_answers(golden):
@@ -107,20 +97,8 @@ def f1_score(prediction: str, golden: str | Iterable[str]) -> float:
     return best
 
 
-def normalize_answer(s: str) -> str:
-    """Lower case, without punctuation, articles and layout, one space between words; Unicode in its plainest form."""
-    text = s.lower()
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", _MINUS.sub("-", text)).casefold()
-        text = "".join(filter(_is_read, text))
-    if "\\" in text or "<" in text:
-        text = _LAYOUT.sub("", text)
-    text = _HYPHEN.sub("", _POINT.sub("", text.translate(_PUNCTUATION)))
-    return " ".join(_ARTICLES.sub(" ", text).split())
-
-
 def golden_answers(ground_truth: Any) -> list[str]:
-    """The right answers, written as one text, a list of them, or `{"target": …}`; empty ones are left out."""
+    """The golden answers of a text, a list of texts, or `{"target": …}`; empty ones are dropped."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth.get("target", ground_truth.get("golden_answers"))
     given = [ground_truth] if isinstance(ground_truth, str | int | float) or ground_truth is None else ground_truth
@@ -130,12 +108,6 @@ def golden_answers(ground_truth: Any) -> list[str]:
     return answers
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_read(character: str) -> bool:
-    """Whether a character is more than punctuation or an invisible mark."""
-    return character.isascii() or unicodedata.category(character)[0] not in "PC"
-
-
 def _comparable(text: str) -> str:
-    """Normalised; but an answer that is nothing else than an article or punctuation (`A`, `+`) stays what it is."""
-    return normalize_answer(text) or text.strip().lower()
+    """The normalised text; an answer of only an article or punctuation (`A`, `+`) is kept as it is."""
+    return normalize_text(text) or text.strip().lower()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.utils.reward_score.quantity import stated_number
+from verl.utils.reward_score.arithmetic import stated_number
 
 
 @pytest.mark.parametrize(
