@@ -133,7 +133,7 @@ def build(options: argparse.Namespace, device: str) -> FSDPEngine:
         "reshard_after_forward": True,
     }
     optim = {"lr": 1e-6, "state_dtype": options.state_dtype}
-    more: dict[str, Any] = {"snapshots": False} if options.at_once else {}
+    more: dict[str, Any] = {"background_save": False} if options.at_once else {}
     if "saved" in inspect.signature(FSDPEngine).parameters:
         more["saved"] = options.contents
     return FSDPEngine(
@@ -160,7 +160,7 @@ def update(engine: FSDPEngine, device: str) -> float:
     def loss(fields: dict[str, torch.Tensor], batch: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return -fields["log_probs"].mean(), {}
 
-    with engine.awake():
+    with engine.on_device():
         engine.forward_backward(rows(), loss, ["log_probs"])
         synchronise(device)
         begin = time.perf_counter()
@@ -180,7 +180,7 @@ def save(
         if two_halves:
             engine.begin_save(folder, contents)
         else:
-            with engine.awake():
+            with engine.on_device():
                 engine.save(folder, contents)
         begun = time.perf_counter() - begin
         rate = generation.rate(seconds)

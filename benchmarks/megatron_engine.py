@@ -61,7 +61,7 @@ class Step:
             total_steps=100,
             device=self.device,
             compile_layers=options.compile,
-            snapshots=False,
+            background_save=False,
         )
         self.loss = PolicyLoss(as_config(ActorConfig, {}, at=ACTOR))
         self.data, self.micro = data, MicroBatching(max_tokens=options.budget)

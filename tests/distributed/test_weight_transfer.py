@@ -292,7 +292,7 @@ def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
         assert "WeightMismatchError: weights: 'model.layers.1." in refusal
         assert "is not in the trainer's manifest" in refusal
         assert versions == [2] * 4, "a refused version changes nothing"
-        assert "the trainer stopped in the middle of sending: FloatingPointError: the trainer broke" in broke
+        assert "the trainer failed while sending: FloatingPointError: the trainer broke" in broke
         assert waited == broke, "who waits for an answer hears of it too"
         assert exact_finally
         assert version == 5

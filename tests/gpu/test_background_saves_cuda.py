@@ -16,13 +16,13 @@ LAYOUTS = [{}, {"optimizer_offload": True}, {"param_offload": True, "optimizer_o
 
 
 def step(engine, seed):
-    with engine.awake():
+    with engine.on_device():
         engine.forward_backward(make_batch(seed=seed), token_loss, ["log_probs"])
         engine.optimizer_step()
 
 
 def state_of(engine):
-    with engine.awake():
+    with engine.on_device():
         engine.infer(make_batch(), ["log_probs"])
         moments = {name: value.to_local() if hasattr(value, "to_local") else value
                    for name, value in engine._optimizer.tensors().items()}  # fmt: skip
@@ -33,14 +33,14 @@ def state_of(engine):
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_the_file_is_step_n_bit_for_bit_while_the_next_steps_run(layout, state_dtype, tmp_path):
     engine = make_engine(tiny_model(**SIZES), mixed_precision="bf16", state_dtype=state_dtype, **layout)
-    engine.park()
+    engine.offload()
     for number in range(1, 4):
         step(engine, seed=number)
         weights, moments = state_of(engine)
         engine.begin_save(tmp_path / str(number), ALL)
         if number == 2:
             engine.to("cpu")  # also what is copied from the device
-        with engine.awake(optimizer=False):  # as a hand-over of weights does
+        with engine.on_device(optimizer=False):  # as a hand-over of weights does
             engine.infer(make_batch(), ["log_probs"])
         step(engine, seed=10 + number)  # at once
         engine.finish_save()
@@ -53,13 +53,13 @@ def test_the_file_is_step_n_bit_for_bit_while_the_next_steps_run(layout, state_d
 
 def test_what_is_written_behind_equals_what_is_written_at_once(tmp_path):
     contents = []
-    for snapshots in (True, False):
+    for background_save in (True, False):
         torch.manual_seed(0)
-        engine = make_engine(tiny_model(**SIZES), mixed_precision="bf16", snapshots=snapshots)
+        engine = make_engine(tiny_model(**SIZES), mixed_precision="bf16", background_save=background_save)
         step(engine, seed=0)
         torch.manual_seed(1)
-        engine.save(tmp_path / str(snapshots), ALL)
-        folder = tmp_path / str(snapshots)
+        engine.save(tmp_path / str(background_save), ALL)
+        folder = tmp_path / str(background_save)
         contents.append({
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"

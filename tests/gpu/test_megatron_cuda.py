@@ -67,7 +67,7 @@ def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     assert learned(make_engine(mixture(), lr=1e-3, mixed_precision="bf16"), data) == [
         pytest.approx(each, rel=0.1) for each in found
     ]
-    monkeypatch.setattr(Experts, "multiplies_together", lambda *_: False)
+    monkeypatch.setattr(Experts, "supports_grouped", lambda *_: False)
     assert learned(make_megatron(mixture(), lr=1e-3, dtype="bf16"), data) == [
         pytest.approx(each, rel=0.05) for each in found
     ]
@@ -82,7 +82,7 @@ def test_compiled_layers_learn_the_same_and_share_their_code():
         for rows in (4, 6, 5, 4, 6, 5):
             learned(engine, batch(rows), steps=1)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert engine.sound(thorough=True)
+        assert engine.weights_finite(thorough=True)
     for ours, plain in zip(found[True], found[False], strict=True):
         assert ours == pytest.approx(plain, rel=0.05)
     assert graphs[0] == 0 < graphs[1] < 12, "layers share what is compiled"
@@ -108,7 +108,7 @@ def test_an_engine_that_was_offloaded_trains_bit_for_bit_as_one_that_stayed():
     wanted, found = [], []
     for _ in range(3):
         wanted += learned(stayed, data, steps=1)
-        with moved.awake():
+        with moved.on_device():
             found += learned(moved, data, steps=1)
     assert found == wanted
     assert_close(whole_weights(moved), whole_weights(stayed), tolerance=0.0)

@@ -82,14 +82,14 @@ def test_host_memory_is_page_locked_once():
     device = torch.device("cuda", torch.cuda.current_device())
     group, tensors = OffloadedTensors(device), [torch.randn(3 * MB, device=device), torch.randn(5, device=device)]
     wanted = [tensor.clone() for tensor in tensors]
-    group.leave(tensors)
+    group.offload(tensors)
     pieces = [piece.data_ptr() for piece in group._host._pieces]
     assert all(piece.is_pinned() for piece in group._host._pieces)
     for _ in range(3):
-        group.come_back()
+        group.reload()
         group.wait()
         assert all(torch.equal(found, value) for found, value in zip(tensors, wanted, strict=True))
-        group.leave(tensors)
+        group.offload(tensors)
     assert [piece.data_ptr() for piece in group._host._pieces] == pieces
 
 
@@ -99,8 +99,8 @@ def test_copies_wait_for_what_was_computed_before_and_are_waited_for_by_what_com
     for _ in range(50):
         value += 1
     group = OffloadedTensors(device)
-    group.leave([value])
-    group.come_back()
+    group.offload([value])
+    group.reload()
     group.wait()
     assert float((value * 2).min()) == float((value * 2).max()) == 100.0
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as core_random
 
 from verl.workers.engine.common.groups import ensure_process_group
-from verl.workers.engine.megatron.layout import CoreLayout, Sizes
+from verl.workers.engine.megatron.layout import CoreLayout, ParallelSizes
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def layouts() -> Iterator[tuple[CoreLayout, CoreLayout]]:
     ensure_process_group(CPU)
-    yield CoreLayout.of(Sizes(), CPU), CoreLayout.of(Sizes(expert_tensor=1), CPU)
+    yield CoreLayout.get(ParallelSizes(), CPU), CoreLayout.get(ParallelSizes(expert_tensor=1), CPU)
     dist.destroy_process_group()
 
 
@@ -61,10 +61,10 @@ def test_what_changed_at_work_is_there_the_next_time_also_after_an_error(layouts
 
 def test_engines_of_equal_sizes_share_a_layout_of_one_process_group(layouts):
     actor, _ = layouts
-    assert CoreLayout.of(Sizes(), CPU) is actor
+    assert CoreLayout.get(ParallelSizes(), CPU) is actor
     dist.destroy_process_group()
     ensure_process_group(CPU)
-    assert CoreLayout.of(Sizes(), CPU) is not actor
+    assert CoreLayout.get(ParallelSizes(), CPU) is not actor
 
 
 def test_a_layout_does_not_touch_torchs_random_numbers():
@@ -72,6 +72,6 @@ def test_a_layout_does_not_touch_torchs_random_numbers():
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    CoreLayout(Sizes(), CPU)
+    CoreLayout(ParallelSizes(), CPU)
     assert torch.equal(torch.rand(4), wanted)
     dist.destroy_process_group()

@@ -50,7 +50,7 @@ def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     model = lambda: tiny_model("qwen3_moe", **EXPERTS | {"num_experts": 32})  # noqa: E731
     data, found = make_batch(rows=2), []
     for together in (False, True):
-        monkeypatch.setattr(Experts, "multiplies_together", lambda *_, together=together: together)
+        monkeypatch.setattr(Experts, "supports_grouped", lambda *_, together=together: together)
         engine = make_megatron(model(), lr=1e-3, dtype="bf16")
         losses = []
         for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
     engine.forward_backward(data, broken, BOTH)
     assert engine.optimizer_step()["skipped"] == 1
-    assert engine.sound(thorough=True)
+    assert engine.weights_finite(thorough=True)
     after = engine.infer(data, BOTH).batch
     assert all(torch.equal(after[name], before[name]) for name in BOTH)
     engine.forward_backward(data, token_loss, BOTH)
@@ -117,7 +117,7 @@ def test_gradients_that_take_no_memory_between_steps_change_nothing():
 def test_weights_that_are_lost_are_noticed():
     engine = make_megatron(tiny_model())
     next(engine.models[0].parameters()).data[0] = math.nan
-    assert not engine.sound(thorough=False)
+    assert not engine.weights_finite(thorough=False)
 
 
 def test_what_the_engine_cannot_do_is_refused_by_name():

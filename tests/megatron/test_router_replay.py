@@ -88,7 +88,7 @@ def test_with_the_experts_of_the_generation_training_is_nearer_to_it(tmp_path):
         batch = rollout.generate_sequences(DataProto.from_dict(asked, uids, {"eos_token_id": []}))
     finally:
         rollout.close()
-    engine = make_megatron(model, train=False, replays=True)
+    engine = make_megatron(model, train=False, router_replay=True)
     outputs = ["log_probs", "routed_experts"]
     alike = engine.infer(batch, outputs).batch
     told = batch.batch.pop("routed_experts")

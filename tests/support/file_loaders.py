@@ -150,16 +150,16 @@ def _load_batch(folder: Path) -> Any:
 
 def _merger_folder(folder: Path) -> Any:
     from verl.model_merger.formats import dcp_tensors
-    from verl.model_merger.lazy_tensors import whole
+    from verl.model_merger.lazy_tensors import read_tensor
 
-    return [whole(tensor) for tensor in dcp_tensors(folder).values()]
+    return [read_tensor(tensor) for tensor in dcp_tensors(folder).values()]
 
 
 def _merger_shards(folder: Path) -> Any:
     from verl.model_merger.formats import rank_files, shard_tensors
-    from verl.model_merger.lazy_tensors import whole
+    from verl.model_merger.lazy_tensors import read_tensor
 
-    return [whole(tensor) for tensor in shard_tensors(rank_files(folder)).values()]
+    return [read_tensor(tensor) for tensor in shard_tensors(rank_files(folder)).values()]
 
 
 def _load_model(folder: Path) -> Any:

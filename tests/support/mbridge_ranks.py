@@ -92,7 +92,7 @@ def _compared(theirs: Any, stored: Path, kind: str, changes: dict[str, Any], ran
 
 def _masters(stored: Path, name: str, changes: dict[str, Any]) -> list[str]:
     """Names of masters of a model in half precision that are not as the files have them, in float32."""
-    half = make_megatron(str(stored), MODELS[name][0], dtype="bf16", snapshots=False, use_mbridge=True, **changes)
+    half = make_megatron(str(stored), MODELS[name][0], dtype="bf16", background_save=False, use_mbridge=True, **changes)
     half.save(stored / "masters", ("model",))
     again = make_megatron(other_model(name), MODELS[name][0], **changes)
     again.load(stored / "masters", ("model",))

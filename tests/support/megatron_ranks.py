@@ -112,7 +112,7 @@ def trained(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         steps.append((loss.get("loss", (0.0, 0.0))[0], engine.optimizer_step()["grad_norm"]))
     found["steps"] = steps
     found["weights"] = whole(engine, gradients=False)
-    found["sound"] = engine.sound(thorough=True)
+    found["sound"] = engine.weights_finite(thorough=True)
     return found
 
 
@@ -146,7 +146,7 @@ def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
     from megatron.core.distributed import finalize_model_grads
 
     from verl.models.core.weight_map import shard_slices, weight_map
-    from verl.workers.engine.megatron.model import core_names
+    from verl.workers.engine.megatron.model import global_names
 
     layout, table = engine.layout, {weight.name: weight for weight in weight_map(engine.arch, engine.kind)}
     with layout.active():
@@ -155,7 +155,7 @@ def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
         pieces = []
         for chunk in engine.models:
             parameters = dict(chunk.named_parameters())
-            for local, name in core_names(chunk, layout).items():
+            for local, name in global_names(chunk, layout).items():
                 value = parameters[local].main_grad if gradients else parameters[local].detach()
                 weight = table[name]
                 part = layout.tp if weight.expert is None else layout.etp
@@ -178,7 +178,9 @@ def ranks_that_replay(rank: int, ranks: int, folder: str, layouts: list[str]) ->
     found = {}
     for layout in layouts:
         again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        engine = make_megatron(model_of("experts"), replays=True, override_transformer_config=again, **LAYOUTS[layout])
+        engine = make_megatron(
+            model_of("experts"), router_replay=True, override_transformer_config=again, **LAYOUTS[layout]
+        )
         place = mine(engine.dp_rank, engine.dp_size)
         data, outputs = rows()[place], ["log_probs", "entropy"]
         noted = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch

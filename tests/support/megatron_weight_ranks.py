@@ -62,7 +62,7 @@ def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]
             case[f"first rank, {size}"] = wrong(one, cut_rows(rounded, first[rank]))
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
         if kind != "sequence_classification" and layout != WEIGHTS_ONLY:  # a save looks first at what a pass gives
-            half = make_megatron(source, kind, dtype="bf16", snapshots=False, **LAYOUTS[layout])
+            half = make_megatron(source, kind, dtype="bf16", background_save=False, **LAYOUTS[layout])
             half.save(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
             again = _megatron(name, layout, other_model)
             again.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
@@ -95,11 +95,13 @@ def measured(rank: int, ranks: int, folder: str) -> None:
     if rank == 0:
         tiny_model(**LARGE).save_pretrained(stored)
     dist.barrier()
-    engine = make_megatron(str(stored), snapshots=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    engine = make_megatron(
+        str(stored), background_save=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
     own = [*(value for model in engine.models for value in model.parameters())]
     found = {"shard": sum(value.nbytes for value in own)}
     acts: dict[str, Any] = {
-        "fill": lambda: engine.fill(str(stored)),
+        "fill": lambda: engine.load_weights(str(stored)),
         "whole": lambda: _passed_on(engine, None),
         "rows": lambda: _passed_on(engine, _halves(engine)),
         "save": lambda: engine.save(Path(folder) / "saved", ("model",)),

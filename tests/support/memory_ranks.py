@@ -26,8 +26,8 @@ def two_ranks(rank: int, ranks: int, folder: str) -> None:
     found["offloaded"] = offloaded_steps(mine)
     engine = make_engine(tiny_model(**ODD), grad_offload=True)
     engine.forward_backward(mine, token_loss, ["log_probs"], micro=MicroBatching(size=1))
-    found["waiting"] = len(engine._memory._gradients._waiting)
-    engine._memory.ready()
+    found["waiting"] = len(engine._memory._gradients._offloaded)
+    engine._memory.wait_ready()
     found["grad_offload"] = engine_gradients(engine)
     engine = make_engine(tiny_model(), state_dtype="bf16", fsdp_size=1)
     for _ in range(3):
@@ -47,9 +47,9 @@ def offloaded_steps(data):
             engine.forward_backward(data, token_loss, ["log_probs"])
             engine.optimizer_step()
             if moved:
-                weights.leave([*engine.model.parameters(), *engine.model.buffers()])
-                moments.leave(engine._optimizer.state_tensors())
-                weights.come_back()
-                moments.come_back()
+                weights.offload([*engine.model.parameters(), *engine.model.buffers()])
+                moments.offload(engine._optimizer.state_tensors())
+                weights.reload()
+                moments.reload()
         results.append(whole_weights(engine))
     return results

@@ -28,7 +28,7 @@ class PipelineEngine:
     device = torch.device("cpu")
 
     @classmethod
-    def of_block(cls, model, kind, model_config, block, device, optim=None, grad_clip=None, replays=False):
+    def from_config(cls, model, kind, model_config, block, device, optim=None, grad_clip=None, router_replay=False):
         return cls(model, kind, optim, grad_clip)
 
     def __init__(self, path: str, kind: str, optim: Any, grad_clip: float | None) -> None:
@@ -69,7 +69,7 @@ class PipelineEngine:
         self.adamw.zero_grad()
         return step_metrics(norm, self.adamw.param_groups[0]["lr"], None)
 
-    def sound(self, thorough):
+    def weights_finite(self, thorough):
         return True
 
     @torch.no_grad()
@@ -104,11 +104,11 @@ class PipelineEngine:
     def to(self, device, model=True, optimizer=True):
         pass
 
-    def park(self):
+    def offload(self):
         pass
 
     @contextmanager
-    def awake(self, optimizer=True):
+    def on_device(self, optimizer=True):
         yield
 
     def begin_save(self, path, contents):

@@ -82,7 +82,7 @@ def rows() -> DataProto:
 
 def replayed(family: str, micro: MicroBatching, **changes: Any) -> dict[str, Any]:
     """What an FSDP engine of one or more ranks notes, finds where it is told, and learns."""
-    engine = make_engine(mixture(family), replays=True, enable_gradient_checkpointing=True, **changes)
+    engine = make_engine(mixture(family), router_replay=True, enable_gradient_checkpointing=True, **changes)
     data = rows()
     noted = engine.infer(data, [*OUTPUTS, "routed_experts"], 0.7, micro).batch
     data.batch["routed_experts"] = told_experts(data, LAYERS, EXPERTS, CHOSEN)

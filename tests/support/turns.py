@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.inference.model_runner import ModelRunner
-from verl.workers.engine.common.base_engine import TrainedEngine
+from verl.workers.engine.common.base_engine import BaseTrainEngine
 
 _lock = threading.Lock()
 _begun = _ended = 0
@@ -48,5 +48,5 @@ def _alone(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ModelRunner.launch = _counted(ModelRunner.launch)
-TrainedEngine.forward_backward = _alone(TrainedEngine.forward_backward)
-TrainedEngine.infer = _alone(TrainedEngine.infer)
+BaseTrainEngine.forward_backward = _alone(BaseTrainEngine.forward_backward)
+BaseTrainEngine.infer = _alone(BaseTrainEngine.infer)

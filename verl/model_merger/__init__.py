@@ -11,7 +11,7 @@ LORA = ("merge", "adapter")
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """The options of the command, under the same names."""
+    """The command-line options, under the same names."""
 
     backend: str
     local_dir: str

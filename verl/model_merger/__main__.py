@@ -1,6 +1,6 @@
-"""`python -m verl.model_merger merge|test`: a checkpoint as a model that transformers loads, and whether it is one.
+"""`python -m verl.model_merger merge|test`: write a checkpoint as a Hugging Face model, or compare it with one.
 
-Exit code 0: done, or no difference; 1: the reason, or every difference, is told.
+Exit code 0: done, or no difference; 1: an error or differences, which are logged.
 """
 
 from __future__ import annotations
@@ -18,57 +18,71 @@ logger = logging.getLogger("verl.model_merger")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="python -m verl.model_merger",
-        description="Checkpoints as Hugging Face models.",
+        description="Convert checkpoints to Hugging Face models.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    say, on = made.add_argument, "store_true"
-    say("command", choices=("merge", "test"), help="write --target_dir, or compare with --test_hf_dir tensor by tensor")
-    say("--backend", required=True, choices=BACKENDS, help="who wrote the checkpoint")
-    say("--local_dir", required=True, help="the checkpoint: global_step_N/actor, or a folder of another framework")
-    say("--target_dir", help="the model; test: if it is merged already")
-    say("--test_hf_dir", help="a model in Hugging Face form to compare with")
-    say("--hf_upload_path", help="a repository of the Hugging Face hub to put the model into")
-    say("--private", action=on, help="where that is made anew, only you see it")
-    say("--tie-word-embedding", action=on, help="the output head is the embedding, whatever config.json says")
-    say("--is-value-model", action=on, help="a critic: written as a token classifier with one label")
-    say("--trust-remote-code", action=on, help="run model code that comes with the checkpoint")
-    say("--use_cpu_initialization", action=on, help="for scripts that set it: nothing here uses another device")
-    say("--lora", choices=LORA, default="merge", help="adapters: added to the weights, or alone, as peft loads them")
-    say("--lora-alpha", type=float, help="where the checkpoint does not say it")
-    say("--base-model", help="folder or hub name: weights under adapters, config and tokenizer where there are none")
-    say("--dtype", choices=DTYPES, default="auto", help="of the files; auto: what config.json says")
-    say("--tolerance", type=float, default=0.0, help="by how much values may differ in a comparison")
-    say("--max-shard-size", default="5GB", help="of one file")
-    say("--overwrite", action=on, help="replace what is in --target_dir")
-    return made
+    option, flag = command_line.add_argument, "store_true"
+    option(
+        "command", choices=("merge", "test"), help="write --target_dir, or compare with --test_hf_dir tensor by tensor"
+    )
+    option("--backend", required=True, choices=BACKENDS, help="framework that wrote the checkpoint")
+    option("--local_dir", required=True, help="checkpoint folder: global_step_N/actor, or one of another framework")
+    option("--target_dir", help="folder of the merged model; with test: compare this folder instead of the checkpoint")
+    option("--test_hf_dir", help="folder of a Hugging Face model to compare with")
+    option("--hf_upload_path", help="repository of the Hugging Face hub to upload the model to")
+    option("--private", action=flag, help="make a newly created repository private")
+    option("--tie-word-embedding", action=flag, help="tie the output head to the embedding, regardless of config.json")
+    option(
+        "--is-value-model",
+        action=flag,
+        help="the checkpoint is a critic; it is written as a token classifier with one label",
+    )
+    option("--trust-remote-code", action=flag, help="execute model code in the checkpoint")
+    option("--use_cpu_initialization", action=flag, help="accepted for compatibility; the CPU is always used")
+    option(
+        "--lora",
+        choices=LORA,
+        default="merge",
+        help="LoRA adapters: merge them into the weights, or write them alone in peft's format",
+    )
+    option("--lora-alpha", type=float, help="if the checkpoint does not contain it")
+    option(
+        "--base-model",
+        help="folder or hub name of the base model: for weights under adapters, a missing config or tokenizer",
+    )
+    option("--dtype", choices=DTYPES, default="auto", help="dtype of the files; auto: that of config.json")
+    option("--tolerance", type=float, default=0.0, help="largest difference of values that a comparison accepts")
+    option("--max-shard-size", default="5GB", help="maximum size of a file")
+    option("--overwrite", action=flag, help="replace the contents of --target_dir")
+    return command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    made = parser()
-    given = vars(made.parse_args(arguments))
-    command = given.pop("command")
-    given.pop("use_cpu_initialization")
-    needed = {"merge": "target_dir", "test": "test_hf_dir"}[command]
-    if given[needed] is None:
-        made.error(f"{command} needs --{needed}")
-    if given["private"] and not given["hf_upload_path"]:
-        made.error("--private says who sees what --hf_upload_path uploads, and there is none")
-    if command == "test" and given["hf_upload_path"]:
-        made.error("test writes nothing that --hf_upload_path could upload. Use merge, which compares too")
+    command_line = parser()
+    options = vars(command_line.parse_args(arguments))
+    command = options.pop("command")
+    options.pop("use_cpu_initialization")
+    required = {"merge": "target_dir", "test": "test_hf_dir"}[command]
+    if options[required] is None:
+        command_line.error(f"{command} requires --{required}")
+    if options["private"] and not options["hf_upload_path"]:
+        command_line.error("--private requires --hf_upload_path")
+    if command == "test" and options["hf_upload_path"]:
+        command_line.error("--hf_upload_path: test writes nothing to upload. Use merge, which can compare, too")
     setup_logging()
     from verl.model_merger.merging import merge, test
 
     try:
-        found = (merge if command == "merge" else test)(MergeOptions(**given))
+        differences = (merge if command == "merge" else test)(MergeOptions(**options))
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
-    for line in found:
+    for line in differences:
         logger.error("%s", line)
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

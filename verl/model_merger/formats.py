@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.model_merger.lazy_tensors import Box, FileTensor, Indexed, Piece, Stored, assembled, read_torch_file
+from verl.model_merger.lazy_tensors import Box, FileTensor, IndexedTensor, LazyTensor, Piece, assemble, read_torch_file
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.core.weight_map import shard_slices, weight_map
 from verl.models.loading import ModelKind
@@ -22,22 +22,22 @@ from verl.workers.engine.common.dcp_reader import METADATA, StoredChunk, read_fo
 __all__ = ["METADATA", "dcp_tensors"]
 
 
-def dcp_tensors(folder: Path) -> dict[str, Stored]:
-    """By name; what is no tensor is left out."""
-    tensors: dict[str, Stored] = {}
+def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a torch.distributed.checkpoint folder (ours, Megatron-Core's), without other objects."""
+    tensors: dict[str, LazyTensor] = {}
     for name, stored in read_folder(folder).items():
         if stored is not None:
             pieces = [
-                Piece(chunk.offsets, chunk.shape, _Blob(chunk, stored.dtype), (0,) * len(chunk.shape))
+                Piece(chunk.offsets, chunk.shape, _SavedChunk(chunk, stored.dtype), (0,) * len(chunk.shape))
                 for chunk in stored.chunks
             ]
-            tensors[name] = assembled(f"{folder}: {name}", stored.shape, stored.dtype, pieces)
+            tensors[name] = assemble(f"{folder}: {name}", stored.shape, stored.dtype, pieces)
     return tensors
 
 
 @dataclass(frozen=True)
-class _Blob:
-    """A tensor as `torch.save` writes it, somewhere in a file."""
+class _SavedChunk:
+    """A tensor written by `torch.save` at a position in a file."""
 
     chunk: StoredChunk
     dtype: torch.dtype
@@ -49,36 +49,39 @@ class _Blob:
     def read(self, box: Box, target: torch.Tensor) -> None:
         tensor = read_torch_file(self.chunk.path, self.chunk.start, self.chunk.length)
         if isinstance(tensor, FileTensor) and math.prod(tensor.shape) == math.prod(self.shape):
-            tensor = replace(tensor, shape=self.shape)  # Core stores one of a stack without the dimension of the stack
+            tensor = replace(tensor, shape=self.shape)  # Core stores a tensor of a stack without the stack dimension
         if getattr(tensor, "shape", None) != self.shape:
             raise ValueError(
-                f"{self.chunk.path}: at byte {self.chunk.start} there is not what {METADATA} says: it is damaged."
+                f"{self.chunk.path}: damaged: the tensor at byte {self.chunk.start} differs from {METADATA}."
             )
         tensor.read(box, target)
 
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-# What wrappers put into the names of a model's tensors.
+# Parts of tensor names that wrappers add.
 _WRAPPERS = re.compile(r"^module\.|(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
-    """By rank; ValueError where one is missing, or those of several world sizes lie side by side."""
-    found = {
+    """Return the files of FSDP checkpoints, `model_world_size_W_rank_R.pt`, by rank.
+
+    ValueError if one is missing, or if there are files of several world sizes.
+    """
+    matches = {
         path: match for path in sorted(folder.glob("model_world_size_*.pt")) if (match := _FILE.fullmatch(path.name))
     }
-    sizes = {int(match[1]) for match in found.values()}
+    sizes = {int(match[1]) for match in matches.values()}
     if not sizes:
         return {}
     config = folder / "fsdp_config.json"
     if config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8")).get("world_size")
-        sizes = {said} if said in sizes else sizes | {said}
+        world_size = json.loads(config.read_text(encoding="utf-8")).get("world_size")
+        sizes = {world_size} if world_size in sizes else sizes | {world_size}
     if len(sizes) > 1:
         listed = ", ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"{folder}: files of several world sizes ({listed}). Keep those of one checkpoint.")
     (size,) = sizes
-    files = {int(match[2]): path for path, match in found.items() if int(match[1]) == size}
+    files = {int(match[2]): path for path, match in matches.items() if int(match[1]) == size}
     missing = [f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size) if rank not in files]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -86,15 +89,18 @@ def rank_files(folder: Path) -> dict[int, Path]:
     return files
 
 
-def shard_tensors(files: Mapping[int, Path]) -> dict[str, Stored]:
-    """By name, as in the model: what wrappers added to the names is taken away."""
+def shard_tensors(files: Mapping[int, Path]) -> dict[str, LazyTensor]:
+    """Return the tensors of FSDP rank files by their names in the model, without parts that wrappers add.
+
+    A file contains the rank's part of every tensor: a DTensor (FSDP2), a ShardedTensor (FSDP1), or a plain tensor.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
     for rank, path in files.items():
         state = read_torch_file(path)
         if not isinstance(state, Mapping):
-            raise ValueError(f"{path}: holds no weights by name.")
+            raise ValueError(f"{path}: not a state dict.")
         for stored, value in state.items():
             for shape, piece in _parts(f"{path}: {stored}", value, rank):
                 name = _WRAPPERS.sub("", str(stored))
@@ -102,34 +108,36 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, Stored]:
                     raise ValueError(f"{path}: {name} is {list(shape)}, and {list(shapes[name])} in another file.")
                 dtypes.setdefault(name, piece.tensor.dtype)
                 if math.prod(piece.shape) or not math.prod(shape):
-                    pieces.setdefault(name, {}).setdefault(piece.at, piece)  # copies of it are the same
+                    pieces.setdefault(name, {}).setdefault(piece.at, piece)  # replicas are equal
     folder = next(iter(files.values())).parent
     return {
-        name: assembled(f"{folder}: {name}", shape, dtypes[name], list(pieces.get(name, {}).values()))
+        name: assemble(f"{folder}: {name}", shape, dtypes[name], list(pieces.get(name, {}).values()))
         for name, shape in shapes.items()
     }
 
 
 def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
-    """(shape of the whole, part of it) for each part that a file has; nothing for what is no tensor."""
+    """Yield (full shape, piece) for each part in a file; nothing for objects other than tensors."""
     if isinstance(value, Record) and value.kind.endswith(".DTensor"):
-        yield _of_dtensor(where, value, rank)
+        yield _dtensor_piece(where, value, rank)
     elif isinstance(value, Record) and value.kind.endswith(".ShardedTensor"):
         shards, metadata, *_ = value.state
         for shard in shards:
-            about = shard.fields["metadata"].fields
-            yield _piece(metadata.fields["size"], about["shard_offsets"], shard.fields["tensor"])
+            offsets = shard.fields["metadata"].fields["shard_offsets"]
+            yield _piece(metadata.fields["size"], offsets, shard.fields["tensor"])
     elif hasattr(value, "read"):
         yield _piece(value.shape, [0] * len(value.shape), value)
     elif isinstance(value, Record) and "Tensor" in value.kind:
-        raise ValueError(f"{where} is a {value.kind}. DTensor, ShardedTensor and plain tensors are known.")
+        raise ValueError(
+            f"{where} is a {value.kind}, which is not supported (only DTensor, ShardedTensor, plain tensors)."
+        )
 
 
-def _piece(shape: Sequence[int], at: Sequence[int], tensor: Stored) -> tuple[tuple[int, ...], Piece]:
+def _piece(shape: Sequence[int], at: Sequence[int], tensor: LazyTensor) -> tuple[tuple[int, ...], Piece]:
     return tuple(shape), Piece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
 
 
-def _of_dtensor(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], Piece]:
+def _dtensor_piece(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], Piece]:
     spec, local = value.fields["_spec"].fields, value.fields["_local_tensor"]
     _, shape, *_ = value.args
     mesh = spec["mesh"].fields
@@ -139,38 +147,38 @@ def _of_dtensor(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], 
     coordinate = mesh.get("_coordinate_on_dim") or by_rank
     begin, end = [0] * len(shape), list(shape)
     for dim, size, at in _splits(where, spec["placements"], sizes, coordinate):
-        each = math.ceil((end[dim] - begin[dim]) / size)
-        begin[dim], end[dim] = min(end[dim], begin[dim] + at * each), min(end[dim], begin[dim] + (at + 1) * each)
+        length = math.ceil((end[dim] - begin[dim]) / size)
+        begin[dim], end[dim] = min(end[dim], begin[dim] + at * length), min(end[dim], begin[dim] + (at + 1) * length)
     expected = tuple(stop - start for start, stop in zip(begin, end, strict=True))
     if math.prod(local.shape) and local.shape != expected:
-        raise ValueError(f"{where}: its part is {list(local.shape)}, by its placements {list(expected)}.")
+        raise ValueError(f"{where}: shard of shape {list(local.shape)}, but {list(expected)} by its placements.")
     return _piece(shape, begin, local)
 
 
 def _splits(
     where: str, placements: Sequence[Record], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(dimension, into how many, which of them), in the order in which the tensor was divided."""
+    """Yield (dimension, number of parts, index of the part), in the order in which the tensor was split."""
     strided = []
     for placement, size, at in zip(placements, sizes, coordinate, strict=True):
         kind = placement.kind.rpartition(".")[2]
         if kind == "_StridedShard":
-            strided.append((_dim(placement), size, at))  # what other axes of the mesh divided already
+            strided.append((_dim(placement), size, at))  # already split by other mesh dimensions
         elif kind == "Shard":
             yield _dim(placement), size, at
         elif kind != "Replicate":
-            raise ValueError(f"{where}: placed as {kind}. Replicate and Shard are known.")
+            raise ValueError(f"{where}: placement {kind} is not supported (only Replicate and Shard).")
     yield from reversed(strided)
 
 
 def _dim(placement: Record) -> int:
-    """Given by name or by position: versions of torch differ."""
+    """Return the dimension, stored by name or by position depending on the version of torch."""
     state = placement.state if isinstance(placement.state, tuple) else ()
     return placement.fields["dim"] if "dim" in placement.fields else (*placement.args, *state)[0]
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> list[int]:
-    """Of a DeviceMesh as the versions of torch store it: the table of ranks, or how it is laid out."""
+    """Return the shape of a DeviceMesh, stored as table of ranks or as layout depending on the version of torch."""
     if "mesh" in mesh:
         return list(mesh["mesh"].shape)
     layout = mesh["_layout"].fields
@@ -183,7 +191,7 @@ def _product(lengths: Any) -> int:
 
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Norms, where a layer has them as part of the linear map after them.
+# Names of norms that are fused into the next linear layer.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -191,71 +199,74 @@ _FUSED = {
 
 
 def core_folder(folder: Path) -> Path | None:
-    """Where in a checkpoint Core's files are; None: nowhere."""
+    """Return the folder of Megatron-Core's files in a checkpoint; None if there are none."""
     places = (folder, folder / "dist_ckpt", folder / "model" / "dist_ckpt")
     return next((place for place in places if (place / METADATA).is_file() and (place / "common.pt").is_file()), None)
 
 
-def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, Stored]:
-    """By name, as models have them on disk: each expert for itself. Rows that pad the vocabulary are left out."""
-    there = _without_prefix(folder, dcp_tensors(folder))
+def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, LazyTensor]:
+    """Return the tensors of a Megatron-Core checkpoint by Hugging Face name on disk, without vocabulary padding.
+
+    Core need not be installed: its files are those of torch, and their weights are independent of the layout.
+    """
+    stored = _without_prefix(folder, dcp_tensors(folder))
     arch = CoreArchitecture.of(hf_config)
     pieces: dict[str, list[Piece]] = {}
     for weight in weight_map(arch, kind):
         if weight.copy_of is not None:
             continue
-        tensor = _found(there, weight.name)
+        tensor = _find(stored, weight.name)
         if tensor is None:
-            if weight.name == "score.bias":  # heads of other frameworks have none
+            if weight.name == "score.bias":  # other frameworks have no bias
                 continue
             raise ValueError(
-                f"{folder}: has no {weight.name}. It is a checkpoint of another model than config.json says."
+                f"{folder}: {weight.name} is missing. The checkpoint is of another model than config.json."
             )
         for part in shard_slices(weight, arch, 0, 1, stored=True):
             rows = [(at, at + 1) if isinstance(at, int) else (at.start, at.stop) for at in part.source]
             shape = tuple(stop - start for start, stop in rows)
-            start = tuple(each.start for each in part.place)
+            start = tuple(rows.start for rows in part.place)
             if any(begin + length > size for begin, length, size in zip(start, shape, tensor.shape, strict=True)):
                 raise ValueError(
-                    f"{folder}: {weight.name} is {list(tensor.shape)}, by config.json {list(weight.shape)}. Give the "
-                    "config.json of this model."
+                    f"{folder}: {weight.name} has shape {list(tensor.shape)}, but {list(weight.shape)} by config.json. "
+                    "Use the config.json of this model."
                 )
             pieces.setdefault(part.hf, []).append(Piece(tuple(begin for begin, _ in rows), shape, tensor, start))
     return {name: _joined(folder, name, parts) for name, parts in pieces.items()}
 
 
-def _joined(folder: Path, name: str, parts: list[Piece]) -> Stored:
+def _joined(folder: Path, name: str, parts: list[Piece]) -> LazyTensor:
     ends = [tuple(at + length for at, length in zip(part.at, part.shape, strict=True)) for part in parts]
-    shape = tuple(max(each) for each in zip(*ends, strict=True))
-    return assembled(f"{folder}: {name}", shape, parts[0].tensor.dtype, parts)
+    shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+    return assemble(f"{folder}: {name}", shape, parts[0].tensor.dtype, parts)
 
 
-def _without_prefix(folder: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Some put `model.` or `module.` before all names; an optimizer's have others."""
-    found = [name.removesuffix(_EMBEDDING) for name in tensors if name.endswith(_EMBEDDING)]
-    if not found:
-        raise ValueError(f"{folder}: holds no {_EMBEDDING}: no weights of a model of Megatron-Core.")
-    prefix = min(found, key=len)
+def _without_prefix(folder: Path, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Remove a common prefix (`model.`, `module.`) of all names, and tensors without it (an optimizer's)."""
+    prefixes = [name.removesuffix(_EMBEDDING) for name in tensors if name.endswith(_EMBEDDING)]
+    if not prefixes:
+        raise ValueError(f"{folder}: {_EMBEDDING} is missing: not the weights of a Megatron-Core model.")
+    prefix = min(prefixes, key=len)
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _found(there: Mapping[str, Stored], name: str) -> Stored | None:
-    """Core's weight `name`, under any of the names it may have: layers and experts are stacked, or have their own."""
-    for key, index in _spellings(name):
-        if key in there:
-            return Indexed(there[key], index) if index else there[key]
+def _find(stored: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
+    """Return Core's weight `name` under any of its possible names; layers and experts may be stacked."""
+    for key, index in _stored_names(name):
+        if key in stored:
+            return IndexedTensor(stored[key], index) if index else stored[key]
     return None
 
 
-def _spellings(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, place in the stack)."""
+def _stored_names(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, index in the stack)."""
     layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
     if layer is None:
         yield name, ()
         if name.startswith("score."):
             yield name.replace("score.", "output_layer."), ()
         return
-    for part in (layer[3], *(layer[3].replace(*each) for each in _FUSED.items() if layer[3].startswith(each[0]))):
+    for part in (layer[3], *(layer[3].replace(*names) for names in _FUSED.items() if layer[3].startswith(names[0]))):
         expert = re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", part)
         for stacked in (True, False):
             head, at = (layer[1], (int(layer[2]),)) if stacked else (f"{layer[1]}{layer[2]}.", ())

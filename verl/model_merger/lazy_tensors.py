@@ -19,8 +19,8 @@ Box: TypeAlias = tuple[range, ...]
 _BLOCK = 4 * 2**20
 
 
-class Stored(Protocol):
-    """A tensor that can be read."""
+class LazyTensor(Protocol):
+    """A tensor in files, read part by part."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,29 +29,29 @@ class Stored(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, box: Box, target: torch.Tensor) -> None:
-        """Fill `target`, as large as `box` and of any dtype, with that part."""
+        """Read the part `box` into `target`, a tensor of that shape and any dtype."""
 
 
-def whole(tensor: Stored, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """All of it."""
+def read_tensor(tensor: LazyTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Read the full tensor."""
     target = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-    tensor.read(all_of(tensor.shape), target)
+    tensor.read(full_box(tensor.shape), target)
     return target
 
 
-def all_of(shape: Sequence[int]) -> Box:
-    """The box that is everything."""
+def full_box(shape: Sequence[int]) -> Box:
+    """Return the box of a full tensor."""
     return tuple(range(length) for length in shape)
 
 
-def rows_at_once(width: int, itemsize: int) -> int:
-    """How many rows of so many elements are read together."""
+def rows_per_block(width: int, itemsize: int) -> int:
+    """Return how many rows of `width` elements are read at once."""
     return max(1, _BLOCK // max(1, width * itemsize))
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """In one file, its elements one after another."""
+    """A contiguous tensor in one file."""
 
     path: Path
     position: int
@@ -64,11 +64,11 @@ class FileTensor:
         position, shape = self.position, self.shape
         if not shape:
             shape, box, target = (1,), (range(1),), target.view(1)
-        while len(box) > 1 and len(box[0]) == 1:  # one row: its own rows are the portions to read
+        while len(box) > 1 and len(box[0]) == 1:  # one row: read its rows block by block instead
             position += box[0].start * math.prod(shape[1:]) * self.dtype.itemsize
             shape, box, target = shape[1:], box[1:], target[0]
         width = math.prod(shape[1:])
-        step = min(len(box[0]), rows_at_once(width, self.dtype.itemsize))
+        step = min(len(box[0]), rows_per_block(width, self.dtype.itemsize))
         block = torch.empty((step, *shape[1:]), dtype=self.dtype)
         inside = (slice(None), *slices(box[1:]))
         with self.path.open("rb", buffering=0) as file:
@@ -83,15 +83,13 @@ class FileTensor:
         while left:
             count = file.readinto(left)
             if not count:
-                raise ValueError(
-                    f"{self.path}: ends at byte {file.tell()}, in the middle of a tensor: it is truncated."
-                )
+                raise ValueError(f"{self.path}: truncated: it ends at byte {file.tell()}, inside a tensor.")
             left = left[count:]
 
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """In one file, its elements not in order; they are read together."""
+    """A non-contiguous tensor in one file; its whole span is read at once."""
 
     span: FileTensor
     shape: tuple[int, ...]
@@ -102,22 +100,22 @@ class StridedTensor:
         return self.span.dtype
 
     def read(self, box: Box, target: torch.Tensor) -> None:
-        target.copy_(whole(self.span).as_strided(self.shape, self.stride)[slices(box)])
+        target.copy_(read_tensor(self.span).as_strided(self.shape, self.stride)[slices(box)])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a tensor: the part of another that begins at `start`."""
+    """A rectangle of a tensor at `at`, stored in `tensor` from `start` on."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
-    tensor: Stored
+    tensor: LazyTensor
     start: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Assembled:
-    """Of pieces, which together are all of it."""
+class AssembledTensor:
+    """A tensor of pieces that cover it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,26 +141,26 @@ class Assembled:
             piece.tensor.read(inner, target[place])
 
 
-def assembled(where: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> Assembled:
-    """ValueError, which names `where`, for pieces that are not all of it."""
-    there, size = sum(math.prod(piece.shape) for piece in pieces), math.prod(shape)
-    if there != size:
-        raise ValueError(f"{where}: {there} of {size} elements are in the files. Copy the checkpoint again, whole.")
-    return Assembled(tuple(shape), dtype, tuple(pieces))
+def assemble(where: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> AssembledTensor:
+    """Return the tensor of these pieces; ValueError, which names `where`, if they do not cover it."""
+    stored, size = sum(math.prod(piece.shape) for piece in pieces), math.prod(shape)
+    if stored != size:
+        raise ValueError(f"{where}: {stored} of {size} elements are in the files. Copy the whole checkpoint again.")
+    return AssembledTensor(tuple(shape), dtype, tuple(pieces))
 
 
-def first_rows(tensor: Stored, rows: int) -> Assembled:
-    """Without those after them."""
+def first_rows(tensor: LazyTensor, rows: int) -> AssembledTensor:
+    """Return the tensor without the rows after the first `rows`."""
     shape = (rows, *tensor.shape[1:])
     zeros = tuple(0 for _ in shape)
-    return Assembled(shape, tensor.dtype, (Piece(zeros, shape, tensor, zeros),))
+    return AssembledTensor(shape, tensor.dtype, (Piece(zeros, shape, tensor, zeros),))
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """One of the tensors that are stacked along the first dimensions of another."""
+class IndexedTensor:
+    """One tensor of a stack along the first dimensions."""
 
-    stack: Stored
+    stack: LazyTensor
     index: tuple[int, ...]
 
     @property
@@ -179,8 +177,8 @@ class Indexed:
 
 
 @dataclass(frozen=True)
-class Zeros:
-    """Nothing that is in a file."""
+class ZeroTensor:
+    """A tensor of zeros."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -190,12 +188,15 @@ class Zeros:
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """A weight plus the product of its adapter's matrices, A `down` [rank, in] and B `up` [out, rank], in float32."""
+class AdaptedTensor:
+    """A weight plus `scale` times the product of its LoRA matrices A `down` [rank, in] and B `up` [out, rank].
 
-    base: Stored
-    down: Stored
-    up: Stored
+    Computed in float32.
+    """
+
+    base: LazyTensor
+    down: LazyTensor
+    up: LazyTensor
     scale: float
     transposed: bool
     """The weight is [in, out]."""
@@ -209,10 +210,10 @@ class Adapted:
         return self.base.dtype
 
     def read(self, box: Box, target: torch.Tensor) -> None:
-        down, up = whole(self.down, torch.float32), whole(self.up, torch.float32)
+        down, up = read_tensor(self.down, torch.float32), read_tensor(self.up, torch.float32)
         left, right = (down.T, up.T) if self.transposed else (up, down)
         rows, columns = box
-        step = rows_at_once(len(columns), 4)
+        step = rows_per_block(len(columns), 4)
         right = right[:, columns.start : columns.stop]
         for start in range(rows.start, rows.stop, step):
             block = range(start, min(start + step, rows.stop))
@@ -223,16 +224,16 @@ class Adapted:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """To index with."""
-    return tuple(slice(each.start, each.stop) for each in box)
+    """Return the box as index."""
+    return tuple(slice(rows.start, rows.stop) for rows in box)
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """The object in a file of `torch.save`, or in that part of it; its tensors are `Stored`, its objects `Record`s."""
+    """Read the object in a file of `torch.save`, or in a part of it, as LazyTensors and `Record`s of other objects."""
     return read_archive(path, _stored, start, length)
 
 
-def _stored(place: TensorLocation) -> Stored:
+def _stored(place: TensorLocation) -> LazyTensor:
     if place.contiguous:
         return FileTensor(place.path, place.position, place.shape, place.dtype)
     return StridedTensor(FileTensor(place.path, place.position, (place.span,), place.dtype), place.shape, place.stride)
@@ -242,23 +243,25 @@ _MAX_HEADER = 100_000_000  # of the format
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Stored]:
-    """By name, of all files, or of those that an index lists: others beside them (Mistral's `consolidated`) are the
-    same weights under other names. ValueError where there are none."""
+def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, LazyTensor]:
+    """Return the tensors of a Hugging Face folder by name; ValueError if there are none.
+
+    With an index, only the files it lists are read: others (Mistral's `consolidated`) contain the same weights.
+    """
     index = folder / "model.safetensors.index.json"
     listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    kept = set(listed.values())
-    files = sorted(path for path in folder.glob(pattern) if not kept or path.name in kept)
-    if not files and not kept:
-        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2]) or "nothing of the kind"
-        raise ValueError(f"{folder}: no safetensors files (found: {others}). Give a folder that save_pretrained wrote.")
-    found: dict[str, Stored] = {}
+    indexed = set(listed.values())
+    files = sorted(path for path in folder.glob(pattern) if not indexed or path.name in indexed)
+    if not files and not indexed:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2]) or "no weight files"
+        raise ValueError(f"{folder}: no safetensors files (found: {others}). Use a folder written by save_pretrained.")
+    tensors: dict[str, LazyTensor] = {}
     for path in files:
-        found |= _file_tensors(path)
-    missing = sorted({file for name, file in listed.items() if name not in found})
+        tensors |= _file_tensors(path)
+    missing = sorted({file for name, file in listed.items() if name not in tensors})
     if missing:
-        raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or not whole. Copy the folder again.")
-    return found
+        raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or incomplete. Copy the folder again.")
+    return tensors
 
 
 def _file_tensors(path: Path) -> dict[str, FileTensor]:
@@ -270,15 +273,15 @@ def _file_tensors(path: Path) -> dict[str, FileTensor]:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
             tensors = {
-                name: _tensor(path, 8 + size, available, each)
-                for name, each in header.items()
+                name: _tensor(path, 8 + size, available, entry)
+                for name, entry in header.items()
                 if name != "__metadata__"
             }
             if sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values()) > available:
                 raise ValueError("its tensors are larger than the file")
             return tensors
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}: is no whole safetensors file ({error}).") from error
+            raise ValueError(f"{path}: damaged safetensors file ({error}). Copy it again.") from error
 
 
 def _tensor(path: Path, begin: int, available: int, entry: Any) -> FileTensor:
@@ -290,40 +293,40 @@ def _tensor(path: Path, begin: int, available: int, entry: Any) -> FileTensor:
 
 
 def differences(
-    ours: Mapping[str, Stored],
-    like: Mapping[str, torch.Tensor | Stored],
-    theirs: Mapping[str, Stored],
+    ours: Mapping[str, LazyTensor],
+    like: Mapping[str, torch.Tensor | LazyTensor],
+    theirs: Mapping[str, LazyTensor],
     tolerance: float,
     aliases: Mapping[str, str],
 ) -> list[str]:
-    """A line for each; `like` says what ours will be, `aliases` which of their names are tied to which of ours."""
-    found = [f"{name}: missing in the other" for name in ours if name not in theirs]
+    """Return a line per difference. `like`: our final shapes and dtypes; `aliases`: our names of tied tensors."""
+    lines = [f"{name}: missing in the other" for name in ours if name not in theirs]
     for name, value in theirs.items():
         own = aliases.get(name, name)
         if own not in ours:
-            found.append(f"{name}: only in the other")
+            lines.append(f"{name}: only in the other")
         elif tuple(like[own].shape) != tuple(value.shape):
-            found.append(f"{name}: {list(like[own].shape)}, in the other {list(value.shape)}")
+            lines.append(f"{name}: {list(like[own].shape)}, in the other {list(value.shape)}")
         else:
             if like[own].dtype != value.dtype:
-                found.append(f"{name}: {_plain(like[own].dtype)}, in the other {_plain(value.dtype)}")
-            words = value_difference(ours[own], value, tolerance, like[own].dtype)
-            found += [f"{name}: {words}"] if words else []
-    return found
+                lines.append(f"{name}: {_dtype_name(like[own].dtype)}, in the other {_dtype_name(value.dtype)}")
+            difference = value_difference(ours[own], value, tolerance, like[own].dtype)
+            lines += [f"{name}: {difference}"] if difference else []
+    return lines
 
 
-def value_difference(ours: Stored, theirs: Stored, tolerance: float, dtype: torch.dtype | None = None) -> str:
-    """How values differ by more than `tolerance`, in words; "" where they do not. `dtype`: ours, before comparing."""
+def value_difference(ours: LazyTensor, theirs: LazyTensor, tolerance: float, dtype: torch.dtype | None = None) -> str:
+    """Describe how values differ by more than `tolerance`; "" if they do not. `dtype`: ours are cast to it first."""
     if tuple(ours.shape) != tuple(theirs.shape):
         return f"{list(ours.shape)} and {list(theirs.shape)}"
     count, most = 0, 0.0
     shape = tuple(theirs.shape) or (1,)
-    step = rows_at_once(math.prod(shape[1:]), 8)
+    step = rows_per_block(math.prod(shape[1:]), 8)
     for start in range(0, shape[0], step):
         rows = range(start, min(start + step, shape[0]))
-        box = (rows, *all_of(shape[1:])) if theirs.shape else ()
-        own = torch.empty([len(each) for each in box], dtype=dtype or ours.dtype)
-        other = torch.empty([len(each) for each in box], dtype=theirs.dtype)
+        box = (rows, *full_box(shape[1:])) if theirs.shape else ()
+        own = torch.empty([len(rows) for rows in box], dtype=dtype or ours.dtype)
+        other = torch.empty([len(rows) for rows in box], dtype=theirs.dtype)
         ours.read(box, own)
         theirs.read(box, other)
         wide = own.to(theirs.dtype).double(), other.double()
@@ -334,5 +337,5 @@ def value_difference(ours: Stored, theirs: Stored, tolerance: float, dtype: torc
     return f"{count} of {math.prod(shape)} values differ, by {most:.3g} at most" if count else ""
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

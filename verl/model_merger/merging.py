@@ -15,8 +15,8 @@ import torch
 
 from verl.model_merger import MergeOptions
 from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
-from verl.model_merger.lazy_tensors import differences, folder_tensors, whole
-from verl.model_merger.merged_model import Result, result_of
+from verl.model_merger.lazy_tensors import differences, folder_tensors, read_tensor
+from verl.model_merger.merged_model import MergeResult, result_of
 from verl.utils.checkpoint.locks import writer_lock
 from verl.utils.disk import describe_disk, format_bytes, sync_folder
 
@@ -26,90 +26,90 @@ _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "preprocessor_config.json", "processor_config.json"),
 )
-_SAID_EVERY_S = 5.0
+_LOG_INTERVAL_S = 5.0
 
 
 def merge(options: MergeOptions) -> list[str]:
-    """Write `target_dir`; returns how it differs from `test_hf_dir`, where that is given."""
+    """Write `target_dir`; return its differences from `test_hf_dir`, if that is given."""
     assert options.target_dir is not None
     target = Path(options.target_dir).expanduser().resolve()
     check_target(target, Path(options.local_dir).expanduser().resolve(), options.overwrite)
     checkpoint = open_checkpoint(options)
     result = result_of(checkpoint, options)
     size = _size(result)
-    _check_room(target, size)
+    _check_disk_space(target, size)
     logger.info("%s: %d tensors, %s when merged", checkpoint.folder, len(result.tensors), format_bytes(size))
-    begin = time.monotonic()
+    start = time.monotonic()
     with new_folder(target) as folder:
         result.write_configs(folder)
         result.files.write(_read_ahead(result), folder)
         _copy_tokenizer(checkpoint, folder)
-    spent = time.monotonic() - begin
-    logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, format_bytes(size), spent)
+    seconds = time.monotonic() - start
+    logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, format_bytes(size), seconds)
     if options.hf_upload_path:
         _upload(target, options.hf_upload_path, options.private)
     return test(options) if options.test_hf_dir else []
 
 
 def test(options: MergeOptions) -> list[str]:
-    """How the checkpoint (or `target_dir`, where that is given) differs from `test_hf_dir`."""
+    """Return the differences between the checkpoint (or `target_dir`, if given) and `test_hf_dir`."""
     assert options.test_hf_dir is not None
     theirs = folder_tensors(Path(options.test_hf_dir).expanduser())
     if options.target_dir is not None:
         ours = folder_tensors(Path(options.target_dir).expanduser())
-        found = differences(ours, ours, theirs, options.tolerance, {})
+        lines = differences(ours, ours, theirs, options.tolerance, {})
     else:
         result = result_of(open_checkpoint(options), options)
-        like = {name: each for part in result.files.files.values() for name, each in part.items()}
-        found = differences(result.tensors, like, theirs, options.tolerance, result.aliases)
-    if not found:
-        logger.info("no difference to %s in %d tensors", options.test_hf_dir, len(theirs))
-    return found
+        like = {name: spec for file in result.files.files.values() for name, spec in file.items()}
+        lines = differences(result.tensors, like, theirs, options.tolerance, result.aliases)
+    if not lines:
+        logger.info("no differences from %s in %d tensors", options.test_hf_dir, len(theirs))
+    return lines
 
 
-def _read_ahead(result: Result) -> Iterator[torch.Tensor]:
-    """In the order of the files; the next one is read while one is written."""
-    waiting: Future[torch.Tensor] | None = None
-    said = time.monotonic()
+def _read_ahead(result: MergeResult) -> Iterator[torch.Tensor]:
+    """Yield the tensors in file order; the next one is read while one is written."""
+    previous: Future[torch.Tensor] | None = None
+    logged = time.monotonic()
     done, total = 0, _size(result)
     with ThreadPoolExecutor(1, "reading") as thread:
         for part in result.files.files.values():
             for name, like in part.items():
-                reading = thread.submit(whole, result.tensors[name], like.dtype)
-                if waiting is not None:
-                    yield waiting.result()
-                waiting = reading
-                if time.monotonic() - said > _SAID_EVERY_S:
-                    said = time.monotonic()
+                reading = thread.submit(read_tensor, result.tensors[name], like.dtype)
+                if previous is not None:
+                    yield previous.result()
+                previous = reading
+                if time.monotonic() - logged > _LOG_INTERVAL_S:
+                    logged = time.monotonic()
                     logger.info("%s of %s (%d %%)", format_bytes(done), format_bytes(total), 100 * done // total)
                 done += like.nbytes
-        if waiting is not None:
-            yield waiting.result()
+        if previous is not None:
+            yield previous.result()
 
 
-def _size(result: Result) -> int:
+def _size(result: MergeResult) -> int:
     return sum(like.nbytes for part in result.files.files.values() for like in part.values())
 
 
-def _check_room(target: Path, size: int) -> None:
+def _check_disk_space(target: Path, size: int) -> None:
     place = next(folder for folder in target.parents if folder.exists())
     free = shutil.disk_usage(place).free
     if free < size:
         raise ValueError(
-            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, and {target} takes"
-            f" {format_bytes(size)}. Free some, or give a folder on another disk."
+            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, but {target} needs {format_bytes(size)}. "
+            "Free some space, or use a folder on another disk."
         )
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """And what else belongs to the inputs of a model."""
-    beside = checkpoint.beside
-    files = {path for pattern in _TOKENIZER for path in beside.glob(pattern)} if beside is not None else set()
+    """Copy the tokenizer and other preprocessing files."""
+    source = checkpoint.config_folder
+    files = {path for pattern in _TOKENIZER for path in source.glob(pattern)} if source is not None else set()
     for path in sorted(files):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     if not any(path.name.startswith("tokenizer") for path in files):
-        logger.warning("no tokenizer beside %s: copy the one of its model into the result", checkpoint.folder)
+        logger.warning("no tokenizer found for %s: copy that of the model into the result", checkpoint.folder)
 
 
 def _upload(folder: Path, name: str, private: bool) -> None:
@@ -125,28 +125,28 @@ _LOCK = ".merging"
 
 
 def check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """ValueError where something is in the way."""
+    """Raise ValueError if the target cannot be written."""
     if target == source or target in source.parents:
-        raise ValueError(f"--target_dir: {target} is, or holds, the checkpoint itself. Give another folder.")
+        raise ValueError(f"--target_dir: {target} is or contains the checkpoint itself. Use another folder.")
     if target.exists() and not target.is_dir():
-        raise ValueError(f"--target_dir: {target} is a file. Give a folder.")
+        raise ValueError(f"--target_dir: {target} is a file. Use a folder.")
     if os.path.ismount(target):
-        raise ValueError(f"--target_dir: {target} is a mount point, which cannot be renamed. Give a folder in it.")
+        raise ValueError(f"--target_dir: {target} is a mount point, which cannot be renamed. Use a folder in it.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ValueError(f"--target_dir: {target} is not empty. Give another folder, or --overwrite.")
+        raise ValueError(f"--target_dir: {target} is not empty. Use another folder, or --overwrite.")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `target` when the block ends, and goes if it fails.
+    """Context with a temporary folder, which is renamed to `target` at exit, and removed after an error.
 
-    What a killed process left of one is removed first; ValueError while another process writes one.
+    Leftovers of a killed process are removed first; ValueError if another process writes to the folder.
     """
     work, old = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "replaced"))
     work.mkdir(parents=True, exist_ok=True)
-    with writer_lock(work / _LOCK) as alone:
-        if not alone:
-            raise ValueError(f"--target_dir: another process is writing {target}. Wait for it, or give another folder.")
+    with writer_lock(work / _LOCK) as acquired:
+        if not acquired:
+            raise ValueError(f"--target_dir: another process is writing {target}. Wait for it, or use another folder.")
         try:
             _empty(work)
             yield work

@@ -1,1 +1,1 @@
-"""Roles, the engines they compose, and how weights and batches move between them."""
+"""Worker roles, the engines they use, and weight sync between engines."""

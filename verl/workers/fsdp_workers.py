@@ -1,4 +1,4 @@
-"""Face: the workers of the FSDP strategies, under the names users know. The work is in `verl.workers.roles`."""
+"""Alias module: the workers of the FSDP strategies, under their public names; implemented in `verl.workers.roles`."""
 
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.policy import ActorRolloutRefWorker

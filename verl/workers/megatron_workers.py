@@ -1,4 +1,4 @@
-"""Face: the workers of the megatron strategy, under the names users know: those of the others, on its engine."""
+"""Alias module: the workers of the megatron strategy, under their public names; implemented in `verl.workers.roles`."""
 
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.policy import ActorRolloutRefWorker

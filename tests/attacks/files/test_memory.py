@@ -44,7 +44,7 @@ def test_an_archive_takes_no_more_memory_than_it_holds(name: str, archives: dict
 @pytest.mark.parametrize("change", ["shape", "shared bytes", "length"])
 def test_chunks_take_no_more_memory_than_the_data_files(change: str, tmp_path: Path) -> None:
     from verl.model_merger.formats import dcp_tensors
-    from verl.model_merger.lazy_tensors import whole
+    from verl.model_merger.lazy_tensors import read_tensor
 
     save_folder(tmp_path, weights())
     metadata = metadata_of(tmp_path)
@@ -60,7 +60,7 @@ def test_chunks_take_no_more_memory_than_the_data_files(change: str, tmp_path: P
         info.length = 10**12 if change == "length" else info.length
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with peak_of_this_process() as peak, pytest.raises(ValueError, match=r"distcp|chunk"):
-        [whole(tensor) for tensor in dcp_tensors(tmp_path).values()]
+        [read_tensor(tensor) for tensor in dcp_tensors(tmp_path).values()]
     assert peak.bytes < LIMIT
 
 

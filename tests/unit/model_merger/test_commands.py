@@ -16,7 +16,7 @@ from tests.support.merger_cases import assert_holds, merge, tensors
 from tests.support.tiny import tiny_config, tiny_model
 from verl.model_merger import merging
 from verl.model_merger.__main__ import main
-from verl.model_merger.lazy_tensors import folder_tensors, whole
+from verl.model_merger.lazy_tensors import folder_tensors, read_tensor
 from verl.workers.engine.common.hf_export import WeightFiles
 
 
@@ -105,7 +105,7 @@ def test_two_tensors_are_in_memory_at_a_time(actor, tmp_path, monkeypatch):
     made, alive = [], []
 
     def counted(*arguments):
-        value = whole(*arguments)
+        value = read_tensor(*arguments)
         made.append(StorageWeakRef(value.untyped_storage()))
         alive.append(sum(not each.expired() for each in made))
         return value
@@ -144,7 +144,7 @@ def test_a_merge_takes_two_of_the_largest_tensors_of_memory(actor, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     sizes = [value.nbytes for value in model.state_dict().values()]
-    make_engine(model, snapshots=False).save(tmp_path / "actor", ("model",))
+    make_engine(model, background_save=False).save(tmp_path / "actor", ("model",))
     room = 2 * max(sizes) + 64 * 2**20  # allocators keep some of what was freed, each thread for itself
     assert sum(sizes) > 2 * room
     arguments = [str(actor), str(tmp_path / "actor"), str(tmp_path / "merged"), str(room)]

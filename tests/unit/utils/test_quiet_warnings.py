@@ -37,7 +37,7 @@ def test_gathering_shards_raises_no_warning():
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
-        from verl.workers.engine.fsdp.weights import _all_gathered
+        from verl.workers.engine.fsdp.weights import _all_gather_batch
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
@@ -45,7 +45,7 @@ def test_gathering_shards_raises_no_warning():
         shards = distribute_tensor(value, mesh, [Shard(0)])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            (whole,) = _all_gathered([shards], mesh, torch.float32, torch.device("cpu"))
+            (whole,) = _all_gather_batch([shards], mesh, torch.float32, torch.device("cpu"))
         assert torch.equal(whole, value)
         dist.destroy_process_group()
         """

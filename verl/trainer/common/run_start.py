@@ -118,10 +118,10 @@ class RunStart:
     @functools.cached_property
     def files(self) -> dict[str, bytes]:
         """Files to store in every saved step, by name: the digests of the models' initial weights."""
-        from verl.workers.engine.common.checkpoint_compatibility import FILE
+        from verl.workers.engine.common.checkpoint_compatibility import INITIAL_WEIGHTS_JSON
 
         weights = {part.folder: part.initial_weights for part in self._parts}
-        return {FILE: json.dumps(weights).encode()} if weights else {}
+        return {INITIAL_WEIGHTS_JSON: json.dumps(weights).encode()} if weights else {}
 
     def close(self) -> None:
         """Release the folder; safe to call twice."""
@@ -183,14 +183,14 @@ class RunStart:
 def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
     from verl.workers.engine.common.checkpoint_compatibility import (
         NOT_SAVED,
-        differences,
+        checkpoint_differences,
         read_digests,
         weight_differences,
     )
 
     folder = step / part.folder
     contents = [content for content in part.block.checkpoint.load_contents if content != "hf_model"]
-    mismatches = differences(folder, contents, part.expected)
+    mismatches = checkpoint_differences(folder, contents, part.expected)
     if not mismatches and "model" in contents:
         mismatches = weight_differences(read_digests(step).get(part.folder, {}), part.initial_weights)
     if mismatches:
@@ -224,8 +224,8 @@ def step_bytes(part: RunPart) -> int:
     """Return the size of one step of a part: float32 shards, two moments per trained parameter, the exported model."""
     expected, contents = part.expected, part.block.checkpoint.save_contents
     stored = sum(math.prod(spec.shape) for spec in expected.tensors.values())
-    learning = sum(math.prod(spec.shape) for spec in expected.learning.values())
-    copies = 2 if expected.about["lora"] else 1  # adapters are also written in the format of peft
+    learning = sum(math.prod(spec.shape) for spec in expected.trained.values())
+    copies = 2 if expected.model_info["lora"] else 1  # adapters are also written in the format of peft
     total = 0
     if "model" in contents:
         total += stored * _FLOAT32 * copies

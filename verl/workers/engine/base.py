@@ -1,4 +1,4 @@
-"""TrainEngine: what a role may ask of a training engine, whatever shards the model underneath."""
+"""TrainEngine: the interface between roles and training engines, independent of how the model is sharded."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from verl.protocol import DataProto
 from verl.types.weights import Bucket, Manifest, Wanted
 
 Metrics: TypeAlias = dict[str, tuple[float, float | None]]
-"""(sum, count) per name: parts of any size add up. A count of None: a part of one number of the whole step."""
+"""(sum, count) by metric name; results of micro-batches and ranks are added. The count is None for a term of a sum over
+the whole optimizer step, such as the loss."""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a rank's rows are cut for one forward pass each; neither set: all rows at once."""
+    """Limit of a micro-batch; with neither field set, all rows of a rank form one micro-batch."""
 
     size: int | None = None
-    """Rows per micro-batch."""
+    """Maximum number of rows."""
     max_tokens: int | None = None
-    """Or as many rows as fit this many tokens (padding not counted)."""
+    """Maximum number of tokens without padding."""
 
     @classmethod
-    def by(cls, tokens: bool, size: int | None, max_tokens: int | None) -> MicroBatching:
-        """As configurations say it: by `max_tokens` if they count tokens, else by `size`."""
-        return cls(max_tokens=max_tokens) if tokens else cls(size=size)
+    def from_config(cls, use_dynamic_bsz: bool, size: int | None, max_tokens: int | None) -> MicroBatching:
+        """Use `max_tokens` with dynamic batch sizes, otherwise `size`."""
+        return cls(max_tokens=max_tokens) if use_dynamic_bsz else cls(size=size)
 
-    def shared_by(self, ranks: int) -> MicroBatching:
-        """Where several ranks share every row, their token budgets add up."""
+    def scaled_by(self, ranks: int) -> MicroBatching:
+        """Return the limit for `ranks` ranks that share every row: their token budgets add up."""
         return self if self.max_tokens is None else replace(self, max_tokens=self.max_tokens * ranks)
 
 
 ALL_ROWS = MicroBatching()
 
 
-TOP = ("top_ids", "top_log_probs")
-"""Fields that `infer` gives with `top_k`."""
+TOP_K_FIELDS = ("top_ids", "top_log_probs")
+"""Additional fields returned by `infer` with `top_k`."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a loss is divided by: sums over one whole optimizer step and all data-parallel ranks."""
+    """Denominators of a loss: sums over one optimizer step and all data-parallel ranks."""
 
     tokens: float
-    """Positions with response_mask 1; where a batch has `loss_weights`, the sum of theirs."""
+    """Positions with response_mask 1; if the batch has `loss_weights`, the sum of their weights."""
     sequences: float
-    """Trajectories that have at least one; a row is its share of its trajectory's."""
+    """Trajectories with at least one such position; a row counts as its fraction of its trajectory."""
 
 
 LossFn: TypeAlias = Callable[
@@ -61,28 +62,29 @@ LossFn: TypeAlias = Callable[
 
 
 class TrainEngine(Protocol):
-    """One rank's part of a model in training.
+    """One rank of a sharded model.
 
-    `outputs` name per-token fields [B, R] whose column t belongs to `responses[:, t]`: `log_probs` and `entropy` (of a
-    causal LM, at `temperature`), `values` (of a value model: of the state before that token). A sequence classifier
-    gives `scores` [B]. All float32, and 0 where the response is padding.
+    `outputs` are names of per-token fields [B, R]; column t belongs to `responses[:, t]`. All are float32, and 0 at
+    padding of the response:
 
-    A value model also gives `last_value` [B]: of the state after the row's last token. A causal LM gives
-    `other_log_probs` [B, R, K], too: those of the tokens that a batch names beside each in `teacher_top_ids`.
+    - `log_probs`, `entropy`: of a causal LM, at `temperature`;
+    - `other_log_probs` [B, R, K]: of a causal LM, for the tokens in the column `teacher_top_ids`;
+    - `values`: of a value model, for the state before the token; `last_value` [B]: after the last token of the row;
+    - `scores` [B]: of a sequence classifier.
 
-    Every method but `manifest` is a collective: all ranks call it, in the same order. Ranks that share rows (of a
-    tensor-parallel group, the stages of a pipeline) get the same ones. Where a rank has no outputs, `loss_fn` is not
-    called, metrics are {} and `infer` gives no columns.
+    Every method except `manifest` and `finish_save` is a collective: all ranks call it in the same order. Ranks of the
+    same tensor-parallel group or pipeline receive the same rows. On a rank without outputs (an earlier pipeline stage)
+    `loss_fn` is not called, metrics are {} and `infer` returns no columns.
 
-    Rows are counted per micro-batch (`verl.utils.progress`): `infer` expects its rows and ticks them;
-    `forward_backward` only ticks, for its caller knows how many steps there are.
+    Progress is counted in rows (`verl.utils.progress`): `infer` announces its rows and ticks them; `forward_backward`
+    only ticks, because its caller knows the number of steps.
     """
 
     dp_rank: int
-    """Which of the `dp_size` parts of a batch this rank works on; ranks that share one have the same."""
+    """Index of this rank's part of a batch, out of `dp_size`; ranks that share rows have the same."""
     dp_size: int
     collects: bool
-    """Whether results are taken from this rank: one of those that share a part, and one that has outputs."""
+    """Whether results are collected from this rank: one rank, with outputs, of those that share rows."""
     device: torch.device
 
     def forward_backward(
@@ -94,21 +96,22 @@ class TrainEngine(Protocol):
         micro: MicroBatching = ALL_ROWS,
         counts: Counts | None = None,
     ) -> Metrics:
-        """Add the gradient of this rank's rows of one optimizer step; takes no step.
+        """Accumulate the gradient of `data`, this rank's rows of one optimizer step, and return this rank's metrics.
 
-        Without `counts` they are summed over the ranks' `response_mask` first. Returns this rank's metrics.
+        Without `counts`, they are summed over the `response_mask` of all ranks before the forward pass.
         """
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, zero the gradients: `grad_norm`, `lr`, and 1 under what kept it from that.
+        """Clip the gradient, step, advance the schedule and zero the gradient.
 
-        A step that is not taken leaves weights, moments and schedule untouched on all ranks: a gradient that is not
-        finite on any (`skipped`), no token that counts on any (`empty`), a float16 loss scale that is still too large
-        (`loss_scale_search`), a step far larger than the weights (`refused`).
+        Returns `grad_norm`, `lr` and one flag per reason to skip a step, which is 1 if the step was skipped. A skipped
+        step leaves weights, moments and schedule unchanged on all ranks. Reasons: a non-finite gradient (`skipped`), no
+        token with loss (`empty`), a float16 loss scale that is still too large (`loss_scale_search`), a learning rate
+        far above the size of the weights (`refused`).
         """
 
-    def sound(self, thorough: bool) -> bool:
-        """Whether the weights are finite; `thorough`: and what they give for a few tokens, which takes a pass."""
+    def weights_finite(self, thorough: bool) -> bool:
+        """Return whether all weights are finite; with `thorough`, also the outputs of a short forward pass."""
 
     def infer(
         self,
@@ -118,53 +121,56 @@ class TrainEngine(Protocol):
         micro: MicroBatching = ALL_ROWS,
         top_k: int = 0,
     ) -> DataProto:
-        """The fields without gradient, on the CPU, in the order of the rows. With `top_k` of a causal LM also `top_ids`
-        and `top_log_probs` [B, R, top_k]: of the likeliest tokens at each place, the likeliest first."""
+        """Return the fields without gradient, on the CPU, in the row order of `data`.
+
+        With `top_k`, a causal LM also returns `top_ids` and `top_log_probs` [B, R, top_k]: the most likely tokens at
+        each position in descending order.
+        """
 
     def base_weights(self) -> AbstractContextManager[None]:
-        """Within it a model with LoRA adapters computes without them: the reference, at no memory."""
+        """Context in which a model with LoRA adapters computes without them (as the reference policy)."""
 
     def manifest(self) -> Manifest:
-        """Every weight of the whole model under its Hugging Face name, with adapters added in."""
+        """Return shape and dtype of every weight of the full model by Hugging Face name, adapters merged."""
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
     ) -> Iterator[Bucket]:
-        """Those weights in parts of at most `max_bytes`, as `dtype` if given. All ranks walk in lockstep.
+        """Yield those weights in buckets of at most `max_bytes`, cast to `dtype` if given; all ranks in lockstep.
 
-        `wanted` says for every rank what of them it gets, the same on all ranks; rows of a tensor above `max_bytes` may
-        then come apart. None: every rank gets all of them whole (and a larger tensor alone).
+        `wanted` lists for every rank the rows it receives, and is the same on all ranks; a tensor larger than
+        `max_bytes` may then be split by rows. None: every rank receives all tensors whole (a larger one alone).
 
-        Tensors may alias the live weights: read or copy them, do not write.
+        Tensors may alias the live weights: do not write to them.
         """
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move to host memory ("cpu"), or back to the engine's own ("device")."""
+        """Move to host memory ("cpu"), or back to the engine's device ("device")."""
 
-    def park(self) -> None:
-        """Between phases: what the engine's configuration offloads moves to host memory."""
+    def offload(self) -> None:
+        """Move to host memory what the configuration offloads between phases."""
 
-    def awake(self, optimizer: bool = True) -> AbstractContextManager[None]:
-        """For one phase: on its device, the optimizer's state too if it is used; parked afterwards, also on errors."""
+    def on_device(self, optimizer: bool = True) -> AbstractContextManager[None]:
+        """Context of one phase: the model, and with `optimizer` its state, is on the device; `offload` at exit."""
 
     def begin_save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Freeze the state as it is now and write it under `path`, which may go on after this returns.
+        """Save the current state under `path`; writing may continue in the background after this returns.
 
-        `model`, `optimizer` and `extra` (schedule, random states of all ranks) are written in shards, and as `hf_model`
-        what `export_hf` writes under `path/huggingface`. `model` is what learns; of LoRA also `lora_adapter`, which
-        peft loads. Weights that are not sound raise FloatingPointError and are not written.
+        `model`, `optimizer` and `extra` (schedule, random states of all ranks) are written in shards, `hf_model` as by
+        `export_hf` to `path/huggingface`. `model` contains the trained weights; with LoRA, `lora_adapter` is written as
+        well, in peft's format. Raises FloatingPointError, and writes nothing, if weights are not finite.
 
-        Whatever changes or moves the state waits for it to be copied. A second save waits for the first one's writing.
+        Methods that change or move the state wait until it has been copied. A second save waits for the first.
         """
 
     def finish_save(self) -> None:
-        """Wait until what was begun is written, and raise what went wrong; no collective, and from any thread."""
+        """Wait until the save is written and raise its error, if any. No collective; thread-safe."""
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Both."""
+        """`begin_save`, then `finish_save`."""
 
     def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Read back what `save` wrote, also with another number of ranks; `hf_model` is not read."""
+        """Load what `save` wrote, on any number of ranks; `hf_model` is ignored."""
 
     def export_hf(self, path: str | os.PathLike) -> None:
-        """Write the whole model as transformers loads it."""
+        """Write the full model in Hugging Face format."""

@@ -1,1 +1,1 @@
-"""Roles: what a worker does with an engine. They know the algorithm, not how the engine computes."""
+"""Roles: workers that implement the algorithm on engines, independent of how an engine computes."""

@@ -16,11 +16,17 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import SavingWorker, inferred, mini_batches_of_call, run_epochs, start_engine
+from verl.workers.roles.training import (
+    CheckpointedWorker,
+    infer_columns,
+    mini_batches_of_call,
+    run_epochs,
+    start_engine,
+)
 
 
 class ValueLoss:
-    """A `LossFn` for the engine."""
+    """A `LossFn`: the clipped value loss."""
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
@@ -42,7 +48,7 @@ class ValueLoss:
             )
             loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
-        part = (loss.detach(), None)  # of the whole step's: `run_epochs` gives it its count
+        part = (loss.detach(), None)  # a term of the step's loss, which `run_epochs` sums
         metrics = {
             "loss": part,
             "value_loss": part,
@@ -52,7 +58,7 @@ class ValueLoss:
         return loss, metrics
 
 
-class CriticWorker(SavingWorker):
+class CriticWorker(CheckpointedWorker):
     """One rank of the critic."""
 
     def __init__(self, config: Any) -> None:
@@ -60,43 +66,43 @@ class CriticWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, model_path: str | None = None) -> None:
-        """Load the model of `critic.model.path`, or of `model_path`, and shard it over the ranks."""
+        """Load the model at `model_path` (default: `critic.model.path`) and shard it over the ranks."""
         config = self.config
         self.init_process_group()
         path = resolve_model_path(model_path or config.model.path, "critic.model.path")
         self.engine = start_engine(self, "critic", path, "value", config.model, config, config.optim, config.grad_clip)
-        self.engine.park()
+        self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     @phase_memory("values", at="critic")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values`: [batch, response]; `last_value`: [batch], after each row's last token, if meta_info names it."""
+        """Return `values` [batch, response] and, if meta_info requests it, `last_value` [batch] after each row."""
         config = self.config
-        micro = MicroBatching.by(
+        micro = MicroBatching.from_config(
             config.use_dynamic_bsz, config.forward_micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
         )
         fields = ("values", "last_value") if data.meta_info.get("last_value") else ("values",)
-        with self.engine.awake(optimizer=False):
-            return inferred(self.engine, data, {name: name for name in fields}, 1.0, micro)
+        with self.engine.on_device(optimizer=False):
+            return infer_columns(self.engine, data, {name: name for name in fields}, 1.0, micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     @phase_memory("update_critic", at="critic")
     def update_critic(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
-        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`. Arguments override configuration."""
+        """Train `ppo_epochs` epochs; metrics in `meta_info["metrics"]`. Arguments override the configuration."""
         config = self.config
-        # Rows per prompt in batches without `uid`; unknown to a worker that was started without a run's configuration.
+        # Rows per prompt in batches without `uid`; 1 for a worker that was started without a run's configuration.
         n = 1 if self.run_config is None else self.run_config.actor_rollout_ref.rollout.n
         mini_batches = mini_batches_of_call(data, ppo_mini_batch_size, config.ppo_mini_batch_size, n, self.engine)
-        with self.engine.awake():
+        with self.engine.on_device():
             return run_epochs(
                 self.engine,
                 data,
                 ValueLoss(config),
                 ["values"],
                 temperature=1.0,
-                micro=MicroBatching.by(
+                micro=MicroBatching.from_config(
                     config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
                 ),
                 mini_batches=mini_batches,

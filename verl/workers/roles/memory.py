@@ -1,4 +1,4 @@
-"""When a phase runs out of device memory, the error says which, how much was asked for, and what to change."""
+"""Out-of-memory errors that name the phase, the requested size, the memory in use, and the keys to change."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from verl.utils.device import memory_in_use
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-_MOST_REMEDIES = 14
-# Roles that are called otherwise in the configuration, or are several there.
+_REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+_MAX_REMEDIES = 14
+# Roles with other names in the configuration, or several parts there.
 _PARTS = {
     "actor_rollout": ("actor", "rollout"),
     "actor_rollout_ref": ("actor", "rollout", "ref"),
     "rm": ("reward_model",),
 }
-_HOST = "DefaultCPUAllocator"  # what torch's message has when the machine's own memory is full
+_HOST_ALLOCATOR = "DefaultCPUAllocator"  # part of torch's message when host memory is exhausted
 
 
 def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """For a worker's method: what it runs out of memory in is `phase`; `at` is the path of the worker's `config`."""
+    """Decorate a worker's method: explain its out-of-memory errors for `phase`. `at`: key of the worker's `config`."""
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(method)
@@ -37,13 +37,14 @@ def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Calla
                 return method(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
-                told = explain(phase, error, *_known_to(worker, at), worker.device, _roles_beside(worker))
-                raise torch.OutOfMemoryError(told) from error
+                message = explain(phase, error, *_config_of(worker, at), worker.device, _colocated_roles(worker))
+                raise torch.OutOfMemoryError(message) from error
             except (MemoryError, RuntimeError) as error:
-                if not isinstance(error, MemoryError) and _HOST not in str(error):
+                if not isinstance(error, MemoryError) and _HOST_ALLOCATOR not in str(error):
                     raise
                 worker = args[0]
-                raise MemoryError(explain_host(phase, error, *_known_to(worker, at), _roles_beside(worker))) from error
+                message = explain_host(phase, error, *_config_of(worker, at), _colocated_roles(worker))
+                raise MemoryError(message) from error
 
         return run
 
@@ -58,41 +59,44 @@ def explain(
     device: torch.device,
     roles: Collection[str] | None = None,
 ) -> str:
-    """The phase, the size, what was in use, and the keys to change in the order of what they cost: of `roles`, if it is
-    known which are there."""
-    asked = _ASKED.search(str(error))
-    lines = [f"{phase}: out of device memory. " + (f"{asked[1]} more were asked for; " if asked else "")]
+    """Return phase, requested size, memory in use, and the keys to change, cheapest first; of `roles`, if known."""
+    size = _REQUESTED_SIZE.search(str(error))
+    lines = [f"{phase}: out of device memory. " + (f"{size[1]} more were requested; " if size else "")]
     lines[0] += _in_use(device)
-    if asked is None:
-        lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size was given'}")
+    if size is None:
+        lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size reported'}")
     lines.append("What helps, cheapest first:")
-    found = list(helpful(phase, partial(_value, config, at=at), roles))[:_MOST_REMEDIES]
-    lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
-    if not found:
+    advice = list(helpful(phase, partial(_value, config, at=at), roles))[:_MAX_REMEDIES]
+    lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(advice, start=1)]
+    if not advice:
         lines.append("  more devices, or a smaller model")
     return "\n".join(lines)
 
 
 def explain_host(phase: str, error: Exception, config: Any, at: str, roles: Collection[str] | None = None) -> str:
-    """The same for the machine's own memory; what moves from a device to it would not help."""
-    said = str(error).splitlines()[0] if str(error) else "no size was given"
+    """Return the same for host memory, without remedies that offload to it."""
+    cause = str(error).splitlines()[0] if str(error) else "no size reported"
     free = f"{host_memory_available() / 2**30:.1f} GB are free now"
-    return f"{phase}: out of host memory, {free}. {said}\n{host_advice(phase, config, at, roles)}"
+    return f"{phase}: out of host memory, {free}. {cause}\n{host_advice(phase, config, at, roles)}"
 
 
 def host_advice(phase: str, config: Any, at: str = "", roles: Collection[str] | None = None) -> str:
-    """The keys to change when a phase needs more of the machine's own memory than there is, cheapest first."""
+    """Return the keys to change when a phase needs more host memory than available, cheapest first."""
     value = partial(_value, config, at=at)
-    found = [remedy.describe(now) for remedy, now in helpful(phase, value, roles) if "offload" not in remedy.key]
-    offloads = [each.key for each in remedies(phase, roles) if "offload" in each.key and is_read(each, value)]
-    moved = [key for key in offloads if value(key) is True]
-    steps = [*found[:_MOST_REMEDIES], *(f"{key}=False" for key in moved), "fewer ranks on this machine, or more memory"]
+    advice = [remedy.describe(now) for remedy, now in helpful(phase, value, roles) if "offload" not in remedy.key]
+    offloads = [remedy.key for remedy in remedies(phase, roles) if "offload" in remedy.key and is_read(remedy, value)]
+    active = [key for key in offloads if value(key) is True]
+    steps = [
+        *advice[:_MAX_REMEDIES],
+        *(f"{key}=False" for key in active),
+        "fewer ranks on this machine, or more memory",
+    ]
     return "\n".join(["What helps, cheapest first:", *(f"  {i}. {step}" for i, step in enumerate(steps, start=1))])
 
 
 def _in_use(device: torch.device) -> str:
     if device.type != "cuda":
-        return "the device does not say how much is in use."
+        return "the memory in use is not reported on this device."
     peak, now = memory_in_use(device)
     free, total = torch.cuda.mem_get_info(device)
     gb = 2**30
@@ -103,19 +107,19 @@ def _in_use(device: torch.device) -> str:
 
 
 def _value(config: Any, key: str, at: str) -> Any:
-    """The value of a key if it lies below `at`, where this worker's configuration begins; else UNKNOWN."""
+    """Return the value of a key below `at`, the root of `config`; UNKNOWN for other keys."""
     if at and not key.startswith(f"{at}."):
         return UNKNOWN
     return value_of(config, key.removeprefix(f"{at}.") if at else key)
 
 
-def _known_to(worker: Any, at: str) -> tuple[Any, str]:
-    """The configuration that a worker knows, and where it begins: the whole run's, or its own, at `at`."""
+def _config_of(worker: Any, at: str) -> tuple[Any, str]:
+    """Return the configuration of the run, or of the worker if it has no other, and its root key."""
     run = worker.run_config if isinstance(worker, Worker) else None
     return (worker.config, at) if run is None else (run, "")
 
 
-def _roles_beside(worker: Any) -> list[str] | None:
-    """The roles in a worker's process, which share its device, as the configuration calls them; None: not known."""
+def _colocated_roles(worker: Any) -> list[str] | None:
+    """Return the roles that share the worker's process and device, by their configuration names; None: unknown."""
     names = worker.colocated if isinstance(worker, Worker) else ()
     return [role for name in names for role in _PARTS.get(name, (name,))] or None

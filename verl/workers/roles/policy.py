@@ -1,4 +1,4 @@
-"""ActorRolloutRefWorker: the policy in its parts (training, generation, frozen reference) and their combinations."""
+"""ActorRolloutRefWorker: actor, rollout and reference policy, alone or combined in one worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.roles.training import SavingWorker, inferred, mini_batches_of_call, run_epochs, start_engine
+from verl.workers.roles.training import (
+    CheckpointedWorker,
+    infer_columns,
+    mini_batches_of_call,
+    run_epochs,
+    start_engine,
+)
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineDiedError
@@ -50,8 +56,8 @@ PARTS = {
 }
 
 
-class ActorRolloutRefWorker(SavingWorker):
-    """One rank of the policy. `role` says which parts it has: actor, rollout, ref, actor_rollout, actor_rollout_ref."""
+class ActorRolloutRefWorker(CheckpointedWorker):
+    """One rank of the policy with the parts of `role`: actor, rollout, ref, actor_rollout, actor_rollout_ref."""
 
     def __init__(self, config: Any, role: str) -> None:
         if str(role) not in PARTS:
@@ -69,15 +75,15 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, model_path: str | None = None) -> None:
-        """Load what this worker's parts need; the engines of all ranks form one model. `model_path` overrides
-        `actor_rollout_ref.model.path`.
+        """Start the engines of this worker's parts with the model at `model_path` (default:
+        `actor_rollout_ref.model.path`).
 
-        A rank that is a replica of its own has no part in that: it is started, and started anew, without the others.
+        A collective, except for a rank that is a rollout replica of its own: it is started and restarted independently.
         """
-        alone = self.parts == {"rollout"} and self.config.rollout.tensor_model_parallel_size == 1
-        if alone and self.rollout is not None:
-            return  # it lives, and another was started anew
-        if not alone:
+        independent = self.parts == {"rollout"} and self.config.rollout.tensor_model_parallel_size == 1
+        if independent and self.rollout is not None:
+            return  # still running: only another replica was restarted
+        if not independent:
             self.init_process_group()
         elif self.device_name == "cuda":
             torch.cuda.set_device(self.device)
@@ -94,22 +100,25 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     @phase_memory("old_log_prob", at="actor_rollout_ref")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
+        """Return `old_log_probs` and `entropys` [batch, response], at the sampling temperature."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
         if self.config.actor.router_replay.mode == "R2":
             columns["routed_experts"] = "routed_experts"
         self._require_experts(data, ("R3",))
-        with self.engine.awake(optimizer=False):
-            return inferred(self.engine, data, columns, self._temperature(data), _log_prob_passes(self.config.rollout))
+        with self.engine.on_device(optimizer=False):
+            return infer_columns(
+                self.engine, data, columns, self._temperature(data), _log_prob_micro(self.config.rollout)
+            )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     @phase_memory("update_actor", at="actor_rollout_ref")
     def update_actor(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
-        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`. Arguments win over the configuration.
+        """Train `ppo_epochs` epochs; metrics in `meta_info["metrics"]`. Arguments override the configuration.
 
-        A batch without `old_log_probs` gets them from this pass, and they come back: it must be one optimizer step.
+        Without `old_log_probs` in the batch, they are computed by this pass and returned; the update must then be one
+        optimizer step.
         """
         actor = self.config.actor
         epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
@@ -121,20 +130,20 @@ class ActorRolloutRefWorker(SavingWorker):
         if loss.own_old_log_probs:
             if epochs * len(mini_batches) > 1:
                 raise ValueError(
-                    "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
+                    "update_actor: several optimizer steps require old_log_probs. Call compute_log_prob first."
                 )
             data.batch[ROW] = torch.arange(len(data))
         self._actor_changed = True
-        # One that gives the old log-probs itself goes through the experts of its own pass.
+        # With its own old log-probs, mode R2 would replay the experts of the same pass.
         self._require_experts(data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
-        with self.engine.awake():
+        with self.engine.on_device():
             result = run_epochs(
                 self.engine,
                 data,
                 loss,
                 loss.outputs,
                 temperature=self._temperature(data),
-                micro=MicroBatching.by(
+                micro=MicroBatching.from_config(
                     actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
                 ),
                 mini_batches=mini_batches,
@@ -148,15 +157,15 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     @phase_memory("ref", at="actor_rollout_ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob`: [batch, response], under the frozen reference: with LoRA, the actor without its adapters."""
+        """Return `ref_log_prob` [batch, response] under the reference policy: with LoRA, the actor without adapters."""
         engine, columns = self.ref_engine, {"log_probs": "ref_log_prob"}
-        with engine.awake(optimizer=False), engine.base_weights():
-            return inferred(engine, data, columns, self._temperature(data), _log_prob_passes(self.config.ref))
+        with engine.on_device(optimizer=False), engine.base_weights():
+            return infer_columns(engine, data, columns, self._temperature(data), _log_prob_micro(self.config.ref))
 
     def mesh_place(self, name: str) -> MeshPlace:
         if name == "ref" and name not in self._meshes:
             raise ValueError(
-                f"compute_ref_log_prob: this worker has {sorted(self.parts)}, no reference policy. Call it on"
+                f"compute_ref_log_prob: this worker ({sorted(self.parts)}) has no reference policy. Call it on"
                 " trainer.ref_policy_wg, or start the worker with the role actor_rollout_ref."
             )
         return super().mesh_place(name)
@@ -175,13 +184,13 @@ class ActorRolloutRefWorker(SavingWorker):
         """
         if "actor" in self.parts and (self._rollout_version < 0 or self._actor_changed):
             self._sync_rollout(self._policy_version)
-        self._make_room()
+        self._free_device_cache()
         self.rollout.resume()
         try:
             with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
                 generated = self.rollout.generate_sequences(prompts, **sampling)
             self.check_cancelled()
-            return _with_objects(generated, prompts)
+            return _keep_object_columns(generated, prompts)
         finally:
             # Also after a failure: the run may continue, and all ranks that share an engine must release.
             self._release_kv()
@@ -194,7 +203,7 @@ class ActorRolloutRefWorker(SavingWorker):
         Generation may stay open for many steps, during training and weight syncs. No effect if the host is open.
         """
         if self.host is None or self.host.closed:
-            self._make_room()
+            self._free_device_cache()
             self.rollout.resume()
             self.host = self._new_host()
         return self.host.id
@@ -254,8 +263,8 @@ class ActorRolloutRefWorker(SavingWorker):
             self._sync_rollout(version, kv)
 
     def _sync_rollout(self, version: int, kv: str = "recompute") -> None:
-        self._make_room()
-        with self._kv_of_requests(kv), self.engine.awake(optimizer=False):
+        self._free_device_cache()
+        with self._kv_of_requests(kv), self.engine.on_device(optimizer=False):
             self._transfer.sync(version)
         self._rollout_version = self._policy_version = version
         self._actor_changed = False
@@ -270,7 +279,7 @@ class ActorRolloutRefWorker(SavingWorker):
     def revive_engine(self) -> None:
         """Restart the engine if its own process has ended. The next weight sync sends the weights to all engines."""
         self._rollout_version = -1
-        self._make_room()
+        self._free_device_cache()
         self.rollout.restart_if_dead()
         if self.host is not None and self.host.failed and not self.host.closed:
             with suppress(Exception):  # the error of the engine that is gone
@@ -321,7 +330,7 @@ class ActorRolloutRefWorker(SavingWorker):
     def send_weights(self, version: int) -> None:
         """The trainer's part of a weight sync between processes."""
         assert self._sender is not None, "join_transfer comes first"
-        with self.engine.awake(optimizer=False):
+        with self.engine.on_device(optimizer=False):
             self._sender.send(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -357,43 +366,43 @@ class ActorRolloutRefWorker(SavingWorker):
         super().load_checkpoint(path)
         self._actor_changed = True
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- internals
 
     def _init_actor(self) -> None:
         actor, model = self.config.actor, self.config.model
-        replays = actor.router_replay.mode != "disabled"
+        router_replay = actor.router_replay.mode != "disabled"
         self.engine = start_engine(
-            self, "actor", self.model_path, "causal_lm", model, actor, actor.optim, actor.grad_clip, replays
+            self, "actor", self.model_path, "causal_lm", model, actor, actor.optim, actor.grad_clip, router_replay
         )
         if self._actor_is_reference:
             self.ref_engine = self.engine
             self.register_mesh_place("ref", self.engine.dp_rank, collect=self.engine.collects)
-        self.engine.park()
+        self.engine.offload()
 
     def _init_reference(self) -> None:
         config = self.config
         self.ref_engine = start_engine(self, "ref", self.model_path, "causal_lm", config.model, config.ref)
-        self.ref_engine.park()
+        self.ref_engine.offload()
 
-    def _make_room(self) -> None:
-        """An engine's process takes memory of these devices: what torch keeps for later is not free to it."""
+    def _free_device_cache(self) -> None:
+        """Release torch's cached memory for the rollout engine's own process on the same devices."""
         if self.device.type == "cuda" and "actor" in self.parts and beside(self.config.rollout):
             torch.cuda.empty_cache()
             if self.config.rollout.tensor_model_parallel_size > 1:
-                dist.barrier()  # it takes memory of all devices of its set
+                dist.barrier()  # the engine allocates on all devices of its group
 
     def _init_rollout(self) -> None:
-        self._make_room()
+        self._free_device_cache()
         with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
             self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:
             self._transfer = InProcessTransfer(self.engine, self.rollout, self._bucket_bytes)
-        # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
+        # The ranks of a tensor-parallel engine receive the same rows; results are collected from the first.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)
         metrics = self.config.rollout.prometheus
         if metrics.enable and self.rank % ranks == 0:
-            from verl.workers.rollout.prometheus import serve_metrics  # a web server, which few want
+            from verl.workers.rollout.prometheus import serve_metrics  # imports a web server
 
             serve_metrics(self.rollout, self.rank // ranks, metrics.port + self.rank // ranks)
 
@@ -403,17 +412,17 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @property
     def _actor_is_reference(self) -> bool:
-        """With LoRA the actor's base weights never change: they are the reference."""
+        """Whether the actor without adapters is the reference policy (LoRA)."""
         return "actor" in self.parts and self.config.model.lora_rank > 0
 
     def _require_experts(self, data: DataProto, modes: tuple[str, ...]) -> None:
-        """Refuse a batch that does not say what is to be replayed in these modes."""
+        """Raise ValueError if the mode is one of `modes` and the batch has no experts to replay."""
         mode = self.config.actor.router_replay.mode
         if mode in modes and "routed_experts" not in data.batch.keys():
-            giver = "compute_log_prob gives" if mode == "R2" else "the rollout's answers have where its engine says it"
+            source = "compute_log_prob" if mode == "R2" else "a rollout engine that reports experts"
             raise ValueError(
-                f"actor_rollout_ref.actor.router_replay.mode = {mode}: the batch has no column routed_experts, which"
-                f" {giver}. Pass it on, or set the mode to disabled."
+                f"actor_rollout_ref.actor.router_replay.mode = {mode}: the batch has no column routed_experts. Pass the"
+                f" column of {source}, or set the mode to disabled."
             )
 
     def _temperature(self, data: DataProto) -> float:
@@ -422,7 +431,7 @@ class ActorRolloutRefWorker(SavingWorker):
         )
 
 
-def _with_objects(generated: DataProto, prompts: DataProto) -> DataProto:
+def _keep_object_columns(generated: DataProto, prompts: DataProto) -> DataProto:
     """The generated rows, one per prompt, with the object columns of the prompts, except those that only generation
     reads."""
     if len(generated) == len(prompts):
@@ -432,8 +441,8 @@ def _with_objects(generated: DataProto, prompts: DataProto) -> DataProto:
     return generated
 
 
-def _log_prob_passes(block: RolloutConfig | RefConfig) -> MicroBatching:
-    """How the rows of a log-prob pass are cut, of the policy or of the reference."""
-    return MicroBatching.by(
+def _log_prob_micro(block: RolloutConfig | RefConfig) -> MicroBatching:
+    """Return the micro-batch limit of a log-prob pass of the policy or the reference."""
+    return MicroBatching.from_config(
         block.log_prob_use_dynamic_bsz, block.log_prob_micro_batch_size_per_gpu, block.log_prob_max_token_len_per_gpu
     )

@@ -17,7 +17,7 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import inferred, start_engine
+from verl.workers.roles.training import infer_columns, start_engine
 
 
 class RewardModelWorker(Worker):
@@ -28,11 +28,10 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, model_path: str | None = None) -> None:
-        """Load the classifier and, if answers arrive in the tokens of another model, what writes them in its own.
-        `model_path` overrides `reward_model.path`."""
+        """Load the classifier at `model_path` (default: `reward_model.path`), and both tokenizers if they differ."""
         config, model_path = self.config, model_path or self.config.path
         if model_path is None:
-            raise ValueError("reward_model.path: not set. Give the folder or hub name of a sequence classifier.")
+            raise ValueError("reward_model.path: not set. Use the folder or hub name of a sequence classifier.")
         self.init_process_group()
         path = resolve_model_path(model_path, "reward_model.path")
         self.engine = start_engine(self, "reward_model", path, "sequence_classification", config.model, config)
@@ -42,30 +41,30 @@ class RewardModelWorker(Worker):
             other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer, "reward_model.model.input_tokenizer"))
             if not _same_tokenizer(other, own):
                 self._texts = RewardTexts(own, other, config.max_length)
-        self.engine.park()
+        self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     @phase_memory("reward", at="reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [batch, response]: the score of each answer on its last token.
+        """Return `rm_scores` [batch, response]: the score of each response at its last token.
 
-        A model with another tokenizer or template reads the prompts' messages (`raw_prompt`) and the answers; for
-        agents it reads their conversations (`agent_messages`).
+        A model with a different tokenizer or chat template scores the prompt's messages (`raw_prompt`) with the
+        response, or the conversation of an agent (`agent_messages`).
         """
         config = self.config
         texts = data if self._texts is None else self._texts.encode(data)
-        micro = MicroBatching.by(
+        micro = MicroBatching.from_config(
             config.use_dynamic_bsz, config.micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
         )
-        with self.engine.awake(optimizer=False):
-            found = inferred(self.engine, texts, {"scores": "rm_scores"}, 1.0, micro)
+        with self.engine.on_device(optimizer=False):
+            result = infer_columns(self.engine, texts, {"scores": "rm_scores"}, 1.0, micro)
         if self.engine.collects:
-            found.batch["rm_scores"] = on_last_token(found.batch["rm_scores"], data.batch["response_mask"])
-        return found
+            result.batch["rm_scores"] = on_last_token(result.batch["rm_scores"], data.batch["response_mask"])
+        return result
 
 
 def on_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """[batch] → [batch, response]: each score on the last position with mask 1; rows without one get none."""
+    """Return [batch, response]: each score [batch] at the last position with mask 1; rows without one are 0."""
     placed = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.arange(response_mask.shape[1]).expand_as(response_mask)
     last = torch.where(response_mask.bool(), positions, -1).max(dim=1).values
@@ -82,10 +81,10 @@ MESSAGES, AGENT_MESSAGES = "raw_prompt", "agent_messages"
 
 
 class RewardTexts:
-    """`own` is the reward model's tokenizer, `other` the one that the answers are written in.
+    """Encodes conversations with `own`, the tokenizer of a reward model, in at most `longest` tokens.
 
-    The conversation of an agent's row is `agent_messages`. That of any other row is the prompt's messages followed by
-    the answer as an assistant message. `ScoringEncoder` encodes it in at most `longest` tokens.
+    `other` is the tokenizer of the responses. The conversation of an agent's row is `agent_messages`; that of any other
+    row is the prompt's messages with the response as assistant message.
     """
 
     def __init__(self, own: Any, other: Any, longest: int | None) -> None:
@@ -93,13 +92,12 @@ class RewardTexts:
         self._tokens = ScoringEncoder(own, longest)
 
     def encode(self, data: DataProto) -> DataProto:
-        """`input_ids`, `attention_mask`, `position_ids` of the rows' conversations, right-padded."""
-        whole = self._conversations(data)
+        """Return `input_ids`, `attention_mask`, `position_ids` of the rows' conversations, right-padded."""
         try:
-            ids = self._tokens.encode(whole)
+            ids = self._tokens.encode(self._conversations(data))
         except ValueError as error:
             raise ValueError(
-                f"reward_model.path: {error}. Write prompts as it wants them, or change chat_template in its folder."
+                f"reward_model.path: {error}. Change the prompts, or the chat_template in its folder."
             ) from error
         padded = self._own.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
         mask = padded["attention_mask"]
@@ -112,20 +110,20 @@ class RewardTexts:
             by_agents = list(data.non_tensor_batch[AGENT_MESSAGES])
         if all(messages is not None for messages in by_agents):
             return by_agents
-        pairs = zip(self._messages(data), self._answers(data), strict=True)
-        plain = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in pairs]
+        pairs = zip(self._prompts(data), self._responses(data), strict=True)
+        plain = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
         return [other if messages is None else messages for messages, other in zip(by_agents, plain, strict=True)]
 
-    def _messages(self, data: DataProto) -> list[Messages]:
+    def _prompts(self, data: DataProto) -> list[Messages]:
         if MESSAGES not in data.non_tensor_batch:
             raise ValueError(
-                f"reward_model: its tokenizer or chat template is not the policy's, and the batch has no {MESSAGES!r}"
-                f" to write prompts anew from. Let the rows of your dataset (data.custom_cls) hold the messages as"
-                f" {MESSAGES!r}, or give the reward model's folder the policy's tokenizer and template."
+                f"reward_model: its tokenizer or chat template differs from the policy's, and the batch has no column"
+                f" {MESSAGES!r} to encode prompts from. Add the messages as {MESSAGES!r} in your dataset"
+                f" (data.custom_cls), or copy the policy's tokenizer and template into the reward model's folder."
             )
         return list(data.non_tensor_batch[MESSAGES])
 
-    def _answers(self, data: DataProto) -> list[str]:
+    def _responses(self, data: DataProto) -> list[str]:
         responses = data.batch["responses"]
         real = data.batch["attention_mask"][:, -responses.shape[1] :].bool()
         ids = [row[present].tolist() for row, present in zip(responses, real, strict=True)]

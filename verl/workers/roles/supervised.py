@@ -18,33 +18,33 @@ from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.optim import REFUSED, SKIPPED
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import SavingWorker, inferred, start_engine
+from verl.workers.roles.training import CheckpointedWorker, infer_columns, start_engine
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager.transfer import InProcessTransfer
 
 
 def micro_batching(config: SupervisedConfig) -> MicroBatching:
-    """How the rows of each rank are cut."""
+    """Return the micro-batch limit of a supervised run."""
     data = config.data
-    return MicroBatching.by(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
+    return MicroBatching.from_config(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
 
 
-class SupervisedWorker(SavingWorker):
-    """A rank with a model that learns from files."""
+class SupervisedWorker(CheckpointedWorker):
+    """A rank of supervised training (fine-tuning, preferences)."""
 
     config: SupervisedConfig
 
     def _start(self, mesh: str) -> None:
-        """Load the model, with a new head where it wants one, and shard it over the ranks."""
+        """Load the model, with a new head if it needs one, and shard it over the ranks."""
         config, optim = self.config, self.config.optim
         self.init_process_group()
-        torch.manual_seed(config.data.seed + self.rank)  # for dropout, where the model is told to have some
+        torch.manual_seed(config.data.seed + self.rank)  # for dropout, if the model has it enabled
         path = resolve_model_path(config.model.path)
         self.engine = start_engine(self, mesh, path, config.model_kind, config.model, config, optim, optim.grad_clip)
 
     def _step_metrics(self) -> dict[str, Any]:
-        """Take the optimizer's step, and say of it what every run logs."""
+        """Take the optimizer step, and return the metrics that every run logs."""
         step = self.engine.optimizer_step()
         metrics: dict[str, Any] = {
             "train/grad_norm": step["grad_norm"],
@@ -63,21 +63,21 @@ class SupervisedWorker(SavingWorker):
         return micro_batching(self.config)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-# What of a model an engine that generates is told.
-_MODEL = ("path", "trust_remote_code", "override_config")
+SumAndCount = tuple[torch.Tensor, torch.Tensor]
+# Model settings that are passed to the rollout engine.
+_MODEL_KEYS = ("path", "trust_remote_code", "override_config")
 
 
 def token_mean_loss(
     output: dict[str, torch.Tensor], data: DataProto, counts: Counts
-) -> tuple[torch.Tensor, dict[str, Pair]]:
-    """A `LossFn`: the mean over all marked tokens of the step, whichever rank and micro-batch they are in."""
+) -> tuple[torch.Tensor, dict[str, SumAndCount]]:
+    """A `LossFn`: the mean over all tokens with `response_mask` 1 of the step, over all ranks and micro-batches."""
     total, tokens = negative_log_likelihood(output["log_probs"], data)
     return total / (counts.tokens or 1.0), {"loss": (total, tokens)}
 
 
-def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> Pair:
-    """(its sum over the marked tokens, their number), both by `loss_weights` where the rows of `data` have them."""
+def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> SumAndCount:
+    """Return (sum over tokens with `response_mask` 1, their number), both weighted by `loss_weights` if given."""
     weights = data.batch["response_mask"]
     if "loss_weights" in data.batch.keys():
         weights = weights * data.batch["loss_weights"]
@@ -85,7 +85,7 @@ def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> Pair:
 
 
 class SFTWorker(SupervisedWorker):
-    """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks what to learn."""
+    """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks trained tokens."""
 
     def __init__(self, config: Any) -> None:
         self.config = load_config(config, check_files=False, root=SFTConfig)
@@ -101,29 +101,31 @@ class SFTWorker(SupervisedWorker):
     def train_batch(self, data: DataProto) -> DataProto:
         """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
         expect(len(data))
-        found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
-        metrics = {f"train/{name}": value for name, value in found.items()} | self._step_metrics()
+        losses = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
+        metrics = {f"train/{name}": value for name, value in losses.items()} | self._step_metrics()
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def evaluate(self, data: DataProto) -> DataProto:
-        """The same loss without learning; rows that only fill up a rank's share are masked."""
-        found = inferred(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
+        """Return the same loss without training, as metric `val/loss`; filler rows have mask 0."""
+        result = infer_columns(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
         if not self.engine.collects:
-            return found
-        total, tokens = negative_log_likelihood(found.batch["log_probs"], data)
+            return result
+        total, tokens = negative_log_likelihood(result.batch["log_probs"], data)
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("sft_answers")
     def begin_answers(self, version: int) -> None:
-        """Open the engine that answers, or wake it, and hand it the weights as they are now."""
+        """Start or resume the rollout engine and sync the current weights, before calls of `answer`."""
         if self._rollout is None:
             config = self.config
-            # A rollout of PPO never samples at temperature 0; requests say it themselves.
+            # RolloutConfig does not allow temperature 0; requests override it.
             settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
             settings |= {"free_cache_engine": True, "free_weights": True}
-            model = as_config(ModelConfig, {name: config.model[name] for name in _MODEL}, at="actor_rollout_ref.model")
+            model = as_config(
+                ModelConfig, {name: config.model[name] for name in _MODEL_KEYS}, at="actor_rollout_ref.model"
+            )
             with fields_as_keys("rollout", RolloutConfig):
                 path = resolve_model_path(config.model.path)
                 self._rollout = open_rollout(path, model, as_config(RolloutConfig, settings), self.device)
@@ -145,23 +147,25 @@ class SFTWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_answers(self) -> None:
-        """The engine's memory is training's again."""
+        """Release the memory of the rollout engine for training."""
         if self._rollout is not None:
             self._rollout.release()
 
 
 TOKENS = ("input_ids", "attention_mask")
 ROW = "row"
-"""[answers]: each one's place among all answers of the step."""
+"""Column [rows]: index of the response among all responses of the step."""
 COMPARED = "compared"
-"""[answers, most pairs of one, 4]: `ROW` of the rejected answer (-1: no pair), preference, margin, weight."""
+"""Column [rows, max pairs, 4]: `ROW` of the rejected response (-1: no pair), preference, margin, weight."""
 SLOPES = "slopes"
-"""[answers]: how much the loss of the whole step changes with each score, by pairs that are not in `COMPARED`."""
+"""Column [rows]: derivative of the step's loss by each score, from pairs that are not in `COMPARED`."""
 
 
 class ComparedScores:
-    """A `LossFn`: the pairs of the micro-batch, whose answers are all in it, and answers by their slopes. Its parts add
-    up to the loss of the whole step (or what has its gradient); the scores are kept."""
+    """A `LossFn`: the preference loss of pairs inside the micro-batch, plus scores times their slopes.
+
+    The sum over micro-batches has the gradient of the step's loss. Scores are recorded.
+    """
 
     def __init__(self, centering: float) -> None:
         self._centering = centering
@@ -179,15 +183,15 @@ class ComparedScores:
         return (loss + (scores * data.batch[SLOPES]).sum()).float(), {}
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The scores of these `ROW`s."""
-        seen = {int(row): at for at, row in enumerate(torch.cat(self._rows).tolist())}
-        return torch.cat(self._scores).float().cpu()[[seen[row] for row in rows.tolist()]]
+        """Return the recorded scores of these `ROW`s."""
+        index = {int(row): at for at, row in enumerate(torch.cat(self._rows).tolist())}
+        return torch.cat(self._scores).float().cpu()[[index[row] for row in rows.tolist()]]
 
 
 def pairs_among(compared: torch.Tensor, rows: torch.Tensor) -> Pairs:
-    """The pairs of a part of a step that holds both answers of each; what is none has no weight.
+    """Return the pairs of a micro-batch that contains both responses of each; absent pairs have weight 0.
 
-    Nothing here asks the device how many there are, which would have the host wait for it.
+    The number of pairs is not read from the device, which would require a synchronisation.
     """
     rejected = (compared[..., :1] == rows).int().argmax(dim=2)
     chosen = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rejected)
@@ -197,7 +201,7 @@ def pairs_among(compared: torch.Tensor, rows: torch.Tensor) -> Pairs:
 
 
 class RewardTrainingWorker(SupervisedWorker):
-    """One rank of reward-model training. A row is a prompt with an answer."""
+    """One rank of reward-model training. A row is a prompt with a response."""
 
     config: RMConfig
 
@@ -206,27 +210,29 @@ class RewardTrainingWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the model, with a new head where it has none, and shard it over the ranks."""
+        """Load the model, with a new head if it has none, and shard it over the ranks."""
         self._start("rm")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
     @phase_memory("sft")
     def evaluate(self, data: DataProto) -> DataProto:
-        """`scores` [answers], and the columns of the batch that are no tokens."""
-        found = inferred(self.engine, data, {"scores": "scores"}, 1.0, self._micro())
+        """Return `scores` [rows] and the columns of the batch other than tokens."""
+        result = infer_columns(self.engine, data, {"scores": "scores"}, 1.0, self._micro())
         others = [name for name in data.batch.keys() if name not in TOKENS]
-        return found.union(data.select(batch_keys=others)) if self.engine.collects else found
+        return result.union(data.select(batch_keys=others)) if self.engine.collects else result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
     @phase_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
-        """One optimizer step on the answers of all ranks: `scores` [answers] before it; metrics in
-        `meta_info["metrics"]`. `meta_info["weight"]` is that of all pairs of the step."""
+        """Take one optimizer step on the rows of all ranks; return `scores` [rows] before it, and metrics.
+
+        `meta_info["weight"]` is the total weight of all pairs of the step.
+        """
         expect(len(data))
         loss, weight = ComparedScores(self.config.centering_coef), data.meta_info["weight"]
         counts = Counts(tokens=weight, sequences=weight)
         self.engine.forward_backward(data, loss, ["scores"], micro=self._micro(), counts=counts)
-        told = {"metrics": self._step_metrics()}
+        meta_info = {"metrics": self._step_metrics()}
         if not self.engine.collects:
-            return DataProto(meta_info=told)
-        return DataProto.from_dict({"scores": loss.of(data.batch[ROW])}, meta_info=told)
+            return DataProto(meta_info=meta_info)
+        return DataProto.from_dict({"scores": loss.of(data.batch[ROW])}, meta_info=meta_info)

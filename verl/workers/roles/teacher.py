@@ -1,4 +1,4 @@
-"""TeacherWorker: frozen models that say how likely they find the student's answers, one at a time on the same ranks."""
+"""TeacherWorker: log-probs of the student's responses under frozen teacher models, which share the same ranks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import inferred, start_engine
+from verl.workers.roles.training import infer_columns, start_engine
 
 
 class TeacherWorker(Worker):
-    """One rank of every local teacher; those that do not work are parked."""
+    """One rank of every local teacher; idle teachers are offloaded."""
 
     def __init__(self, config: DistillationConfig, student: ModelConfig) -> None:
-        """Teachers are loaded as the student is, but for what overrides its own configuration."""
+        """Teachers are loaded with the student's settings, except its `override_config`."""
         self.config = config
-        self._like = replace(student, override_config={})
+        self._model_config = replace(student, override_config={})
         self._engines: dict[str, TrainEngine] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load them one after the other: on the device there is one at a time where they are offloaded."""
+        """Load the teachers one after the other; with offloading, one at a time is on the device."""
         self.init_process_group()
         for name, teacher in self.config.local_teachers.items():
             path = resolve_model_path(teacher.model_path or "", f"distillation.teacher_models.{name}.model_path")
             block = self.config.engine_of(name, self.world_size)
-            self._engines[name] = start_engine(self, "teacher", path, "causal_lm", self._like, block)
-            self._engines[name].park()
+            self._engines[name] = start_engine(self, "teacher", path, "causal_lm", self._model_config, block)
+            self._engines[name].offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("teacher"))
     @phase_memory("teacher", at="distillation")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """`teacher_log_prob`: [batch, response], under the teacher that `meta_info["teacher"]` names; for a loss over
-        its likeliest tokens also `teacher_top_ids` and `teacher_top_log_probs` [batch, response, K]."""
+        """Return `teacher_log_prob` [batch, response] under the teacher `meta_info["teacher"]`.
+
+        For a loss over the teacher's most likely tokens also `teacher_top_ids` and `teacher_top_log_probs`
+        [batch, response, K].
+        """
         block, engine = self.config.teacher, self._engines[data.meta_info["teacher"]]
-        micro = MicroBatching.by(
+        micro = MicroBatching.from_config(
             block.log_prob_use_dynamic_bsz,
             block.log_prob_micro_batch_size_per_gpu,
             block.log_prob_max_token_len_per_gpu,
@@ -49,5 +52,5 @@ class TeacherWorker(Worker):
         top_k = loss.topk if loss.over_top_tokens else 0
         if top_k:
             columns |= {"top_ids": "teacher_top_ids", "top_log_probs": "teacher_top_log_probs"}
-        with engine.awake(optimizer=False):
-            return inferred(engine, data, columns, float(data.meta_info["temperature"]), micro, top_k)
+        with engine.on_device(optimizer=False):
+            return infer_columns(engine, data, columns, float(data.meta_info["temperature"]), micro, top_k)

@@ -15,20 +15,18 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.progress import expect
-from verl.workers.engine.base import TOP, LossFn, Metrics, MicroBatching, TrainEngine
+from verl.workers.engine.base import TOP_K_FIELDS, LossFn, Metrics, MicroBatching, TrainEngine
 from verl.workers.engine.common.groups import largest
 from verl.workers.engine.common.optim import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
 
-__all__ = ["SavingWorker"]
-
-
-# The same quantity under the name that users' dashboards know.
+# Additional names of metrics, as used in existing dashboards.
 ALIASES = {
     "actor/policy_loss": "actor/pg_loss",
     "critic/value_loss": "critic/vf_loss",
 }
 
-# Present only where the weights are lost: the number of the update, of this training step, that last reached them.
+# Metric that is present only if weights are no longer finite: the index of the last optimizer step, within the training
+# step, that changed them.
 LOST_AT = "lost_at"
 
 
@@ -43,26 +41,26 @@ def run_epochs(
     epochs: int,
     prefix: str,
 ) -> DataProto:
-    """`epochs` passes over this rank's rows, which stand mini-batch by mini-batch; a result with metrics only.
+    """Train `epochs` epochs on this rank's rows, which are ordered by mini-batch; return a DataProto with metrics only.
 
-    `mini_batches` are the rows of each, or the number of equal ones; as many on every rank.
+    `mini_batches`: the number of rows of each, or the number of equal mini-batches. All ranks have equally many.
     """
     sizes = rows_of_mini_batches(len(data), mini_batches)
     parts = [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     expect(len(data) * epochs)
     totals: dict[str, list[tuple[float, float]]] = {}
-    reached, step = 0, {}  # the last update that reached the weights; the last of all
-    for place, mini_batch in enumerate(parts * epochs, start=1):
-        found = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
+    last_taken, step = 0, {}  # index of the last step that was not skipped; metrics of the last step
+    for index, mini_batch in enumerate(parts * epochs, start=1):
+        metrics = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
         step = engine.optimizer_step()
-        _record(totals, prefix, found, step, engine.dp_size)
+        _add_metrics(totals, prefix, metrics, step, engine.dp_size)
         if not any(step[reason] for reason in REASONS):
-            reached = place
-    # Where the last pass gave no finite gradient, the batch may be at fault, or the weights that came before it.
-    if not engine.sound(thorough=bool(step[SKIPPED] or step[SEARCHING])):
-        totals[f"{prefix}/{LOST_AT}"] = [(float(reached), 1.0)]
-    for reason in (EMPTY, SEARCHING, REFUSED):  # rare: only where there was any
-        if not any(share for share, _ in totals[f"{prefix}/{reason}_steps"]):
+            last_taken = index
+    # A non-finite gradient of the last step may be caused by the batch, or by weights that are no longer finite.
+    if not engine.weights_finite(thorough=bool(step[SKIPPED] or step[SEARCHING])):
+        totals[f"{prefix}/{LOST_AT}"] = [(float(last_taken), 1.0)]
+    for reason in (EMPTY, SEARCHING, REFUSED):  # rare: reported only if they occurred
+        if not any(count for count, _ in totals[f"{prefix}/{reason}_steps"]):
             del totals[f"{prefix}/{reason}_steps"]
     for name, alias in ALIASES.items():
         if name in totals:
@@ -71,20 +69,20 @@ def run_epochs(
 
 
 def rows_of_mini_batches(rows: int, mini_batches: int | Sequence[int]) -> list[int]:
-    """The rows of each mini-batch: as given, or so many equal ones."""
+    """Return the rows of each mini-batch; ValueError if they do not add up to `rows`."""
     sizes = [rows // mini_batches] * mini_batches if isinstance(mini_batches, int) else list(mini_batches)
     if sum(sizes) != rows or not sizes or min(sizes) < 1:
-        raise ValueError(f"{rows} rows on this rank do not divide into mini-batches: {mini_batches}.")
+        raise ValueError(f"mini-batches: {rows} rows on this rank cannot be divided into {mini_batches}.")
     return sizes
 
 
 def mini_batches_of_call(
     data: DataProto, prompts: int | None, configured: int, n: int, engine: TrainEngine
 ) -> list[int]:
-    """The rows of each mini-batch on this rank for one update call.
+    """Return the rows of each mini-batch on this rank for one update call.
 
-    Precedence: an explicit number of `prompts` per mini-batch, the mini-batches that the controller put into
-    `meta_info`, the `configured` number of prompts. `n`: rows per prompt in batches without `uid`.
+    In order of precedence: an explicit number of `prompts` per mini-batch, the mini-batches that the controller put
+    into `meta_info`, the `configured` number of prompts. `n`: rows per prompt in batches without `uid`.
     """
     if prompts is None and "mini_batches" in data.meta_info:
         return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])
@@ -92,9 +90,9 @@ def mini_batches_of_call(
 
 
 def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: TrainEngine) -> list[int]:
-    """The rows of each mini-batch of `prompts` prompts over all ranks, where the controller did not cut the batch.
+    """Return the rows of each mini-batch of `prompts` prompts over all ranks, for a batch the controller did not split.
 
-    Runs of whole prompts by `uid`; without that column a prompt has `n` rows. A collective.
+    Mini-batches contain whole prompts by `uid`; without that column a prompt has `n` rows. A collective.
     """
     uids = np.asarray(data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else np.arange(len(data)) // n)
     starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]]
@@ -104,16 +102,16 @@ def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: Train
     return np.diff(bounds).tolist()
 
 
-def _record(
-    totals: dict[str, list[tuple[float, float]]], prefix: str, found: Metrics, step: dict[str, float], dp_size: int
+def _add_metrics(
+    totals: dict[str, list[tuple[float, float]]], prefix: str, metrics: Metrics, step: dict[str, float], dp_size: int
 ) -> None:
-    """Add the metrics of one optimizer step."""
+    """Add the metrics of one optimizer step to `totals`."""
     for reason in REASONS:
         totals.setdefault(f"{prefix}/{reason}_steps", []).append((step[reason], 1.0))
     if step[EMPTY]:
-        return  # there was nothing to measure
-    for name, (total, count) in found.items():
-        # A part of the step's loss counts once per step, shared by the ranks that hold the parts.
+        return  # no tokens, no metrics
+    for name, (total, count) in metrics.items():
+        # Terms of the step's loss (without count) are summed over ranks: the counts of all ranks add up to 1 per step.
         totals.setdefault(f"{prefix}/{name}", []).append((total, 1.0 / dp_size if count is None else count))
     for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
         totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
@@ -128,21 +126,21 @@ def start_engine(
     block: Any,
     optim: Any = None,
     grad_clip: float | None = None,
-    replays: bool = False,
+    router_replay: bool = False,
 ) -> TrainEngine:
-    """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it.
+    """Start the engine of `block.strategy` and register this rank's place in `mesh`, over which calls are dispatched.
 
-    `replays`: routers go through the experts that a batch has in `routed_experts`.
+    Without `optim` the model is frozen. `router_replay`: routers use the experts in the column `routed_experts`.
     """
     at = TRAINING_ENGINES[block.strategy].at
-    engine: TrainEngine = resolve_name(at).of_block(
-        model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip, replays=replays
+    engine: TrainEngine = resolve_name(at).from_config(
+        model_path, kind, model_config, block, worker.device, optim, grad_clip, router_replay
     )
     worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)
     return engine
 
 
-def inferred(
+def infer_columns(
     engine: TrainEngine,
     data: DataProto,
     columns: Mapping[str, str],
@@ -150,44 +148,44 @@ def inferred(
     micro: MicroBatching,
     top_k: int = 0,
 ) -> DataProto:
-    """The engine's fields as columns of the batch: {field: column}. None where results are not taken from this rank."""
-    found = engine.infer(data, [name for name in columns if name not in TOP], temperature, micro, top_k)
+    """Return fields of the engine as columns, named by {field: column}; empty if results are not collected here."""
+    fields = engine.infer(data, [name for name in columns if name not in TOP_K_FIELDS], temperature, micro, top_k)
     if not engine.collects:
         return DataProto()
-    return DataProto.from_dict({column: found.batch[field] for field, column in columns.items()})
+    return DataProto.from_dict({column: fields.batch[field] for field, column in columns.items()})
 
 
-class SavingWorker(Worker):
-    """A rank whose `engine` learns."""
+class CheckpointedWorker(Worker):
+    """A worker whose `engine` is trained, and saved in checkpoints."""
 
     engine: TrainEngine
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """Which contents are saved and loaded."""
+        """The contents to save and to load."""
         raise NotImplementedError
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`.
+        """Save the sharded state under `path`, and a Hugging Face model under `path/huggingface`.
 
-        With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
+        With LoRA: the trained weights, `path/lora_adapter` in peft's format, and the merged model.
         """
         self.begin_save(path)
         self.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_save(self, path: str) -> None:
-        """Freeze the state as it is now; it is written while other calls go on."""
+        """Copy the current state; it is written during later calls."""
         self.engine.begin_save(path, self.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
     def finish_save(self) -> None:
-        """Wait until what was begun is written."""
+        """Wait until the save is written."""
         self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Read back what `save_checkpoint` wrote."""
-        with self.engine.awake():
+        """Load what `save_checkpoint` wrote."""
+        with self.engine.on_device():
             self.engine.load(path, self.checkpoint.load_contents)

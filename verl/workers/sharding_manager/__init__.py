@@ -1,4 +1,4 @@
-"""How trained weights reach the rollout engine: by buckets of HF-named tensors, versioned, verified bit for bit."""
+"""Weight sync from training engines to rollout engines: buckets of HF-named tensors, versioned and verified."""
 
 from verl.utils.transfer_group import (
     TransferAddress,

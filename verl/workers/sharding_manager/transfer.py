@@ -16,48 +16,37 @@ from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.weights import BucketPiece, WholeTensors, bucket_layout, dtype_name, layout_bytes
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "BroadcastReceiver",
-    "BroadcastSender",
-    "InProcessTransfer",
-    "SentWeights",
-    "SyncStats",
-    "UntilError",
-    "WeightSource",
-    "all_rows",
-    "wanted_by_rank",
-]
+__all__ = ["BroadcastReceiver", "BroadcastSender", "InProcessTransfer", "SyncStats", "WeightSource"]
 
 
-# Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
+# Large enough to make the fixed costs of a bucket negligible, small compared with a model shard.
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
 
 class InProcessTransfer:
-    """Hands a training engine's weights to the rollout of the same process: what that wants, and no more."""
+    """Copies a training engine's weights, or the requested rows of them, to the rollout engine of the same process."""
 
     def __init__(self, engine: WeightSource, rollout: BaseRollout, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-        """A collective: every training rank makes one, with the rollout of its own process."""
+        """A collective of all training ranks, each with the rollout of its own process."""
         self._engine, self._rollout, self._bucket_bytes = engine, rollout, bucket_bytes
         self._wanted = wanted_by_rank(rollout.wanted(), engine.manifest)
 
     def sync(self, version: int) -> SyncStats:
-        """After this the rollout generates with exactly the trainer's weights, or it raises WeightMismatchError.
+        """Copy the weights and verify them; WeightMismatchError if the rollout's differ afterwards.
 
-        A collective, also where the engine of one rank fails: the others need that rank's part of every bucket.
+        A collective: a rank whose rollout engine fails still provides its part of every bucket to the others.
         """
         start = time.perf_counter()
         rollout, manifest = self._rollout, self._engine.manifest()
-        sent, steps, whole = SentWeights(rollout.weight_dtype), UntilError(), WholeTensors(manifest)
-        rows_too = rollout.wanted() is not None
+        sent, steps, whole = SentWeights(rollout.weight_dtype), StepsUntilError(), WholeTensors(manifest)
+        accepts_rows = rollout.wanted() is not None
         steps.run(rollout.begin_update, version, manifest)
         begun = steps.error is None
         if steps.error is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
             raise steps.error
         try:
             for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
-                steps.run(rollout.load_bucket, bucket if rows_too else whole.add(bucket))
+                steps.run(rollout.load_bucket, bucket if accepts_rows else whole.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
             if begun:
@@ -72,7 +61,13 @@ class InProcessTransfer:
 
 
 class BroadcastSender:
-    """The trainer's side. Every training rank has one; only rank 0's is a member of the group."""
+    """The trainer's side of a weight sync between processes. Only training rank 0 is a member of the group.
+
+    The controller calls `send` on every trainer rank and `receive` on every rollout rank at the same time. Rank 0
+    broadcasts a header before each bucket; the last header contains the fingerprints, or the error that ended the
+    transfer, so that no side waits in vain. Then all members exchange whether they have succeeded. If a member is lost,
+    the calls of the others raise TransferLostError; the trainer is unchanged and may send again over a new group.
+    """
 
     def __init__(
         self, group: TransferGroup | None, dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -82,7 +77,7 @@ class BroadcastSender:
         self.bucket_bytes = bucket_bytes
 
     def send(self, engine: WeightSource, version: int) -> SyncStats:
-        """A collective of all training ranks. Raises on rank 0 when a rollout refused the weights."""
+        """Send one version. A collective of all training ranks; raises on rank 0 if a rollout refused the weights."""
         start = time.perf_counter()
         manifest, sent = engine.manifest(), SentWeights(self.dtype)
         nothing: Wanted = {}
@@ -91,7 +86,7 @@ class BroadcastSender:
         buckets = engine.buckets(self.dtype, self.bucket_bytes, wanted)
         if self.group is None:
             for _ in buckets:
-                pass  # this rank only gives its part
+                pass  # this rank only takes part in gathering
             return SyncStats(0, 0, time.perf_counter() - start)
         group = self.group
         try:
@@ -101,7 +96,7 @@ class BroadcastSender:
                 sent.add(bucket)
         except TransferLostError:
             for _ in buckets:
-                pass  # the other training ranks give their part of every bucket, sent or not
+                pass  # the other training ranks gather all buckets, sent or not
             raise
         except Exception as error:
             group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
@@ -112,7 +107,7 @@ class BroadcastSender:
         if refused:
             raise WeightMismatchError(
                 f"weights: version {version} was refused by rollout rank(s) {[rank - 1 for rank in refused]};"
-                " the error there says which tensor."
+                " the error there names the tensor."
             )
         return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
 
@@ -126,15 +121,15 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """A rollout rank's side."""
+    """A rollout rank's side of a weight sync between processes."""
 
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
 
     def receive(self, rollout: BaseRollout) -> SyncStats:
-        """Take one version in. After an error of its own it keeps receiving: the others must not wait for it."""
+        """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits."""
         start = time.perf_counter()
-        steps, loader = UntilError(), _Loader(rollout)
+        steps, loader = StepsUntilError(), _Loader(rollout)
         try:
             tensors, size = self._receive(steps, loader)
         except TransferLostError as error:
@@ -145,8 +140,8 @@ class BroadcastReceiver:
             raise steps.error
         return SyncStats(tensors, size, time.perf_counter() - start)
 
-    def _receive(self, steps: UntilError, loader: _Loader) -> tuple[int, int]:
-        """(tensors, bytes) of one version, each step of it by `steps`."""
+    def _receive(self, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
+        """Receive one version, executing each load by `steps`; return (number of tensors, bytes)."""
         size = 0
         steps.run(loader.begin, self.group.broadcast_json())
         while "tensors" in (header := self.group.broadcast_json()):
@@ -160,7 +155,7 @@ class BroadcastReceiver:
 
 
 class _Loader:
-    """One version on its way into an engine, which gets of it what it wants."""
+    """Loads the requested weights of one version into an engine."""
 
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._wanted = rollout, rollout.wanted()
@@ -168,12 +163,12 @@ class _Loader:
         self.begun = False
 
     def begin(self, header: dict[str, Any]) -> None:
-        self._raise_senders(header)
-        here = dtype_name(self._rollout.weight_dtype)
-        if header["dtype"] != here:
+        self._raise_sender_error(header)
+        dtype = dtype_name(self._rollout.weight_dtype)
+        if header["dtype"] != dtype:
             raise WeightMismatchError(
-                f"weights: the trainer sends {header['dtype']}, the rollout holds {here}."
-                " Both sides take the rollout's dtype; set it (auto depends on the device)."
+                f"weights: the trainer sends {header['dtype']}, but the rollout has {dtype}. Set rollout.dtype"
+                " explicitly (auto depends on the device)."
             )
         specs = header["manifest"]
         manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
@@ -189,14 +184,14 @@ class _Loader:
         self._rollout.load_bucket(bucket)
 
     def finish(self, header: dict[str, Any]) -> None:
-        self._raise_senders(header)
+        self._raise_sender_error(header)
         sent = header["fingerprint"]
         wanted = sent if self._wanted is None else self._wanted
         self._rollout.finish_update({name: total for name, total in sent.items() if name in wanted})
 
-    def _raise_senders(self, header: dict[str, Any]) -> None:
+    def _raise_sender_error(self, header: dict[str, Any]) -> None:
         if "error" in header:
-            raise WeightMismatchError(f"weights: the trainer stopped in the middle of sending: {header['error']}")
+            raise WeightMismatchError(f"weights: the trainer failed while sending: {header['error']}")
 
 
 def _name(key: str | TensorSlice) -> str:
@@ -208,7 +203,7 @@ def _plain(manifest: Manifest) -> list[tuple[str, list[int], str]]:
 
 
 class WeightSource(Protocol):
-    """The part of a TrainEngine that a hand-over uses. Both are collectives of the training ranks."""
+    """The part of a TrainEngine that a weight sync uses. Both are collectives of the training ranks."""
 
     def manifest(self) -> Manifest: ...
 
@@ -219,7 +214,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class SyncStats:
-    """One hand-over in numbers."""
+    """Statistics of one weight sync."""
 
     tensors: int
     bytes: int
@@ -228,26 +223,26 @@ class SyncStats:
 
 @dataclass
 class SentWeights:
-    """What has been handed over so far: the fingerprint of each weight, rows added up, and the bytes of all."""
+    """Fingerprint of each weight sent so far, summed over rows, and the total bytes."""
 
     dtype: torch.dtype
     fingerprint: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
 
     def add(self, bucket: Bucket) -> None:
-        """One more bucket."""
+        """Add a bucket."""
         slices = {key: tensor for key, tensor in bucket.items() if isinstance(key, TensorSlice)}
         places: dict[str | TensorSlice, Placement]
         places = {key: Placement.of_shard(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
-        for key, found in fingerprints(bucket, self.dtype, places).items():
+        for key, value in fingerprints(bucket, self.dtype, places).items():
             name = key.name if isinstance(key, TensorSlice) else key
-            total = self.fingerprint.get(name, 0) + found
-            self.fingerprint[name] = (total + 2**63) % 2**64 - 2**63  # as 64-bit sums of a device wrap
+            total = self.fingerprint.get(name, 0) + value
+            self.fingerprint[name] = (total + 2**63) % 2**64 - 2**63  # wraps like 64-bit sums on a device
         self.bytes += sum(tensor.nbytes for tensor in bucket.values())
 
 
-class UntilError:
-    """Runs steps until one fails, then skips the rest: those of others go on, who would wait for this rank."""
+class StepsUntilError:
+    """Runs steps until one fails and skips the rest, so that collectives with other ranks can be completed."""
 
     error: Exception | None = None
 
@@ -255,29 +250,29 @@ class UntilError:
         if self.error is None:
             try:
                 step(*args)
-            except Exception as error:  # noqa: BLE001 - raised when the transfer has been drained
+            except Exception as error:  # noqa: BLE001 - raised after the remaining buckets are consumed
                 self.error = error
 
 
 def wanted_by_rank(mine: Wanted | None, manifest: Callable[[], Manifest]) -> list[Wanted] | None:
-    """What the engine beside each training rank takes; None where all take everything. A collective."""
-    everyone: list[Wanted | None] = [mine]
+    """Return the requests of the rollouts of all training ranks; None if all request everything. A collective."""
+    requests: list[Wanted | None] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    if all(each is None for each in everyone):
+        requests = [None] * dist.get_world_size()
+        dist.all_gather_object(requests, mine)
+    if all(request is None for request in requests):
         return None
-    # Equal ones as one object: trainers look at each kind once.
-    kinds: list[Wanted] = []
-    found: list[Wanted] = []
-    for each in everyone:
-        rows = all_rows(manifest()) if each is None else each
-        same = next((kind for kind in kinds if kind == rows), None)
-        kinds += [rows] if same is None else []
-        found.append(rows if same is None else same)
-    return found
+    # Equal requests share one object, so that engines process each distinct request once.
+    distinct: list[Wanted] = []
+    result: list[Wanted] = []
+    for request in requests:
+        rows = all_rows(manifest()) if request is None else request
+        same = next((other for other in distinct if other == rows), None)
+        distinct += [rows] if same is None else []
+        result.append(rows if same is None else same)
+    return result
 
 
 def all_rows(manifest: Manifest) -> Wanted:
-    """What an engine takes that takes everything."""
+    """Return a request of all rows of all weights."""
     return {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}

@@ -20,7 +20,7 @@ def task(tmp_path_factory):
 
 def ruined(task, tmp_path, monkeypatch, *more: str) -> tuple[str, list[str]]:
     """What a run says that nothing kept from an absurd update, and the checkpoints there are then."""
-    monkeypatch.setattr(optim, "_LARGEST_STEP", float("inf"))
+    monkeypatch.setattr(optim, "_MAX_RELATIVE_STEP", float("inf"))
     arguments = overrides(
         task, tmp_path, "algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.total_training_steps=3", *more
     )
@@ -58,7 +58,7 @@ def test_a_step_that_lost_them_is_not_saved_and_the_one_before_is_where_to_go_on
     """A rate that rises from 0: step 1 changes nothing and is saved, step 2 is the end."""
     rising = (f"{ACTOR}.optim.lr=1e12", f"{ACTOR}.optim.lr_warmup_steps=100", ONE_UPDATE)
     said, saved = ruined(task, tmp_path, monkeypatch, *rising, "trainer.save_freq=1")
-    assert said.startswith("step 2: the weights are not finite, or give no finite numbers: they are not saved.")
+    assert said.startswith("step 2: the weights, or the outputs they compute, are not finite: they are not saved.")
     assert "the same command resumes at step 1" in said
     assert saved == ["global_step_1"]
 

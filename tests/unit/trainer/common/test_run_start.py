@@ -119,8 +119,8 @@ def test_moments_in_another_precision_are_converted_and_another_layout_is_refuse
     momentum = {f"model.norm.weight/{key}": torch.zeros(64) for key in ("exp_avg", "momentum_buffer")}
     dcp.save(momentum, checkpoint_id=tmp_path / "optimizer", no_dist=True)
     (part,) = run_parts(load_config(None, arguments(task, saved, "algorithm.adv_estimator=grpo")))
-    (said,) = checkpoint_compatibility.differences(tmp_path, ["optimizer"], part.expected)
-    assert said == "the optimizer's state has momentum_buffer, which this optimizer does not"
+    (said,) = checkpoint_compatibility.checkpoint_differences(tmp_path, ["optimizer"], part.expected)
+    assert said == "the optimizer state has momentum_buffer, which this optimizer does not have"
 
 
 def test_what_was_not_saved_cannot_be_asked_for(task, tmp_path):
@@ -152,7 +152,7 @@ def test_other_adapters_are_refused(task, saved_lora, change, said):
 
 
 def test_a_checkpoint_of_before_model_json_is_compared_by_its_tensors(task, models, saved, monkeypatch):
-    monkeypatch.setattr(checkpoint_compatibility, "_stored_about", lambda folder: {})
+    monkeypatch.setattr(checkpoint_compatibility, "_stored_model_info", lambda folder: {})
     actor, _ = problems(arguments(task, saved, *model_keys(models / "shallow")))
     assert "num_hidden_layers" not in actor.why
     assert "12 tensors only in the checkpoint" in actor.why

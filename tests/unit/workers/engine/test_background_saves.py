@@ -69,7 +69,7 @@ def in_a_thread(work):
 
 
 def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(tmp_path, monkeypatch):
-    engines = [make_engine(tiny_model(), snapshots=snapshots) for snapshots in (True, False)]
+    engines = [make_engine(tiny_model(), background_save=background_save) for background_save in (True, False)]
     for engine in engines:
         train(engine)
         torch.manual_seed(7)
@@ -142,7 +142,7 @@ def ended(name):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_for_the_first_checkpoint_is_made_beside_the_first_update(tmp_path, monkeypatch):
-    engine = make_engine(tiny_model(vocab_size=15_000, hidden_size=256), saved=["model", "optimizer"])
+    engine = make_engine(tiny_model(vocab_size=15_000, hidden_size=256), save_contents=["model", "optimizer"])
     copy = 3 * sum(4 * value.numel() for value in engine.model.hf.parameters())
     before = resident()
     engine.infer(make_batch(), ["log_probs"])
@@ -242,22 +242,22 @@ def test_what_waits_in_host_memory_is_copied_from_there_and_not_overwritten_befo
     tensors = {"weight": model.weight.detach(), "table": model.table, "moment": moments[0], "nothing": moments[1]}
     for _ in range(2):
         wanted = {name: value.clone() for name, value in tensors.items()}
-        memory.leave(True, True)
+        memory.offload(True, True)
         with held_back(monkeypatch, np, "copyto"):
-            taken = snapshot.take(tensors, memory.lend(tensors, snapshot.wait))
+            taken = snapshot.take(tensors, memory.byte_views(tensors, snapshot.wait))
             for _ in range(2):  # passes change nothing: what comes back need not wait to leave again
-                memory.come_back(True, True)
+                memory.reload(True, True)
                 assert all(torch.equal(value, wanted[name]) for name, value in tensors.items())
-                memory.leave(True, True)
-            memory.come_back(True, True)
-            thread, done = in_a_thread(memory.before_change)
+                memory.offload(True, True)
+            memory.reload(True, True)
+            thread, done = in_a_thread(memory.prepare_update)
             assert not done.wait(0.3)
         thread.join()
         for value in tensors.values():
             value += 1
-        memory.leave(True, True)
+        memory.offload(True, True)
         assert all(torch.equal(value, wanted[name]) for name, value in taken.items())
-        memory.come_back(True, True)
+        memory.reload(True, True)
         assert all(torch.equal(value, wanted[name] + 1) for name, value in tensors.items())
 
 

@@ -29,7 +29,7 @@ def test_the_number_of_parts_can_be_asked_for():
     assert len(rearrange_micro_batches(data.batch, 10_000)[0]) == 1
     assert len(rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=3)[0]) == 3
     assert len(rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=3, num_batches_divided_by=2)[0]) == 4
-    with pytest.raises(ValueError, match="6 rows cannot fill 8 micro-batches"):
+    with pytest.raises(ValueError, match="6 rows are fewer than 8 micro-batches"):
         rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=8)
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
 from tests.support.tiny import tiny_model
 from verl.config import OptimConfig, as_config
-from verl.workers.engine.common import optim
-from verl.workers.engine.common.optim import portions, round_at_random
+from verl.workers.engine.common.optim import round_stochastically
+from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.fsdp import optimizer
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 
 
@@ -62,7 +63,7 @@ def test_the_second_moment_follows_its_float32_twin_where_rounding_to_the_neares
         exact = beta * exact + (1 - beta) * gradient**2
         nearest = (beta * nearest.float() + (1 - beta) * gradient**2).bfloat16()
         working = beta * at_random.float() + (1 - beta) * gradient**2
-        round_at_random(working, noise)
+        round_stochastically(working, noise)
         at_random = working.bfloat16()
     assert (nearest == 4.0).all(), "a step of 0.075 % is less than half of bfloat16's spacing"
     assert float(exact[0]) < 3.3
@@ -73,7 +74,7 @@ def test_the_second_moment_follows_its_float32_twin_where_rounding_to_the_neares
 @given(value=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False))
 def test_rounding_gives_one_of_the_two_neighbours_and_the_value_itself_on_average(value):
     values = torch.full((4096,), value)
-    round_at_random(values, torch.Generator().manual_seed(0))
+    round_stochastically(values, torch.Generator().manual_seed(0))
     assert torch.equal(values.bfloat16().float(), values)
     low, high = float(values.min()), float(values.max())
     spacing = abs(value) * 2**-7 + 1e-38
@@ -91,11 +92,10 @@ def test_moments_take_half_of_the_memory_between_steps():
 
 
 def test_how_moments_are_cut_into_portions_changes_nothing_but_the_noise(monkeypatch):
-    sizes = [("a", 5), ("b", 3), ("c", 9), ("d", 1)]
-    monkeypatch.setattr(optim, "PORTION", 8)
-    assert list(portions(sizes)) == [["a", "b"], ["c"], ["d"]]
+    assert list(bucketed([("a", 5), ("b", 3), ("c", 9), ("d", 1)], 8)) == [["a", "b"], ["c"], ["d"]]
+    monkeypatch.setattr(optimizer, "PORTION", 8)
     first, *_ = learn("bf16", steps=20)
-    monkeypatch.setattr(optim, "PORTION", 1 << 25)
+    monkeypatch.setattr(optimizer, "PORTION", 1 << 25)
     second, *_ = learn("bf16", steps=20)
     assert first == pytest.approx(second, rel=1e-2)
     assert first[0] == second[0]

@@ -25,13 +25,13 @@ def test_tensors_that_are_away_hold_no_memory_and_come_back_bit_for_bit():
     tensors = [torch.randn(5, 3), whole[:7], whole[7:], torch.randn(3, dtype=torch.bfloat16), torch.empty(0)]
     wanted = [tensor.clone() for tensor in tensors]
     group = OffloadedTensors(CPU)
-    group.leave(tensors)
-    assert group.away
+    group.offload(tensors)
+    assert group.is_offloaded
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
     assert group._host.size == 15 * 4 + 12 * 4 + 3 * 2, "two views of one storage travel once"
-    group.come_back()
+    group.reload()
     group.wait()
-    assert not group.away
+    assert not group.is_offloaded
     assert all(torch.equal(found, value) for found, value in zip(tensors, wanted, strict=True))
     assert tensors[1].untyped_storage().data_ptr() == tensors[2].untyped_storage().data_ptr()
 
@@ -39,22 +39,22 @@ def test_tensors_that_are_away_hold_no_memory_and_come_back_bit_for_bit():
 def test_host_memory_is_taken_once_and_used_again(monkeypatch):
     monkeypatch.setattr(offload, "_PIECE", 64)
     group, tensors = OffloadedTensors(CPU), [torch.randn(50), torch.randn(3)]
-    group.leave(tensors)
+    group.offload(tensors)
     first = [piece.data_ptr() for piece in group._host._pieces]
     for _ in range(2):
-        group.come_back()
+        group.reload()
         wanted = [tensor.mul_(2).clone() for tensor in tensors]
-        group.leave(tensors)
+        group.offload(tensors)
     assert [piece.data_ptr() for piece in group._host._pieces] == first
-    group.come_back()
+    group.reload()
     assert all(torch.equal(found, value) for found, value in zip(tensors, wanted, strict=True))
 
 
 def test_what_is_away_cannot_leave_again():
     group, tensors = OffloadedTensors(CPU), [torch.ones(3)]
-    group.leave(tensors)
-    with pytest.raises(RuntimeError, match="away already"):
-        group.leave(tensors)
+    group.offload(tensors)
+    with pytest.raises(RuntimeError, match="already offloaded"):
+        group.offload(tensors)
 
 
 @settings(max_examples=30)
@@ -87,14 +87,14 @@ def test_a_sharded_model_and_its_moments_go_away_and_train_on_as_if_they_had_not
         train(stayed, data)
         train(moved, data)
         parameters = [*moved.model.parameters(), *moved.model.buffers()]
-        weights.leave(parameters)
-        moments.leave(moved._optimizer.state_tensors())
+        weights.offload(parameters)
+        moments.offload(moved._optimizer.state_tensors())
         held = [offload.local_shard(value).untyped_storage().nbytes() for value in parameters]
         held += [value.untyped_storage().nbytes() for value in moved._optimizer.state_tensors()]
         assert len(held) > 20
         assert not any(held)
         for group in (weights, moments):
-            group.come_back()
+            group.reload()
             group.wait()
     wanted, found = whole_weights(stayed), whole_weights(moved)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -124,8 +124,8 @@ def test_gradients_summed_in_host_memory_equal_those_summed_on_the_device_bit_fo
     waiting = []
     for engine in engines:
         engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
-        waiting.append(len(engine._memory._gradients._waiting))
-        engine._memory.ready()
+        waiting.append(len(engine._memory._gradients._offloaded))
+        engine._memory.wait_ready()
     assert waiting[0] == 0
     assert waiting[1] > 20
     wanted, found = (engine_gradients(engine) for engine in engines)
@@ -142,12 +142,12 @@ def test_a_gradient_that_only_an_earlier_micro_batch_gave_is_not_lost():
     parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     group = OffloadedGradients(parameters, CPU)
     parameters[0].grad, parameters[1].grad = torch.ones(3), torch.full((3,), 2.0)
-    group.leave()
+    group.offload()
     assert all(parameter.grad is None for parameter in parameters)
     parameters[1].grad = torch.full((3,), 0.5)
-    group.leave()
+    group.offload()
     parameters[1].grad = torch.full((3,), 0.25)
-    group.come_back()
+    group.reload()
     assert parameters[0].grad.tolist() == [1.0] * 3
     assert parameters[1].grad.tolist() == [2.75] * 3
     assert parameters[2].grad is None

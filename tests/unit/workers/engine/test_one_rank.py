@@ -99,8 +99,8 @@ def test_gradients_do_not_depend_on_how_the_rows_are_cut_padded_or_recomputed(mi
 
 
 def test_one_rank_adds_up_micro_batches_and_reduces_them_once(monkeypatch):
-    engine, ends, finish = make_engine(tiny_model()), [], sharding.finish_with
-    monkeypatch.setattr(sharding, "finish_with", lambda model, last: (ends.append(last), finish(model, last)))
+    engine, ends, finish = make_engine(tiny_model()), [], sharding.set_last_micro_batch
+    monkeypatch.setattr(sharding, "set_last_micro_batch", lambda model, last: (ends.append(last), finish(model, last)))
     engine.forward_backward(make_batch(rows=6), token_loss, BOTH, micro=MicroBatching(size=2))
     assert ends == [False, False, True]
     assert_close(engine_gradients(engine), plain_gradients("qwen2", make_batch(rows=6)))

@@ -13,8 +13,8 @@ from verl.workers.engine.common.optim import (
     LossScale,
     build_optimizer,
     build_schedule,
-    reason_against,
     restore_schedule,
+    skip_reason,
 )
 
 
@@ -91,10 +91,10 @@ def test_eps_is_added_to_the_size_that_a_gradient_is_divided_by(eps, wanted):
 def test_a_search_for_a_loss_scale_that_does_not_end_is_a_broken_gradient():
     scale, reasons = LossScale(torch.float16), []
     for _ in range(40):
-        reasons.append(reason_against(8.0, math.nan, scale.can_fall, lr=1e-6, weight_rms=0.02))
+        reasons.append(skip_reason(8.0, math.nan, scale.can_decrease, lr=1e-6, weight_rms=0.02))
         scale.update(finite=False)
     assert reasons == [SEARCHING] * 32 + [SKIPPED] * 8
-    assert not LossScale(torch.bfloat16).can_fall
+    assert not LossScale(torch.bfloat16).can_decrease
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_a_search_for_a_loss_scale_that_does_not_end_is_a_broken_gradient():
     [(1e-6, 0.02, None), (1.9, 0.02, None), (2.1, 0.02, REFUSED), (0.9, 0.0, None), (1.1, 0.0, REFUSED)],
 )
 def test_a_step_of_a_hundred_times_the_weights_is_refused(lr, weight_rms, reason):
-    assert reason_against(8.0, 1.0, False, lr, weight_rms) == reason
+    assert skip_reason(8.0, 1.0, False, lr, weight_rms) == reason

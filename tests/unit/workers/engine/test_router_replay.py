@@ -74,9 +74,9 @@ def test_without_replay_routers_choose_whatever_a_batch_says():
 
 def test_what_cannot_be_replayed_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no routers"):
-        make_engine(tiny_model(), replays=True)
+        make_engine(tiny_model(), router_replay=True)
     with pytest.raises(ValueError, match="use_remove_padding=True"):
-        make_engine(mixture("mixtral"), replays=True, use_remove_padding=False)
+        make_engine(mixture("mixtral"), router_replay=True, use_remove_padding=False)
     with pytest.raises(ValueError, match="routed_experts of a qwen2 model, which has no experts"):
         make_engine(tiny_model()).infer(rows(), ["routed_experts", "log_probs"])
     model = mixture("mixtral")
@@ -89,4 +89,4 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
 
     monkeypatch.setattr(own, "forward", scaled)
     with pytest.raises(ValueError, match="MixtralTopKRouter weighs experts in a way that is not known"):
-        make_engine(model, replays=True)
+        make_engine(model, router_replay=True)

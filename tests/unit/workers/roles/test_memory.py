@@ -64,7 +64,7 @@ def test_the_error_names_phase_size_and_keys_in_the_order_of_cost():
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     text = str(caught.value)
     assert "update_critic: out of device memory" in text
-    assert "2.50 GiB more were asked for" in text
+    assert "2.50 GiB more were requested" in text
     keys = ["ppo_micro_batch_size_per_gpu (now 8)", "enable_gradient_checkpointing=True", "ulysses", "grad_offload"]
     places = [text.index(key) for key in keys]
     assert places == sorted(places)

@@ -36,7 +36,7 @@ class Rank:
     def optimizer_step(self) -> dict[str, float]:
         return step_metrics(grad_norm=1.0, lr=1e-3, reason=None)
 
-    def sound(self, thorough: bool) -> bool:
+    def weights_finite(self, thorough: bool) -> bool:
         return True
 
 
@@ -85,7 +85,7 @@ def test_mini_batches_may_have_different_numbers_of_rows():
     run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=[1, 3, 2], epochs=2, prefix="role")  # type: ignore[arg-type]
     assert sizes == [1, 3, 2, 1, 3, 2]
     for wrong in ([1, 3], [6, 0], 4, []):
-        with pytest.raises(ValueError, match="6 rows on this rank do not divide into mini-batches"):
+        with pytest.raises(ValueError, match="mini-batches: 6 rows on this rank"):
             run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=wrong, epochs=1, prefix="role")  # type: ignore[arg-type]
 
 

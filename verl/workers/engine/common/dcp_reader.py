@@ -32,13 +32,13 @@ from verl.utils.torch_archive import dimensions, plain_types, read_tensor
 __all__ = ["METADATA", "StoredChunk", "StoredTensor", "TensorsOnlyPlanner", "TensorsOnlyReader", "read_folder"]
 
 METADATA = ".metadata"
-# Classes that torch and Megatron-Core have in .metadata; they are not imported.
+# Packages of the classes in .metadata files of torch and Megatron-Core; they are not imported.
 _PACKAGES = ("torch", "megatron", "pathlib", "collections", "enum")
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A rectangle of a tensor, saved by `torch.save` in a part of a file."""
+    """A rectangle of a tensor, saved by `torch.save` at a position in a file."""
 
     path: Path
     start: int
@@ -47,13 +47,13 @@ class StoredChunk:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """ValueError where the file has no tensor of this size. Its dtype is the file's."""
+        """Return the tensor with the dtype in the file. ValueError if its shape differs from the metadata."""
         tensor = read_tensor(self.path, self.start, self.length)
-        # Megatron-Core saves one of a stack without the dimension of the stack.
+        # Megatron-Core saves a tensor of a stack without the stack dimension.
         if tensor.shape != self.shape and (tensor.numel() != math.prod(self.shape) or not tensor.is_contiguous()):
             raise ValueError(
-                f"{self.path}: the tensor at byte {self.start} has shape {list(tensor.shape)}, and {METADATA} says "
-                f"{list(self.shape)}. Copy the checkpoint again."
+                f"{self.path}: the tensor at byte {self.start} has shape {list(tensor.shape)}, but "
+                f"{list(self.shape)} in {METADATA}. Copy the checkpoint again."
             )
         return tensor.view(self.shape)
 
@@ -68,10 +68,10 @@ class StoredTensor:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
-    """The tensors of a checkpoint by name; None for an object that is not a tensor.
+    """Return the tensors of a checkpoint by name; None for objects that are not tensors.
 
-    ValueError, with the file and the cause, for a `.metadata` that is damaged, refers to files outside the folder, or
-    has two tensors share bytes.
+    ValueError, with file and cause, if `.metadata` is damaged, refers to files outside the folder, or places two
+    tensors on the same bytes.
     """
     path = folder / METADATA
     try:
@@ -82,12 +82,12 @@ def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
         tensors = {_text(name): _tensor(folder, name, entry, places) for name, entry in entries.items()}
         _check_places(chunk for tensor in tensors.values() if tensor is not None for chunk in tensor.chunks)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}. Copy the checkpoint again, from a source you trust.") from error
+        raise ValueError(f"{path}: {error}. Copy the checkpoint again from a trusted source.") from error
     return tensors
 
 
 class TensorsOnlyReader(dcp.FileSystemReader):
-    """torch's reader for such a folder, with `read_folder` in place of pickle, and `StoredChunk` of `torch.load`."""
+    """torch's reader with `read_folder` in place of pickle and `StoredChunk.read` in place of `torch.load`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -98,7 +98,7 @@ class TensorsOnlyReader(dcp.FileSystemReader):
         try:
             tensors = read_folder(self._folder)
         except (ValueError, OSError) as error:
-            # torch drops what is raised here, in some versions without a trace; set_up_storage_reader comes next.
+            # Some versions of torch drop errors raised here; set_up_storage_reader is called next and raises it.
             self._failure, tensors = error, {}
         chunks = {
             MetadataIndex(name, chunk.offsets): chunk
@@ -122,7 +122,9 @@ class TensorsOnlyReader(dcp.FileSystemReader):
                 tensor = tensor.narrow(dim, offset, length)
             target = planner.resolve_tensor(item).detach()
             if target.shape != tensor.shape:
-                raise ValueError(f"{item.storage_index.fqn} is {list(tensor.shape)}, here {list(target.shape)}")
+                raise ValueError(
+                    f"{item.storage_index.fqn}: shape {list(tensor.shape)} stored, {list(target.shape)} in the model"
+                )
             target.copy_(tensor)
             planner.commit_tensor(item, target)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -131,14 +133,14 @@ class TensorsOnlyReader(dcp.FileSystemReader):
 
 
 class TensorsOnlyPlanner(DefaultLoadPlanner):
-    """torch's planner, without the objects that it unpickles."""
+    """torch's planner, without unpickling objects."""
 
     def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
         _refuse_bytes(read_item.dest_index.fqn)
 
 
 def _refuse_bytes(name: str) -> NoReturn:
-    raise ValueError(f"{name} is a pickled object in the checkpoint, not a tensor. It was not loaded.")
+    raise ValueError(f"{name} is a pickled object in the checkpoint, not a tensor; it is not loaded.")
 
 
 def _torch_entry(tensor: StoredTensor | None) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -160,40 +162,40 @@ def _tensor(folder: Path, name: str, entry: Any, places: dict[Any, Any]) -> Stor
     chunks = fields.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError(f"{name[:80]} has no list of chunks")
-    return StoredTensor(shape, dtype, tuple(_chunk(folder, name, each, places, shape, dtype) for each in chunks))
+    return StoredTensor(shape, dtype, tuple(_chunk(folder, name, chunk, places, shape, dtype) for chunk in chunks))
 
 
 def _chunk(
-    folder: Path, name: str, entry: Any, places: dict[Any, Any], whole: tuple[int, ...], dtype: torch.dtype
+    folder: Path, name: str, entry: Any, places: dict[Any, Any], full_shape: tuple[int, ...], dtype: torch.dtype
 ) -> StoredChunk:
     fields = _fields(entry, "ChunkStorageMetadata")
     offsets, shape = dimensions(fields.get("offsets")), dimensions(fields.get("sizes"))
-    if not len(offsets) == len(shape) == len(whole):
-        raise ValueError(f"a chunk of {name[:80]} has another number of dimensions")
-    if any(offset + size > total for offset, size, total in zip(offsets, shape, whole, strict=True)):
-        raise ValueError(f"a chunk of {name[:80]} lies outside of it")
+    if not len(offsets) == len(shape) == len(full_shape):
+        raise ValueError(f"a chunk of {name[:80]} has a different number of dimensions than the tensor")
+    if any(offset + size > total for offset, size, total in zip(offsets, shape, full_shape, strict=True)):
+        raise ValueError(f"a chunk of {name[:80]} is outside of it")
     place = places.get((name, offsets))
     if place is None:
-        raise ValueError(f"it does not name the file of a chunk of {name[:80]}")
+        raise ValueError(f"no file for a chunk of {name[:80]}")
     if place.get("transform_descriptors"):
-        raise ValueError(f"{name[:80]} is stored compressed, which is not supported")
+        raise ValueError(f"{name[:80]} is compressed, which is not supported")
     start, length = dimensions((place.get("offset"), place.get("length")))
     if math.prod(shape) * dtype.itemsize > length:
-        raise ValueError(f"a chunk of {name[:80]} has shape {list(shape)} and {length} bytes")
+        raise ValueError(f"a chunk of {name[:80]} has shape {list(shape)} but only {length} bytes")
     return StoredChunk(_inside(folder, place.get("relative_path")), start, length, offsets, shape)
 
 
 def _inside(folder: Path, relative: Any) -> Path:
     path = PurePosixPath(_text(relative))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in relative:
-        raise ValueError(f"it refers to a file outside of the folder ({relative[:80]!r})")
+        raise ValueError(f"reference to a file outside the folder ({relative[:80]!r})")
     return folder / path
 
 
 def _check_places(chunks: Iterable[StoredChunk]) -> None:
-    """Tensors that share bytes, or end after their file, would be larger together than the files."""
+    """Raise ValueError for tensors that overlap or end after their file, and could be larger than the files."""
     path, end, size = None, 0, 0
-    for chunk in sorted(chunks, key=lambda each: (each.path, each.start)):
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.path, chunk.start)):
         if chunk.path != path:
             path, end = chunk.path, 0
             size = path.stat().st_size if path.is_file() else 0
@@ -206,14 +208,14 @@ def _check_places(chunks: Iterable[StoredChunk]) -> None:
 
 def _fields(record: Any, kind: str) -> Any:
     if not (isinstance(record, Record) and record.kind.endswith(kind)):
-        raise ValueError(f"there is no {kind} where one belongs")
+        raise ValueError(f"a {kind} is missing")
     return record.fields
 
 
 def _items(fields: Any, name: str) -> Iterator[tuple[Any, Any]]:
     value = fields.get(name)
     if not isinstance(value, dict):
-        raise ValueError(f"it has no {name}")
+        raise ValueError(f"{name} is missing")
     return iter(value.items())
 
 

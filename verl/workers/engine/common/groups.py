@@ -1,4 +1,4 @@
-"""Which ranks there are, which share a node, and small sums over them."""
+"""Process groups of the ranks, collective error handling, and small reductions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The ranks on this rank's machine; the leader (the lowest) reads files for all of them."""
+    """The ranks on this node; the leader (the lowest rank) reads files for all of them."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -31,7 +31,7 @@ class NodeGroup:
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Join the process group the environment describes (as torchrun sets it), or be the only rank of one."""
+    """Join the process group that the environment describes (as torchrun sets it), or create one with a single rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
@@ -41,24 +41,24 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        # Threads of a group that is there when the interpreter is gone end the process with std::terminate.
-        atexit.register(_leave)
+        # Threads of a group that outlives the interpreter abort the process with std::terminate.
+        atexit.register(_destroy_group)
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def with_index(device: torch.device) -> torch.device:
-    """`cuda` is the current GPU."""
+    """Return `cuda` with the index of the current GPU; other devices unchanged."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def node_group() -> NodeGroup:
-    """Found by comparing host names; a collective."""
+    """Return the ranks with the same host name. A collective."""
     world = dist.get_world_size()
     if world == 1:
         return NodeGroup((0,), None)
@@ -68,56 +68,54 @@ def node_group() -> NodeGroup:
     members = {node: tuple(rank for rank, host in enumerate(hosts) if host == node) for node in nodes}
     if len(nodes) == 1:
         return NodeGroup(members[mine], None)
-    # Every rank takes part in making every group.
+    # Every rank must take part in creating every group.
     groups = {node: dist.new_group(list(ranks)) for node, ranks in members.items()}
     return NodeGroup(members[mine], groups[mine])
 
 
-def group_for_files() -> dist.ProcessGroup | None:
-    """All ranks again, for what is written while they compute: its collectives never mix with training's. A collective.
+def file_group() -> dist.ProcessGroup | None:
+    """Create a group of all ranks for background writes, separate from the collectives of training. A collective.
 
-    None where one rank is all there is.
+    None with a single rank.
     """
-    # A rank may wait for as long as another one writes.
+    # A rank may wait as long as another one writes.
     return dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if dist.get_world_size() > 1 else None
 
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What one rank raises inside, all raise: none is left waiting for it in the next collective. A collective."""
+    """Context: if one rank raises, all ranks raise, so that none waits in the next collective. A collective."""
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # noqa: BLE001 - raised again below, once the others know
+    except Exception as raised:  # noqa: BLE001 - raised below, after the exchange
         error = raised
     if dist.get_world_size() > 1:
-        told: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
-        mine = None if error is None else (getattr(error, "errno", None), str(error))
-        dist.all_gather_object(told, mine, group=group)
-        failures = [
-            (number, f"rank {rank}: {each[1]}") for rank, each in enumerate(told) if each for number in each[:1]
-        ]
-        # A rank whose disk is full knows the cause; others may only know that something failed.
-        number, text = next((each for each in failures if each[0]), failures[0] if failures else (None, ""))
-        if failures and (error is None or (number and not getattr(error, "errno", None))):
-            error = OSError(number, text) if number else RuntimeError(text)
+        errors: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
+        own = None if error is None else (getattr(error, "errno", None), str(error))
+        dist.all_gather_object(errors, own, group=group)
+        failures = [(other[0], f"rank {rank}: {other[1]}") for rank, other in enumerate(errors) if other]
+        # An error with an errno (disk full) is the cause; those of other ranks may be consequences of it.
+        errno, text = next((failure for failure in failures if failure[0]), failures[0] if failures else (None, ""))
+        if failures and (error is None or (errno and not getattr(error, "errno", None))):
+            error = OSError(errno, text) if errno else RuntimeError(text)
     if error is not None:
         raise error
 
 
 def summed(values: Sequence[float], device: torch.device) -> list[float]:
-    """Each value added up over all ranks, in float64."""
-    return _reduced(values, device, dist.ReduceOp.SUM)
+    """Return each value summed over all ranks, in float64."""
+    return _all_reduce(values, device, dist.ReduceOp.SUM)
 
 
 def largest(value: int, device: torch.device) -> int:
-    """The largest of all ranks' values."""
-    return int(_reduced([value], device, dist.ReduceOp.MAX)[0])
+    """Return the maximum over all ranks."""
+    return int(_all_reduce([value], device, dist.ReduceOp.MAX)[0])
 
 
-def _reduced(values: Sequence[float], device: torch.device, how: dist.ReduceOp.RedOpType) -> list[float]:
+def _all_reduce(values: Sequence[float], device: torch.device, operation: dist.ReduceOp.RedOpType) -> list[float]:
     if dist.get_world_size() == 1:
         return list(values)
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, how)
+    dist.all_reduce(total, operation)
     return total.tolist()

@@ -20,59 +20,61 @@ from verl.models.heads import ValueModel
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 
-Whole = Callable[[str], "torch.Tensor | None"]
-# Which weights are brought together: each alone, those of a layer, or all of them.
-_CUTS: tuple[Callable[[str], str], ...] = (
+Gather = Callable[[str], "torch.Tensor | None"]
+"""Returns the full weight of this name (in memory) on rank 0, None on other ranks. A collective."""
+# Keys that group the weights to convert together: each weight alone, those of a layer, or all.
+_GROUP_KEYS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
-    lambda name: found[0] if (found := re.match(r".*?\.\d+\.", name)) else name,
+    lambda name: layer[0] if (layer := re.match(r".*?\.\d+\.", name)) else name,
     lambda name: "",
 )
 
 
 class HFExport:
-    """How an empty model's weights are stored: under which names, from which tensors in memory, in which files.
+    """Layout of a model's Hugging Face files: names, source tensors in memory, and their distribution over files.
 
-    A value model is written as a token classifier with one label.
+    Weights are gathered and written one by one, so that no rank holds the whole model. A value model is written as a
+    token classifier with one label.
     """
 
     def __init__(
         self, skeleton: nn.Module, dtype: torch.dtype, source: str = "", max_shard_size: int | str = "5GB"
     ) -> None:
-        """`dtype` is that of the files, `source` where the model was loaded from."""
+        """`skeleton`: the model on the meta device; `dtype`: that of the files; `source`: its original folder."""
         self._model: Any = skeleton
         self.dtype, self._source, self._max_shard_size = dtype, source, max_shard_size
 
-    def write(self, whole: Whole, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """`whole` gives a weight by the name it has in memory, in `dtype`, on rank 0; a collective of `group`."""
-        tensors = self._tensors(whole)
+    def write(self, gather: Gather, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Write all files; `gather` returns weights in `dtype`. A collective of `group`."""
+        tensors = self._tensors(gather)
         with groups.failing_together(group):
             try:
                 if dist.get_rank() == 0:
                     self.write_configs(folder)
                     self.files.write(tensors, folder)
             finally:
-                for _ in tensors:  # rank 0 is still sent what it cannot write
+                for _ in tensors:  # after an error, other ranks still send the remaining weights
                     pass
 
     @cached_property
     def files(self) -> WeightFiles:
-        """What is written, known beforehand."""
+        """The files and their tensors."""
         return WeightFiles.of({name: like for name, (like, _) in self.stored.items()}, self._max_shard_size)
 
-    def _tensors(self, whole: Whole) -> Iterator[Any]:
-        """In the order of the files; on other ranks nothing, at the same pace."""
-        made: dict[str, Any] = {}
+    def _tensors(self, gather: Gather) -> Iterator[Any]:
+        """Yield the tensors in file order; on ranks other than 0 None, in lockstep."""
+        converted: dict[str, Any] = {}
         sources: tuple[str, ...] = ()
         for name in self.files.order:
             if self.stored[name][1] != sources:
-                made, sources = {}, self.stored[name][1]
-                found = {each: whole(each) for each in sources}
-                made = self.converted(found) if dist.get_rank() == 0 else {}
-            yield made.pop(name, None)
+                converted, sources = {}, self.stored[name][1]
+                weights = {source: gather(source) for source in sources}
+                converted = self.converted(weights) if dist.get_rank() == 0 else {}
+            yield converted.pop(name, None)
 
     @cached_property
     def memory(self) -> dict[str, torch.Tensor]:
-        """By name in memory: what it is like in `dtype`."""
+        """Meta tensors in `dtype` by name in memory."""
         return {
             name: torch.empty(
                 value.shape, dtype=self.dtype if value.is_floating_point() else value.dtype, device="meta"
@@ -82,28 +84,28 @@ class HFExport:
 
     @cached_property
     def stored(self) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
-        """By name in the files: what it is like, and the tensors in memory it is made of.
+        """By name in the files: a meta tensor, and the names in memory of the tensors it is converted from.
 
-        Weights are cut as finely as gives the same files as all of them at once. What is the same in memory is the
-        same object there.
+        Weights are converted in the smallest groups that give the same files as a conversion of all weights at once. A
+        tensor that is not converted is the same object as in `memory`.
         """
         memory = self.memory
-        wanted = {name: value.shape for name, value in self.converted(memory).items()}
-        for cut in _CUTS:
-            parts: dict[str, list[str]] = {}
+        expected = {name: value.shape for name, value in self.converted(memory).items()}
+        for group_key in _GROUP_KEYS:
+            grouped: dict[str, list[str]] = {}
             for name in memory:
-                parts.setdefault(cut(name), []).append(name)
-            found = {
-                name: (value, tuple(names))
-                for names in parts.values()
-                for name, value in self.converted({each: memory[each] for each in names}).items()
+                grouped.setdefault(group_key(name), []).append(name)
+            stored = {
+                name: (value, tuple(sources))
+                for sources in grouped.values()
+                for name, value in self.converted({source: memory[source] for source in sources}).items()
             }
-            if {name: value.shape for name, (value, _) in found.items()} == wanted:
-                return found
-        raise AssertionError("all of them at once give what all of them at once give")
+            if {name: value.shape for name, (value, _) in stored.items()} == expected:
+                return stored
+        raise AssertionError("one group of all weights is the expected conversion itself")
 
     def _in_memory(self) -> Mapping[str, torch.Tensor]:
-        """What is stored of the model's own tensors: tied ones once."""
+        """Return the stored tensors of the model; tied ones once."""
         if isinstance(self._model, ValueModel):
             return self._model.state_dict()
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -113,7 +115,7 @@ class HFExport:
         return remove_tied_weights_from_state_dict(state, self._model)
 
     def converted(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As `save_pretrained` would store them: what is fused in memory is taken apart."""
+        """Return the tensors as `save_pretrained` stores them: fused ones are split."""
         if isinstance(self._model, ValueModel):
             return state
         from transformers.core_model_loading import revert_weight_conversion
@@ -121,7 +123,7 @@ class HFExport:
         return dict(revert_weight_conversion(self._model, state))
 
     def write_configs(self, folder: Path) -> None:
-        """And the code of a model that brings its own."""
+        """Write config files, and the code of models with remote code."""
         model = self._model
         if isinstance(model, ValueModel):
             _write_classifier_config(model, folder)
@@ -129,13 +131,13 @@ class HFExport:
         generation = _generation_config(self._source)
         if generation is not None and model.can_generate():
             model.generation_config = generation
-        with _no_bars():
+        with _no_progress_bar():
             model.save_pretrained(folder, state_dict={})
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers would show one of no weights at all."""
+def _no_progress_bar() -> Iterator[None]:
+    """transformers would show a progress bar of 0 weights."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -184,18 +186,18 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Which file holds which tensors, in the order in which they are written."""
+    """Names and tensors of safetensors files, in writing order."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """By file, and by name what each tensor is like; they may be on the meta device."""
+    """By file name and tensor name; tensors, possibly on the meta device, define shape and dtype."""
     index: Mapping[str, Any] | None
-    """Where there are several."""
+    """Contents of model.safetensors.index.json; None for a single file."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> WeightFiles:
-        """`model.safetensors`, or several of them and their index where one would be larger than the limit.
+        """Return `model.safetensors`, or several files and their index if it would be larger than the limit.
 
-        Tensors that share memory must have been reduced to one of them: a file has no second names.
+        `tensors` must contain tied tensors once.
         """
         from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -203,49 +205,51 @@ class WeightFiles:
             dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename} if plan.is_sharded else None
-        # Wide elements first, so that every tensor begins at a multiple of its element size.
-        width = lambda name: -tensors[name].element_size()  # noqa: E731
-        split = plan.filename_to_tensors.items()
-        return cls({file: {name: tensors[name] for name in sorted(names, key=width)} for file, names in split}, index)
+        files = {}
+        for file, names in plan.filename_to_tensors.items():
+            # Wide elements first, so that every tensor starts at a multiple of its element size.
+            ordered = sorted(names, key=lambda name: -tensors[name].element_size())
+            files[file] = {name: tensors[name] for name in ordered}
+        return cls(files, index)
 
     @property
     def order(self) -> list[str]:
-        """All names as they are written."""
+        """All tensor names in writing order."""
         return [name for names in self.files.values() for name in names]
 
     def write(self, tensors: Iterator[torch.Tensor], folder: Path) -> None:
-        """`tensors` come in `order`, one at a time."""
+        """Write all files; `tensors` are consumed one at a time, in `order`."""
         with ChecksumRecorder(folder) as recorder:
-            for file, like in self.files.items():
+            for file, specs in self.files.items():
                 with recorder.open(file) as stream:
-                    write_safetensors(like, tensors, stream)
+                    write_safetensors(specs, tensors, stream)
             if self.index is not None:
                 with recorder.open("model.safetensors.index.json") as stream:
                     stream.write(json.dumps(self.index, indent=2, sort_keys=True).encode())
 
 
 def write_safetensors(
-    like: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor], stream: io.BufferedIOBase
+    specs: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor], stream: io.BufferedIOBase
 ) -> None:
-    """The safetensors format: length of the header, header, and the tensors one after another without gaps.
+    """Write a safetensors file: length of the header, header, and the tensors without gaps.
 
-    `like` says what each will be; those with wide elements come first. `tensors` may hold more than these.
+    `specs`: shape and dtype by name, wide elements first. Consumes as many of `tensors` as there are `specs`.
     """
-    unknown = sorted({str(value.dtype) for value in like.values() if value.dtype not in DTYPE_NAMES})
+    unknown = sorted({str(value.dtype) for value in specs.values() if value.dtype not in DTYPE_NAMES})
     if unknown:
-        raise ValueError(f"safetensors: no name is known for the dtype {', '.join(unknown)}. Convert these weights.")
+        raise ValueError(f"safetensors: does not support the dtype {', '.join(unknown)}. Convert these weights.")
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, value in like.items():
+    for name, value in specs.items():
         begin, end = end, end + value.nbytes
         header[name] = {"dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little"))
     stream.write(text)
-    given = iter(tensors)
-    for _ in like:
-        stream.write(_bytes_of(next(given)))  # and no name for it: it goes before the next is made
+    iterator = iter(tensors)
+    for _ in specs:
+        stream.write(_bytes_of(next(iterator)))  # not bound to a name: freed before the next tensor is created
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

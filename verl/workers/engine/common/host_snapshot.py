@@ -1,7 +1,7 @@
-"""A copy of tensors in host memory that is taken while other work goes on.
+"""HostSnapshot: an asynchronous copy of tensors in host memory.
 
-It lies in ordinary memory, made ahead where its size is known, and used again: locking the pages of a large model's
-state would take half a minute and stall the device. What is on a device comes through a few small page-locked buffers.
+The copy is in pageable memory, allocated ahead if its size is known, and reused: page-locking memory for the state of a
+large model would take half a minute and stall the device. Device tensors are copied through small page-locked buffers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 
 from verl.utils.concurrency import run_in_thread
 
-# Where a tensor begins in a snapshot: on a cache line.
+# Alignment of tensors in a snapshot: a cache line.
 _ALIGNMENT = 64
-# Page-locked buffers, and how much of one is copied at a time: small copies of others come in between.
+# Number and size of the page-locked buffers, and the largest single copy: copies of other streams can run in between.
 _BUFFERS, _BUFFER, _COPY = 4, 64 * 2**20, 16 * 2**20
-# Ordinary memory is written by so many threads: its pages are made when they are first touched, which one alone does
-# at a fraction of a device's speed.
+# Threads that write pageable memory: the kernel allocates its pages at the first write, which one thread alone does at
+# a fraction of the device's speed.
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 Piece = tuple[int, torch.Tensor]
-"""Where bytes begin in a snapshot, and the bytes."""
+"""(offset in the snapshot, bytes)."""
 
 
 class HostSnapshot:
-    """The bytes of named tensors as they were at one moment."""
+    """A copy of named tensors at one moment."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,25 +47,25 @@ class HostSnapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of ordinary host memory that it holds."""
+        """Bytes of allocated pageable memory."""
         return 0 if self._memory is None else len(self._memory)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Make memory for tensors of these sizes in the background, so that `take` finds it; nothing is taken yet."""
-        with suppress(OSError):  # there is no room: `take` says so, if it is ever called
-            self._make_room(_starts(sizes)[-1])
+        """Allocate memory for tensors of these sizes in the background; nothing is copied yet."""
+        with suppress(OSError):  # not enough memory: `take` raises, if it is ever called
+            self._allocate(_offsets(sizes)[-1])
         self._untouched = iter(range(0, self.size, _BUFFER))
         self._touching = [run_in_thread("snapshot memory", self._touch) for _ in range(_THREADS)]
 
     def _touch(self) -> None:
-        """Each piece of memory by one thread: its pages are made when they are first written to."""
-        if sys.platform == "linux":  # there, this is the priority of a thread
+        """Write to every page, so that the kernel allocates it. Run by several threads."""
+        if sys.platform == "linux":  # where it sets the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for start in self._untouched:
             self._bytes[start : start + _BUFFER : mmap.PAGESIZE] = 0
 
     def _stop_touching(self) -> None:
-        """What is left is made by the copy, as it goes."""
+        """Leave the allocation of the remaining pages to the copy."""
         for _ in self._untouched:
             pass
         futures.wait(self._touching)
@@ -73,42 +73,43 @@ class HostSnapshot:
     def take(
         self, tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Start the copy; returns what it will be, tensor by tensor. Earlier ones' memory is used again.
+        """Start a copy, and return its tensors, which are valid after `check`. Overwrites earlier copies.
 
-        `sources`: the bytes of each of `tensors`, in host memory or on the device. They may not change before `wait`.
+        `sources`: the bytes of each of `tensors`, in host memory or on the device. They must not change before `wait`
+        returns.
         """
         self.wait()
         self._stop_touching()
-        starts = _starts([value.nbytes for value in tensors.values()])
-        self._make_room(starts[-1])
-        found: dict[str, torch.Tensor] = {}
-        here: list[Piece] = []
-        there: list[Piece] = []
-        for (name, value), start in zip(tensors.items(), starts, strict=False):
-            found[name] = self._tensor_at(start, value)
+        offsets = _offsets([value.nbytes for value in tensors.values()])
+        self._allocate(offsets[-1])
+        copies: dict[str, torch.Tensor] = {}
+        on_host: list[Piece] = []
+        on_device: list[Piece] = []
+        for (name, value), offset in zip(tensors.items(), offsets, strict=False):
+            copies[name] = self._tensor_at(offset, value)
             for source in sources[name]:
-                (here if source.device.type == "cpu" else there).append((start, source))
-                start += len(source)
-        if there:
+                (on_host if source.device.type == "cpu" else on_device).append((offset, source))
+                offset += len(source)
+        if on_device:
             self._stream = self._stream or torch.cuda.Stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._copy = run_in_thread("snapshot", lambda: self._run(here, there))
-        return found
+        self._copy = run_in_thread("snapshot", lambda: self._run(on_host, on_device))
+        return copies
 
     def wait(self) -> None:
-        """Until nothing that was given to `take` is read any more, also where the copy failed."""
+        """Wait until the sources of `take` are no longer read, also if the copy failed."""
         if self._copy is not None:
             futures.wait([self._copy])
 
     def check(self) -> None:
-        """Wait for the copy, and raise what went wrong."""
+        """Wait for the copy and raise its error."""
         if self._copy is not None:
             self._copy.result()
 
     def _tensor_at(self, start: int, like: torch.Tensor) -> torch.Tensor:
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
-        # A storage of its own: what writes files would copy a part of a larger one first.
+        # A storage of its own: writers of files would copy a part of a larger storage first.
         memory = memoryview(self._bytes).cast("B")[start : start + like.nbytes]
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
@@ -117,7 +118,7 @@ class HostSnapshot:
         assert self._memory is not None
         return self._memory.numpy()
 
-    def _make_room(self, size: int) -> None:
+    def _allocate(self, size: int) -> None:
         if self.size >= size:
             return
         self._memory = None
@@ -126,16 +127,16 @@ class HostSnapshot:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _run(self, here: list[Piece], there: list[Piece]) -> None:
+    def _run(self, on_host: list[Piece], on_device: list[Piece]) -> None:
         with ThreadPoolExecutor(_THREADS, "snapshot") as threads:
-            if there:
-                self._from_device(there, threads)
-            pieces = ((start + at, part) for start, source in here for at, part in _cut(source, _BUFFER))
-            for done in [threads.submit(self._put, start, part) for start, part in pieces]:
+            if on_device:
+                self._copy_from_device(on_device, threads)
+            pieces = ((start + at, part) for start, source in on_host for at, part in _cut(source, _BUFFER))
+            for done in [threads.submit(self._write, start, part) for start, part in pieces]:
                 done.result()
 
-    def _from_device(self, pieces: list[Piece], threads: ThreadPoolExecutor) -> None:
-        """Buffer by buffer: filled by the device, emptied by threads, while the next one fills."""
+    def _copy_from_device(self, pieces: list[Piece], threads: ThreadPoolExecutor) -> None:
+        """Copy buffer by buffer: threads empty a buffer while the device fills the next one."""
         if not self._staging:
             self._staging = [torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
         emptied: list[list[Future[None]]] = [[] for _ in self._staging]
@@ -152,8 +153,8 @@ class HostSnapshot:
                 arrived = torch.cuda.Event(blocking=True)
                 arrived.record(self._stream)
                 filled.append((slot, arrived, begin, end))
-            for each in filled:
-                self._empty(each, emptied, threads)
+            for buffer in filled:
+                self._empty(buffer, emptied, threads)
         for done in chain(*emptied):
             done.result()
 
@@ -163,34 +164,36 @@ class HostSnapshot:
         emptied: list[list[Future[None]]],
         threads: ThreadPoolExecutor,
     ) -> None:
+        """Start the threads that write a filled buffer to pageable memory."""
         slot, arrived, begin, end = filled
         arrived.synchronize()
         share = -(-(end - begin) // _THREADS)
         emptied[slot] = [
-            threads.submit(self._put, begin + at, part) for at, part in _cut(self._staging[slot][: end - begin], share)
+            threads.submit(self._write, begin + at, part)
+            for at, part in _cut(self._staging[slot][: end - begin], share)
         ]
 
-    def _put(self, start: int, source: torch.Tensor) -> None:
-        # numpy's copy leaves the interpreter to others and starts no threads of its own.
+    def _write(self, start: int, source: torch.Tensor) -> None:
+        # numpy's copy releases the GIL and starts no threads of its own.
         np.copyto(self._bytes[start : start + len(source)], source.numpy())
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where tensors of these sizes begin, and where all end."""
-    found = [0]
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Return the offsets of tensors of these sizes, and the total size."""
+    offsets = [0]
     for size in sizes:
-        found.append(-(-(found[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-    return found
+        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
 
 
 def _cut(source: torch.Tensor, size: int) -> Iterator[Piece]:
-    """Parts of at most `size` bytes, each with where it begins in `source`."""
+    """Yield parts of at most `size` bytes with their offsets in `source`."""
     ends = [*range(0, len(source), size), len(source)]
     return ((start, source[start:stop]) for start, stop in pairwise(ends))
 
 
 def _windows(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
-    """Neighbouring pieces that fit one buffer together: (begin, end, pieces cut into single copies)."""
+    """Group adjacent pieces that fit into one buffer: (begin, end, pieces split into single copies)."""
     window: list[Piece] = []
     begin = end = 0
     for start, source in pieces:

@@ -1,8 +1,9 @@
-"""Tensors of a device that wait in host memory, so that other phases can use the device's.
+"""Offload an engine's tensors to host memory, so that other phases can use the device memory.
 
-A tensor that is away keeps its identity: only its storage is emptied, so every view of it (a shard, its padded whole,
-an alias in a buffer) is away and comes back with it, bit for bit. Host memory is page-locked once and used again:
-locking costs far more than the copy. What was there before and has not changed since is not copied again.
+An offloaded tensor keeps its identity: only its storage is resized to 0, so every view of it (a shard, its padded
+parent, an alias in a buffer) is offloaded and reloaded with it, bit for bit. Host memory is page-locked once and
+reused, because locking takes far longer than the copy. Tensors that have not changed since the last reload are not
+copied again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# torch rounds page-locked memory up to a power of two; in pieces of that size nothing is lost.
+# torch rounds page-locked allocations up to a power of two; pieces of this size waste nothing.
 _PIECE = 1 << 28
 
 
 class EngineMemory:
-    """Where the parts of an engine are: on its device, or waiting in host memory."""
+    """Placement of an engine's weights, gradients and optimizer state: on the device, or in host memory."""
 
     def __init__(
         self,
@@ -29,47 +30,50 @@ class EngineMemory:
         moments: Callable[[], Iterable[torch.Tensor]],
         offload_gradients: bool,
     ) -> None:
-        """`moments` gives the optimizer's tensors as they are when asked."""
+        """`moments` returns the current tensors of the optimizer state."""
         self._device = device
         self._model, self._moments = model, moments
         self._weights, self._buffers, self._states = (OffloadedTensors(device) for _ in range(3))
-        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._gradients = OffloadedGradients(learning, device)
-        self._same: set[OffloadedTensors] = set()  # those that host memory holds as they are now
-        self._lent: set[int] = set()  # storages of the device that are read beside everything else
-        self._settle: Callable[[], None] = lambda: None
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients = OffloadedGradients(trained, device)
+        self._unchanged: set[OffloadedTensors] = set()  # groups whose copy in host memory is up to date
+        self._lent: set[int] = set()  # device storages that a background copy reads
+        self._wait_for_copy: Callable[[], None] = lambda: None
         self.offloads_gradients = offload_gradients
 
-    def leave(self, model: bool, optimizer: bool) -> None:
-        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already."""
+    def offload(self, model: bool, optimizer: bool) -> None:
+        """Move to host memory; gradients move with the model. No effect on a CPU."""
         if self._device.type == "cpu":
             return
-        if model and not self._weights.away:
-            self._gradients.leave()
-            self._weights.leave(self._model.parameters(), self._weights in self._same, self._before_use)
-            self._buffers.leave(self._model.buffers())
-            self._same.add(self._weights)
-        if optimizer and not self._states.away:
-            self._states.leave(self._moments(), self._states in self._same, self._before_use)
-            self._same.add(self._states)
+        if model and not self._weights.is_offloaded:
+            self._gradients.offload()
+            self._weights.offload(self._model.parameters(), self._weights in self._unchanged, self._before_use)
+            self._buffers.offload(self._model.buffers())
+            self._unchanged.add(self._weights)
+        if optimizer and not self._states.is_offloaded:
+            self._states.offload(self._moments(), self._states in self._unchanged, self._before_use)
+            self._unchanged.add(self._states)
         torch.cuda.empty_cache()
 
-    def come_back(self, model: bool, optimizer: bool) -> None:
-        """Weights can be used at once; moments arrive beside what is computed, until `ready`."""
+    def reload(self, model: bool, optimizer: bool) -> None:
+        """Move to the device. Weights are usable at once; the optimizer state is copied asynchronously, and usable
+        after `wait_ready`."""
         if model:
             for part in (self._weights, self._buffers):
-                part.come_back()
+                part.reload()
                 part.wait()
         if optimizer:
-            self._states.come_back()
+            self._states.reload()
 
-    def lend(self, tensors: Mapping[str, torch.Tensor], settle: Callable[[], None]) -> dict[str, list[torch.Tensor]]:
-        """Tensors of this rank as rows of bytes where they are now: on the device, or waiting in host memory.
+    def byte_views(
+        self, tensors: Mapping[str, torch.Tensor], wait_for_copy: Callable[[], None]
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return views of the bytes of this rank's tensors, on the device or in host memory, for a background copy.
 
-        `settle` waits until they are read. It is called before any of them changes, or goes away.
+        `wait_for_copy` waits until they have been read. It is called before any of them is changed or moved.
         """
         self._states.wait()
-        self._lent, self._settle = set(), settle
+        self._lent, self._wait_for_copy = set(), wait_for_copy
         return {name: self._bytes_of(value) for name, value in tensors.items()}
 
     def _bytes_of(self, local: torch.Tensor) -> list[torch.Tensor]:
@@ -78,157 +82,158 @@ class EngineMemory:
         flat = local.contiguous().view(-1)
         storage, start = flat.untyped_storage(), flat.storage_offset() * flat.itemsize
         for part in (self._weights, self._states):
-            if (place := part.place(storage)) is not None:
-                return part.waiting(place + start, flat.nbytes)
-        if (place := self._buffers.place(storage)) is not None:  # few and small, and they leave without asking
-            return [waiting.clone() for waiting in self._buffers.waiting(place + start, flat.nbytes)]
+            if (offset := part.host_offset(storage)) is not None:
+                return part.host_bytes(offset + start, flat.nbytes)
+        # Buffers are few and small, and offloaded without waiting for a copy.
+        if (offset := self._buffers.host_offset(storage)) is not None:
+            return [view.clone() for view in self._buffers.host_bytes(offset + start, flat.nbytes)]
         self._lent.add(storage._cdata)
         return [flat.view(torch.uint8)]
 
     def _before_use(self, storages: Collection[int], host: bool) -> None:
-        """Before these storages of the device are emptied, and `host` memory where they wait is overwritten."""
+        """Called before these device storages are emptied; `host`: their host memory is overwritten, too."""
         if host or not self._lent.isdisjoint(storages):
-            self._settle()
+            self._wait_for_copy()
 
     def before_micro_batch(self) -> None:
-        """With offloaded gradients, those of earlier micro-batches make room."""
+        """Offload the gradients of earlier micro-batches, if `grad_offload` is set."""
         if self.offloads_gradients:
-            self._gradients.leave()
+            self._gradients.offload()
 
-    def ready(self) -> None:
-        """Gradients are whole and moments have arrived: what reads them may start."""
-        self._gradients.come_back()
+    def wait_ready(self) -> None:
+        """Complete the gradients on the device and wait for the optimizer state."""
+        self._gradients.reload()
         self._states.wait()
 
-    def before_change(self) -> None:
-        """The same, and weights and moments may change: nothing reads them, and host memory's are old from now on."""
-        self.ready()
-        self._settle()
-        self._same.clear()
+    def prepare_update(self) -> None:
+        """Call before weights and moments change: `wait_ready`, wait for background copies, invalidate host copies."""
+        self.wait_ready()
+        self._wait_for_copy()
+        self._unchanged.clear()
 
 
 class OffloadedTensors:
-    """A group of tensors (a model's, an optimizer's) that leave the device and come back together."""
+    """Tensors (of a model, of an optimizer) that are offloaded and reloaded together."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = HostBuffer(page_locked=device.type == "cuda")
         self._copies = CopyStream(device)
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._places: dict[int, int] = {}  # in host memory, the first byte of each storage that left last
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
+        self._offsets: dict[int, int] = {}  # offset in host memory of each storage of the last offload
 
     @property
-    def away(self) -> bool:
-        return bool(self._away)
+    def is_offloaded(self) -> bool:
+        return bool(self._offloaded)
 
-    def leave(
+    def offload(
         self,
         tensors: Iterable[torch.Tensor],
-        same: bool = False,
+        unchanged: bool = False,
         before_use: Callable[[Collection[int], bool], None] = lambda storages, host: None,
     ) -> None:
-        """Copy to host memory and give the device's back; the tensors may not be read until `come_back`.
+        """Copy to host memory and free the device memory; the tensors must not be used until `reload`.
 
-        `same`: they are as they were when they came back. `before_use` is told which storages are emptied, and whether
-        host memory is written.
+        `unchanged`: they have not changed since the last reload. `before_use` is called with the storages that will be
+        emptied, and whether host memory will be written.
         """
-        if self._away:
-            raise RuntimeError("offload: these tensors are away already.")
+        if self._offloaded:
+            raise RuntimeError("offload: these tensors are already offloaded.")
         self._copies.wait()
         storages = list(_unique_storages(tensors))
         *starts, total = accumulate((size for _, size in storages), initial=0)
-        places = {storage._cdata: start for (storage, _), start in zip(storages, starts, strict=True)}
-        copied = storages if not same or places != self._places else []
-        before_use(places, bool(copied))
+        offsets = {storage._cdata: start for (storage, _), start in zip(storages, starts, strict=True)}
+        copied = storages if not unchanged or offsets != self._offsets else []
+        before_use(offsets, bool(copied))
         if copied:
             self._host.grow(total)
         with self._copies:
             for storage, size in copied:
-                self._host.store(places[storage._cdata], _all_bytes(storage, size))
-        self._copies.synchronize()  # memory that is still being read may not be given away
+                self._host.store(offsets[storage._cdata], _storage_bytes(storage, size))
+        self._copies.synchronize()  # memory must not be freed while it is read
         for storage, _ in storages:
             storage.resize_(0)
-        self._away, self._places = storages, places
+        self._offloaded, self._offsets = storages, offsets
 
-    def place(self, storage: torch.UntypedStorage) -> int | None:
-        """The first byte in host memory of a storage that is away; None where it is here."""
-        return self._places.get(storage._cdata) if self._away else None
+    def host_offset(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the offset in host memory of an offloaded storage; None if it is on the device."""
+        return self._offsets.get(storage._cdata) if self._offloaded else None
 
-    def waiting(self, start: int, size: int) -> list[torch.Tensor]:
-        """Bytes of what is away, which stay as they are until it leaves again."""
+    def host_bytes(self, start: int, size: int) -> list[torch.Tensor]:
+        """Return views of host memory, which stay valid until the next offload."""
         return self._host.parts(start, size)
 
-    def come_back(self) -> None:
-        """Take device memory again and start the copies; `wait` before the first use."""
-        storages, self._away = self._away, []
+    def reload(self) -> None:
+        """Allocate device memory and start the copies; `wait` before the first use."""
+        storages, self._offloaded = self._offloaded, []
         if not storages:
             return
         for storage, size in storages:
             storage.resize_(size)
         with self._copies:
             for storage, size in storages:
-                self._host.load(self._places[storage._cdata], _all_bytes(storage, size))
+                self._host.load(self._offsets[storage._cdata], _storage_bytes(storage, size))
 
     def wait(self) -> None:
-        """What is computed from now on sees the copies that were started; the host does not wait."""
+        """Order later work on the current stream after the started copies; the host does not wait."""
         self._copies.wait()
 
 
 class OffloadedGradients:
-    """Gradients whose sum over earlier micro-batches waits in host memory while the next one runs.
+    """Gradients whose sum over earlier micro-batches is in host memory while the next one runs.
 
-    A gradient is `new + sum so far`, the same addition that autograd would have made on the device.
+    The sum is computed as `new + previous sum`, like autograd's accumulation on the device.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = list(parameters)
         self._host = HostBuffer(page_locked=device.type == "cuda")
         self._copies = CopyStream(device)
-        self._places: list[int] = []  # the first byte of each gradient in host memory
-        self._waiting: set[int] = set()
+        self._offsets: list[int] = []  # of each gradient in host memory
+        self._offloaded: set[int] = set()  # indices of parameters whose sum is in host memory
 
-    def leave(self) -> None:
-        """Add what waits to the gradients there are, and let the sums wait instead; the device's memory is free."""
-        self._add_waiting()
-        self._take_places()
-        found = {i: local_shard(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
+    def offload(self) -> None:
+        """Add the offloaded sums to the new gradients, and move the result to host memory."""
+        self._add_offloaded()
+        self._allocate()
+        gradients = {i: local_shard(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
         with self._copies:
-            for index, gradient in found.items():
-                self._host.store(self._places[index], _bytes_of(gradient))
+            for index, gradient in gradients.items():
+                self._host.store(self._offsets[index], _bytes_of(gradient))
         self._copies.synchronize()
-        for index in found:
+        for index in gradients:
             self._parameters[index].grad = None
-        self._waiting |= set(found)
+        self._offloaded |= set(gradients)
 
-    def come_back(self) -> None:
-        """All gradients are whole and on the device."""
-        self._add_waiting()
-        for index in self._waiting:
+    def reload(self) -> None:
+        """Move the complete gradients to the device."""
+        self._add_offloaded()
+        for index in self._offloaded:
             parameter = self._parameters[index]
-            parameter.grad = sharded_like(parameter, self._fetched(index))
-        self._waiting = set()
+            parameter.grad = sharded_like(parameter, self._fetch(index))
+        self._offloaded = set()
 
-    def _add_waiting(self) -> None:
-        """Parameters that have a new gradient get their sum; the others' goes on waiting."""
-        for index in list(self._waiting):
+    def _add_offloaded(self) -> None:
+        """Add the offloaded sums of the parameters that have a new gradient."""
+        for index in list(self._offloaded):
             gradient = self._parameters[index].grad
             if gradient is not None:
-                local_shard(gradient).add_(self._fetched(index))
-                self._waiting.remove(index)
+                local_shard(gradient).add_(self._fetch(index))
+                self._offloaded.remove(index)
 
-    def _fetched(self, index: int) -> torch.Tensor:
+    def _fetch(self, index: int) -> torch.Tensor:
         fetched = torch.empty_like(local_shard(self._parameters[index]))
-        self._host.load(self._places[index], _bytes_of(fetched))
+        self._host.load(self._offsets[index], _bytes_of(fetched))
         return fetched
 
-    def _take_places(self) -> None:
-        if not self._places:
+    def _allocate(self) -> None:
+        if not self._offsets:
             sizes = [local_shard(parameter).nbytes for parameter in self._parameters]
-            *self._places, total = accumulate(sizes, initial=0)
+            *self._offsets, total = accumulate(sizes, initial=0)
             self._host.grow(total)
 
 
 class HostBuffer:
-    """Host bytes that are taken once, page-locked for a GPU's sake, and grow when more is asked for."""
+    """Growable host memory, page-locked for copies from and to a GPU."""
 
     def __init__(self, page_locked: bool) -> None:
         self._page_locked = page_locked
@@ -239,7 +244,7 @@ class HostBuffer:
         return sum(len(piece) for piece in self._pieces)
 
     def grow(self, size: int) -> None:
-        """Have room for `size` bytes; what was stored is lost if that is more than before."""
+        """Ensure a size of `size` bytes; growing discards the contents."""
         if self.size >= size:
             return
         if self._pieces and len(self._pieces[-1]) < _PIECE:
@@ -249,24 +254,24 @@ class HostBuffer:
             self._pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
 
     def store(self, start: int, data: torch.Tensor) -> None:
-        """Copy bytes to here, from `start` on."""
+        """Copy `data` into this buffer at `start`."""
         for here, there in self._aligned(start, data):
             here.copy_(there, non_blocking=True)
 
     def load(self, start: int, data: torch.Tensor) -> None:
-        """Copy bytes from here, from `start` on."""
+        """Copy from this buffer at `start` into `data`."""
         for here, there in self._aligned(start, data):
             there.copy_(here, non_blocking=True)
 
     def parts(self, start: int, size: int) -> list[torch.Tensor]:
-        """Bytes from `start` on, piece by piece."""
-        found, end = [], start + size
+        """Return views of `size` bytes from `start` on, one per piece."""
+        views, end = [], start + size
         while start < end:
             index, offset = divmod(start, _PIECE)
             length = min(_PIECE - offset, end - start)
-            found.append(self._pieces[index][offset : offset + length])
+            views.append(self._pieces[index][offset : offset + length])
             start += length
-        return found
+        return views
 
     def _aligned(self, start: int, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         parts = self.parts(start, len(other))
@@ -274,7 +279,7 @@ class HostBuffer:
 
 
 class CopyStream:
-    """A stream for copies between host and device: `with` it they run beside what is computed. Nothing on a CPU."""
+    """Context manager: copies inside run on a CUDA stream of their own, beside computation. No effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -296,26 +301,26 @@ class CopyStream:
             self._pending = True
 
     def wait(self) -> None:
-        """The current stream goes on after the copies."""
+        """Make the current stream wait for the copies."""
         if self._pending and self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._pending = False
 
     def synchronize(self) -> None:
-        """The host goes on after the copies."""
+        """Make the host wait for the copies."""
         if self._pending and self._stream is not None:
             self._stream.synchronize()
         self._pending = False
 
 
 def local_shard(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without a graph; a plain tensor is its own."""
+    """Return this rank's shard, detached; a plain tensor is returned whole."""
     value = value.detach()
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """`local` as the shard of a tensor laid out as `parameter` is, over its mesh or another one of that shape."""
+    """Return a tensor with the layout of `parameter` and the shard `local`, on its mesh or on `mesh` of that shape."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -329,7 +334,7 @@ def sharded_like(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh 
 
 
 def _unique_storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """The storages under the local parts, each once, with their sizes; empty ones hold nothing to move."""
+    """Yield each non-empty storage of the local shards once, with its size."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = local_shard(tensor).untyped_storage()
@@ -338,11 +343,11 @@ def _unique_storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Un
             yield storage, storage.nbytes()
 
 
-def _all_bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
-    """A storage as one row of bytes."""
+def _storage_bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+    """Return a storage as uint8 tensor [size]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one row of bytes."""
+    """Return a contiguous tensor as uint8 tensor [nbytes]."""
     return tensor.view(-1).view(torch.uint8)

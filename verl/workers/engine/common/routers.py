@@ -1,7 +1,7 @@
-"""Experts of a mixture: which ones tokens go through is noted in a pass, told to another, and measured in both.
+"""Routing of mixture-of-experts models: record the experts of every token, replay them, and measure expert load.
 
-A router that is told weighs the experts it is told by its own logits, so it still learns. Where sampling and training
-choose different experts for a token, their probabilities differ by much more than rounding (R3 of arXiv 2510.11370).
+A router that replays experts weights them by its own logits, so it still receives gradients. If rollout and training
+select different experts for a token, their log-probs differ by much more than rounding (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -17,148 +17,154 @@ from verl.models.routing import route_dtype, unrouted
 from verl.protocol import DataProto
 from verl.utils.device import copy_to_device
 
-COLUMN = "routed_experts"
+ROUTED_EXPERTS = "routed_experts"
+"""Column [B, P+R, layers, k] with the experts of every token."""
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoEShape:
     """The experts of a model."""
 
-    experts: int
-    """Of each sparse layer."""
-    per_token: int
+    num_experts: int
+    """Per sparse layer."""
+    top_k: int
     sparse: tuple[bool, ...]
-    """Of each layer, whether it has experts; the others are dense."""
+    """For each layer, whether it has experts."""
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """This rank's part of the tokens of a micro-batch: all, or one of equal parts."""
+    """This rank's part of the tokens of a micro-batch: all of them, or one of `parts` equal parts."""
 
     parts: int = 1
-    part: int = 0
-    speaks: bool = True
-    """Of the ranks that see the same tokens in the same layers, one says what it noted."""
+    index: int = 0
+    reports: bool = True
+    """Whether this rank reports its recorded experts: one of the ranks that see the same tokens in the same layers."""
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """Who has the other tokens and layers: sums over one group after the other reach everyone."""
+    """Process groups of the ranks with the other tokens and layers; all-reduces over one after the other reach all."""
 
     def own(self, tokens: int) -> slice:
+        """Return the positions of this rank's tokens."""
         width = tokens // self.parts
-        return slice(self.part * width, (self.part + 1) * width)
+        return slice(self.index * width, (self.index + 1) * width)
 
 
 @dataclass(eq=False)
 class Routes:
-    """Of one micro-batch, on this rank: what routers are told, and what they chose."""
+    """Replayed and recorded experts of one micro-batch on this rank."""
 
-    kept: torch.Tensor
-    """[b, P+R] bool: which tokens of the rows there are, in order."""
+    mask: torch.Tensor
+    """[b, P+R] bool: the tokens that are not padding."""
     tokens: int
-    """Of the micro-batch with its padding, which comes last; those of all ranks that share it."""
-    real: int
-    """How many of this rank's are no padding."""
-    told: torch.Tensor | None
-    """[tokens that this rank's routers see, layers, k]; None: they choose."""
-    noted: dict[int, torch.Tensor] | None
-    """[tokens, k] by layer; None: nobody wants to know."""
+    """Tokens of the packed micro-batch over all ranks that share it, with the padding at its end."""
+    valid_tokens: int
+    """This rank's tokens without padding."""
+    replayed: torch.Tensor | None
+    """[this rank's tokens, layers, k]; None: the routers select."""
+    recorded: dict[int, torch.Tensor] | None
+    """[this rank's tokens, k] by layer; None: not recorded."""
 
 
 class LayerRouter:
-    """What the router of one layer is told, and how its experts were used."""
+    """Replay, recording and load counters of the router of one layer."""
 
-    def __init__(self, layer: int, experts: int) -> None:
+    def __init__(self, layer: int, num_experts: int) -> None:
         self.layer = layer
-        self._experts = experts
+        self._num_experts = num_experts
         self._counts: torch.Tensor | None = None
 
-    def chosen(self, routes: Routes, own: torch.Tensor) -> torch.Tensor:
-        """Experts [tokens, k] for those that the router would choose; of tokens that nobody told of, the same."""
-        chosen = own
-        if routes.told is not None:
-            told = routes.told[:, self.layer].long()
-            chosen = torch.where(told < self._experts, told, own)
-        if routes.noted is not None:
-            routes.noted[self.layer] = chosen.to(route_dtype(self._experts))
+    def select(self, routes: Routes, own: torch.Tensor) -> torch.Tensor:
+        """Return the experts [tokens, k] to use: replayed ones where given, otherwise `own`, the router's choice."""
+        selected = own
+        if routes.replayed is not None:
+            replayed = routes.replayed[:, self.layer].long()
+            selected = torch.where(replayed < self._num_experts, replayed, own)
+        if routes.recorded is not None:
+            routes.recorded[self.layer] = selected.to(route_dtype(self._num_experts))
         if torch.is_grad_enabled():
-            self._count(own[: routes.real], chosen[: routes.real])
-        return chosen
+            self._count(own[: routes.valid_tokens], selected[: routes.valid_tokens])
+        return selected
 
     @torch.no_grad()
-    def _count(self, own: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Tokens of each expert, choices that are not the router's own, and all of them."""
-        kept = (own[:, :, None] == chosen[:, None]).any(dim=1).sum()
-        counts = torch.zeros(self._experts + 2, device=own.device)
-        counts.index_add_(0, chosen.flatten(), counts.new_ones(chosen.numel()))
-        counts[-2:] += chosen.numel()
-        counts[-2] -= kept
+    def _count(self, own: torch.Tensor, selected: torch.Tensor) -> None:
+        """Add to the counters: tokens of each expert, selections that replay changed, all selections."""
+        unchanged = (own[:, :, None] == selected[:, None]).any(dim=1).sum()
+        counts = torch.zeros(self._num_experts + 2, device=own.device)
+        counts.index_add_(0, selected.flatten(), counts.new_ones(selected.numel()))
+        counts[-2:] += selected.numel()
+        counts[-2] -= unchanged
         self._counts = counts if self._counts is None else self._counts + counts
 
-    def taken(self, like: torch.Tensor) -> torch.Tensor:
-        """What was counted since the last time."""
+    def pop_counts(self, like: torch.Tensor) -> torch.Tensor:
+        """Return and reset the counters [experts + 2]; `like` determines dtype and device of zeros."""
         counts, self._counts = self._counts, None
-        return like.new_zeros(self._experts + 2) if counts is None else counts
+        return like.new_zeros(self._num_experts + 2) if counts is None else counts
 
 
 class Routers:
-    """The routers of all layers that are on this rank."""
+    """The routers of all layers on this rank."""
 
     def __init__(
-        self, here: Sequence[LayerRouter], mixture: Mixture, share: TokenShare, device: torch.device, replays: bool
+        self, layers: Sequence[LayerRouter], shape: MoEShape, share: TokenShare, device: torch.device, replay: bool
     ) -> None:
-        """`replays`: micro-batches that say which experts are told to the routers."""
-        self._here, self._mixture, self._share, self._device = here, mixture, share, device
-        self.replays = replays
-        self._dtype = route_dtype(mixture.experts)
+        """`replay`: use the experts in the column `routed_experts` of batches that have it."""
+        self._layers, self._shape, self._share, self._device = layers, shape, share, device
+        self.replay = replay
+        self._dtype = route_dtype(shape.num_experts)
 
-    def routes(self, part: DataProto, tokens: int, filler: bool, notes: bool) -> Routes:
-        """For a micro-batch of `tokens` tokens with its padding, those of all ranks that share it."""
-        own, kept = self._share.own(tokens), kept_tokens(part.batch["attention_mask"])
-        real = 0 if filler else max(0, min(own.stop, int(kept.sum())) - own.start)
-        told = None
-        if self.replays and not filler and COLUMN in part.batch.keys():
-            given = part.batch[COLUMN][kept]
-            rest = given.new_full((tokens - len(given), *given.shape[1:]), unrouted(given.dtype))
-            (told,) = copy_to_device([torch.cat([given, rest])[own]], self._device)
-        return Routes(kept, tokens, real, told, {} if notes else None)
+    def routes(self, part: DataProto, tokens: int, filler: bool, record: bool) -> Routes:
+        """Return the routes of a packed micro-batch of `tokens` tokens, padding and all ranks' shares included."""
+        own, mask = self._share.own(tokens), kept_tokens(part.batch["attention_mask"])
+        valid_tokens = 0 if filler else max(0, min(own.stop, int(mask.sum())) - own.start)
+        replayed = None
+        if self.replay and not filler and ROUTED_EXPERTS in part.batch.keys():
+            experts = part.batch[ROUTED_EXPERTS][mask]
+            padding = experts.new_full((tokens - len(experts), *experts.shape[1:]), unrouted(experts.dtype))
+            (replayed,) = copy_to_device([torch.cat([experts, padding])[own]], self._device)
+        return Routes(mask, tokens, valid_tokens, replayed, {} if record else None)
 
-    def noted(self, data: DataProto, passes: Iterable[tuple[list[int] | None, Routes]]) -> torch.Tensor:
-        """[B, P+R, layers, k] on the host: the experts of every token, from passes over all rows. A collective."""
-        shape = (*data.batch["attention_mask"].shape, len(self._mixture.sparse), self._mixture.per_token)
-        found = torch.full(shape, unrouted(self._dtype), dtype=self._dtype)
+    def recorded(self, data: DataProto, passes: Iterable[tuple[list[int] | None, Routes]]) -> torch.Tensor:
+        """Return [B, P+R, layers, k] on the host: the experts of every token of `data`. A collective.
+
+        `passes` are the row indices (None: a filler) and routes of all micro-batches.
+        """
+        shape = (*data.batch["attention_mask"].shape, len(self._shape.sparse), self._shape.top_k)
+        experts = torch.full(shape, unrouted(self._dtype), dtype=self._dtype)
         for rows, routes in passes:
             if rows is not None:
-                some = found[rows]
-                some[routes.kept] = self._gathered(routes)
-                found[rows] = some
-        found[:, :, [layer for layer, sparse in enumerate(self._mixture.sparse) if not sparse]] = unrouted(self._dtype)
-        return found
+                row_experts = experts[rows]
+                row_experts[routes.mask] = self._gather(routes)
+                experts[rows] = row_experts
+        dense = [layer for layer, sparse in enumerate(self._shape.sparse) if not sparse]
+        experts[:, :, dense] = unrouted(self._dtype)
+        return experts
 
-    def _gathered(self, routes: Routes) -> torch.Tensor:
-        """[tokens without padding, layers, k]: what the routers of all ranks that share these rows noted."""
-        assert routes.noted is not None
-        # Each rank writes what it alone knows: the sum is the whole. Collectives know no int16.
+    def _gather(self, routes: Routes) -> torch.Tensor:
+        """Return [tokens without padding, layers, k], recorded by all ranks that share the rows."""
+        assert routes.recorded is not None
+        # Each rank writes the entries that only it has: their sum is complete. Collectives do not support int16.
         wide = torch.uint8 if self._dtype == torch.uint8 else torch.int32
-        shape = (routes.tokens, len(self._mixture.sparse), self._mixture.per_token)
+        shape = (routes.tokens, len(self._shape.sparse), self._shape.top_k)
         table = torch.zeros(shape, dtype=wide, device=self._device)
-        if self._share.speaks:
-            for layer, chosen in routes.noted.items():
-                table[self._share.own(routes.tokens), layer] = chosen.to(wide)
+        if self._share.reports:
+            for layer, selected in routes.recorded.items():
+                table[self._share.own(routes.tokens), layer] = selected.to(wide)
         for group in self._share.groups:
             dist.all_reduce(table, group=group)
-        return table[: int(routes.kept.sum())].to("cpu", self._dtype)
+        return table[: int(routes.mask.sum())].to("cpu", self._dtype)
 
-    def measured(self) -> dict[str, torch.Tensor]:
-        """How experts were used in passes with a gradient since the last time, over all ranks; a collective.
+    def load_metrics(self) -> dict[str, torch.Tensor]:
+        """Return the expert load of passes with gradient since the last call, over all ranks. A collective.
 
-        `moe/busiest`: tokens of a layer's busiest expert by those of its average one, the mean over layers.
-        `moe/idle`: experts that no token went through. `moe/replaced`: choices that replay changed.
+        `moe/busiest`: tokens of the busiest expert relative to the mean, averaged over layers. `moe/idle`: fraction of
+        experts without tokens. `moe/replaced`: fraction of selections that replay changed.
         """
-        table = torch.zeros(len(self._mixture.sparse), self._mixture.experts + 2, device=self._device)
-        for router in self._here:
-            table[router.layer] = router.taken(table)
+        table = torch.zeros(len(self._shape.sparse), self._shape.num_experts + 2, device=self._device)
+        for router in self._layers:
+            table[router.layer] = router.pop_counts(table)
         dist.all_reduce(table)
-        sparse = table[list(self._mixture.sparse)]
-        loads, replaced, chosen = sparse[:, :-2], sparse[:, -2].sum(), sparse[:, -1].sum()
+        sparse = table[list(self._shape.sparse)]
+        loads, replaced, selected = sparse[:, :-2], sparse[:, -2].sum(), sparse[:, -1].sum()
         busiest = (loads.amax(dim=1) / loads.mean(dim=1).clamp(min=1e-9)).mean()
-        values = busiest, (loads == 0).float().mean(), replaced / chosen.clamp(min=1)
+        values = busiest, (loads == 0).float().mean(), replaced / selected.clamp(min=1)
         return dict(zip(("moe/busiest", "moe/idle", "moe/replaced"), values, strict=True))

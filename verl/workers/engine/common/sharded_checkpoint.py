@@ -39,38 +39,38 @@ from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common.dcp_reader import METADATA, TensorsOnlyPlanner, TensorsOnlyReader, read_folder
 
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-# Less is one file.
+# Smaller states are written to one file.
 _ONE_FILE = 2**28
 
 
 def save_tensors(
     tensors: Mapping[str, torch.Tensor], folder: Path, recorder: ChecksumRecorder, group: dist.ProcessGroup | None
 ) -> None:
-    """Every rank writes its shards, their checksums taken by its `recorder`; a collective of `group`.
+    """Write this rank's shards, with checksums by its `recorder`. A collective of `group`.
 
-    What is on a device comes to host memory tensor by tensor.
+    Device tensors are copied to host memory one at a time.
     """
-    writer = writer_for(tensors.values(), folder, recorder)
-    with plain_errors(recorder):
+    writer = _writer_for(tensors.values(), folder, recorder)
+    with _plain_errors(recorder):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Read into the given tensors (sharded as they are now), in place; a collective. All of them must be there."""
-    with plain_errors():
+    """Load into the given tensors in place, whatever their sharding. A collective. All of them must be stored."""
+    with _plain_errors():
         reader, planner = TensorsOnlyReader(folder), TensorsOnlyPlanner()
         dcp.load(dict(tensors), storage_reader=reader, planner=planner)
 
 
-def writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
-    """What writes them, through the recorder."""
-    here = all(value.device.type == "cpu" for value in tensors)
-    return _Writer(folder, recorder, side_by_side=_THREADS if here else 1)
+def _writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
+    """Return a writer; tensors in host memory are written by several threads."""
+    on_host = all(value.device.type == "cpu" for value in tensors)
+    return _Writer(folder, recorder, max_files=_THREADS if on_host else 1)
 
 
 @contextmanager
-def plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
-    """What ranks raised, as one exception: torch's own is no Exception, and its text is all their tracebacks."""
+def _plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
+    """Raise the error of one rank: torch's CheckpointException is a BaseException whose text is all tracebacks."""
     try:
         yield
     except CheckpointException as error:
@@ -81,29 +81,29 @@ def plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
-    """The tensors in a checkpoint folder, without reading them."""
+    """Return shape and dtype of the tensors in a checkpoint folder, without reading them."""
     if not (folder / METADATA).is_file():
-        raise ValueError(f"{folder}: no checkpoint here ({METADATA} is missing). Choose a step that was saved whole.")
+        raise ValueError(f"{folder}: is not a checkpoint ({METADATA} is missing). Choose a completely saved step.")
     stored = read_folder(folder)
     return {name: TensorSpec(entry.shape, entry.dtype) for name, entry in stored.items() if entry is not None}
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Through a recorder, and what is large as several files side by side: checksums take as long as the disk."""
+    """Writes through a recorder, and large states as several files in parallel: checksums take as long as the disk."""
 
-    def __init__(self, folder: Path, recorder: ChecksumRecorder, side_by_side: int) -> None:
-        # Copies made ahead would lie in page-locked memory, rounded up to powers of two and never given back. Files are
-        # brought to disk by the recorder's streams when they close.
+    def __init__(self, folder: Path, recorder: ChecksumRecorder, max_files: int) -> None:
+        # Copies ahead would be in page-locked memory, rounded up to powers of two and never freed. The recorder's
+        # streams sync files to disk when they are closed.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs = _RecordedFileSystem(recorder)
-        self._side_by_side = side_by_side
+        self._max_files = max_files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         parts = [
             replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=plan.storage_data.prefix + name))
             for name, items in zip(["", "1_", "2_", "3_"], self._split(plan.items), strict=False)
         ]
-        # torch's own threads would lose what they raise, and the files with it.
+        # torch's own threads would lose their errors, and the files with them.
         with ThreadPoolExecutor(len(parts), "checkpoint") as threads:
             written = list(threads.map(lambda part: super(_Writer, self).write_data(part, planner).value(), parts))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -111,8 +111,8 @@ class _Writer(dcp.FileSystemWriter):
         return done
 
     def _split(self, items: list[WriteItem]) -> list[list[WriteItem]]:
-        """About as many bytes in each."""
-        sizes = [0] * min(self._side_by_side, 1 + sum(map(_size_of, items)) // _ONE_FILE)
+        """Split the items into lists of about equal size in bytes, one per file."""
+        sizes = [0] * min(self._max_files, 1 + sum(map(_size_of, items)) // _ONE_FILE)
         if len(sizes) == 1:
             return [items]
         parts: list[list[WriteItem]] = [[] for _ in sizes]
@@ -129,7 +129,7 @@ def _size_of(item: WriteItem) -> int:
 
 
 class _RecordedFileSystem(FileSystem):
-    """Where torch writes its files, through a recorder."""
+    """A file system for torch that writes through a recorder."""
 
     def __init__(self, recorder: ChecksumRecorder) -> None:
         self._recorder = recorder
@@ -144,39 +144,43 @@ class _RecordedFileSystem(FileSystem):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A rectangle of the tensor `name`, as large as `tensor`, which may be a view."""
+    """A rectangle of the stored tensor `name`: `tensor`, which may be a view, at `offsets`.
+
+    For ranks whose parts of a tensor are no even shards. Files contain only rectangles and their positions, so that
+    engines with other layouts can read them.
+    """
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the full tensor."""
     offsets: tuple[int, ...]
     tensor: torch.Tensor
 
     @property
-    def at(self) -> tuple[str, tuple[int, ...]]:
+    def key(self) -> tuple[str, tuple[int, ...]]:
         return self.name, self.offsets
 
 
 def save_chunks(
     chunks: Iterable[Chunk], folder: Path, recorder: ChecksumRecorder, group: dist.ProcessGroup | None
 ) -> None:
-    """Every rank writes its own; together they must be whole tensors, each element once. A collective of `group`."""
-    listed = list(chunks)
-    with plain_errors(recorder):
-        writer = writer_for([chunk.tensor for chunk in listed], folder, recorder)
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(listed), process_group=group)
+    """Write this rank's chunks. Those of all ranks must cover every element once. A collective of `group`."""
+    chunks = list(chunks)
+    with _plain_errors(recorder):
+        writer = _writer_for([chunk.tensor for chunk in chunks], folder, recorder)
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(chunks), process_group=group)
 
 
 def load_chunks(chunks: Iterable[Chunk], folder: Path) -> None:
-    """Read into the chunks' tensors, in place; a collective. ValueError for what is not there."""
-    with plain_errors():
+    """Load into the chunks' tensors in place. A collective. ValueError for missing tensors and other shapes."""
+    with _plain_errors():
         dcp.load({}, storage_reader=TensorsOnlyReader(folder), planner=_LoadPlanner(list(chunks)))
 
 
 class _SavePlanner(DefaultSavePlanner):
     def __init__(self, chunks: list[Chunk]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._chunks = {chunk.at: chunk for chunk in chunks}
+        self._chunks = {chunk.key: chunk for chunk in chunks}
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(chunk) for chunk in self._chunks.values()])
@@ -189,19 +193,19 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(TensorsOnlyPlanner):
     def __init__(self, chunks: list[Chunk]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._chunks = {chunk.at: chunk for chunk in chunks}
+        self._chunks = {chunk.key: chunk for chunk in chunks}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        named: dict[str, list[Chunk]] = {}
+        by_name: dict[str, list[Chunk]] = {}
         for chunk in self._chunks.values():
-            named.setdefault(chunk.name, []).append(chunk)
+            by_name.setdefault(chunk.name, []).append(chunk)
         items: list[Any] = []
-        for name, chunks in named.items():
+        for name, chunks in by_name.items():
             stored = self.metadata.state_dict_metadata.get(name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != chunks[0].shape:
-                found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "not there"
-                raise ValueError(f"{name} is {list(chunks[0].shape)} here, in the checkpoint {found}.")
+                shape = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "missing"
+                raise ValueError(f"{name}: shape {list(chunks[0].shape)} in the model, {shape} in the checkpoint.")
             items += create_read_items_for_chunk_list(name, stored, [_metadata(chunk) for chunk in chunks])
         return LoadPlan(items)
 

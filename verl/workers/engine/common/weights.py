@@ -1,24 +1,47 @@
-"""Weights on their way out of an engine, in buckets of bounded size."""
+"""Helpers to send weights, or requested rows of them, in buckets of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
-_Piece = TypeVar("_Piece")
+import torch
+
+from verl.types.weights import TensorSlice, Wanted
+
+NamedRows: TypeAlias = "dict[str | TensorSlice, torch.Tensor]"
+"""A `Bucket` under construction."""
+_Item = TypeVar("_Item")
 
 
-def bucketed(pieces: Iterable[tuple[_Piece, int]], max_bytes: int) -> Iterator[list[_Piece]]:
-    """The pieces, given with their sizes, as many at a time as fit `max_bytes`; a larger one comes alone."""
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes: {max_bytes} holds no tensor. Use the size of a transfer buffer, e.g. 512 MB.")
-    bucket: list[_Piece] = []
+def bucketed(items: Iterable[tuple[_Item, int]], max_size: int) -> Iterator[list[_Item]]:
+    """Yield lists of items, given with their sizes, of at most `max_size` in total; a larger item is yielded alone."""
+    if max_size < 1:
+        raise ValueError(
+            f"bucket size: {max_size} is less than 1 byte. Use the size of a transfer buffer, e.g. 512 MB."
+        )
+    bucket: list[_Item] = []
     filled = 0
-    for piece, size in pieces:
-        if bucket and filled + size > max_bytes:
+    for item, size in items:
+        if bucket and filled + size > max_size:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(piece)
+        bucket.append(item)
         filled += size
     if bucket:
         yield bucket
+
+
+def bucket_key(name: str, rows: range, total_rows: int) -> str | TensorSlice:
+    """Return the key of some rows of a weight in a bucket: its name if these are all rows."""
+    return name if len(rows) == total_rows else TensorSlice(name, rows.start, rows.stop)
+
+
+def overlap(one: range, other: range) -> range:
+    """Return the numbers in both ranges; empty if there are none."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def distinct(wanted: Sequence[Wanted] | None) -> list[Wanted]:
+    """Return each object once; ranks with equal requests share one."""
+    return list({id(request): request for request in wanted or ()}.values())

@@ -1,10 +1,10 @@
-"""FSDPEngine: a Hugging Face model in training, sharded over ranks by torch's `fully_shard`."""
+"""FSDPEngine: a Hugging Face model sharded over ranks by torch's `fully_shard`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,35 +23,37 @@ from verl.protocol import DataProto
 from verl.utils.progress import tick
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.base_engine import (
-    ALTERNATIVES,
-    Passes,
-    TrainedEngine,
+    TEACHER_TOP_IDS,
+    BaseTrainEngine,
+    ModelPass,
     compile_each_layer,
     explain_compile_errors,
 )
-from verl.workers.engine.common.checkpoint_compatibility import about
+from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
 from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 from verl.workers.engine.fsdp.router_replay import HFRouters
-from verl.workers.engine.fsdp.state import EngineState
+from verl.workers.engine.fsdp.state import FSDPState
 from verl.workers.engine.fsdp.weights import ModelWeights
 
 
-class FSDPEngine(TrainedEngine):
-    """See `verl.workers.engine.base.TrainEngine`. Weights are sharded over all ranks of the process group; groups of
-    `sequence_parallel_size` neighbours get the same rows and share their tokens.
+class FSDPEngine(BaseTrainEngine):
+    """Implements `verl.workers.engine.base.TrainEngine`.
 
-    Master weights, gradients and moments are float32 shards; matrices are multiplied in `mixed_precision`. Without
-    `optim` the model is frozen (a reference, a reward model) and kept in the compute dtype; so is, with
-    `model_config.lora_rank`, everything but the adapters (and a value head).
+    Weights are sharded over all ranks of the process group. Groups of `sequence_parallel_size` neighbouring ranks
+    receive the same rows and split their tokens (Ulysses).
+
+    Master weights, gradients and moments are float32 shards; the forward pass runs in `mixed_precision`. Without
+    `optim` the model is frozen (a reference, a reward model) and stored in the compute dtype. With
+    `model_config.lora_rank`, so is everything but the adapters (and a value head).
     """
 
     _weights: ModelWeights
     _routers: HFRouters | None
-    _gives = True
-    _moves_gradients = True
+    _has_outputs = True
+    _supports_grad_offload = True
 
     def __init__(
         self,
@@ -66,18 +68,18 @@ class FSDPEngine(TrainedEngine):
         device: torch.device | str = "cpu",
         sequence_parallel_size: int = 1,
         compile_layers: bool = False,
-        snapshots: bool = True,
-        saved: Collection[str] = (),
-        replays: bool = False,
+        background_save: bool = True,
+        save_contents: Collection[str] = (),
+        router_replay: bool = False,
     ) -> None:
-        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
+        """`model` is a local folder, a hub name, or a model of that kind in memory (a ValueModel for `value`).
 
-        `compile_layers` has an effect on packed tokens on CUDA only. `snapshots`: what is saved is copied to host
-        memory and written while training goes on; memory for `saved`, the contents of checkpoints that are to come, is
-        made beside the first update. `replays`: the routers of a mixture go through the experts that rows have in
-        `routed_experts`.
+        - `compile_layers` has an effect on packed tokens on CUDA only.
+        - `background_save`: checkpoints are copied to host memory and written during training. Memory for
+          `save_contents`, the contents of future checkpoints, is allocated during the first update.
+        - `router_replay`: routers of a mixture-of-experts model use the experts in the column `routed_experts`.
         """
-        self._begin(model, kind, model_config, engine_config.mixed_precision, device, grad_clip)
+        self._init_common(model, kind, model_config, engine_config.mixed_precision, device, grad_clip)
         self._sharing = sharding.sequence_parallel(self.device, sequence_parallel_size)
         self.dp_rank = dist.get_rank() // sequence_parallel_size
         self.dp_size = dist.get_world_size() // sequence_parallel_size
@@ -86,88 +88,86 @@ class FSDPEngine(TrainedEngine):
         if self._sharing is not None:
             check_heads(self.hf_config, self._sharing.size)
         self._build_model(model, model_config, engine_config, frozen=optim is None)
-        compiles = compile_layers and self.device.type == "cuda"
-        # Counting costs little, but a layer that is compiled would be left for it.
-        measures = optim is not None and not compiles
-        self._routers = HFRouters.of(self.model.hf, self._sharing, self.device, replays, measures)
+        compile_layers = compile_layers and self.device.type == "cuda"
+        # Measuring expert load is cheap, but its hooks would interrupt compiled layers.
+        measure = optim is not None and not compile_layers
+        self._routers = HFRouters.create(self.model.hf, self._sharing, self.device, router_replay, measure)
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and runs_packed(self.model, self.device)
         if self._sharing is not None and not self._packs:
             raise ValueError(
-                "ulysses_sequence_parallel_size: ranks share packed tokens, and this model runs with padding. Set it "
-                "to 1, or model.use_remove_padding=True if that is off."
+                "ulysses_sequence_parallel_size: requires packed tokens, but this model runs with padding. Set it to 1,"
+                " or model.use_remove_padding=True if that is off."
             )
-        if replays and not self._packs:
+        if router_replay and not self._packs:
             raise ValueError(
-                "router_replay.mode: experts are told for packed tokens, and this model runs with padding. Set it to"
-                " disabled, or model.use_remove_padding=True if that is off."
+                "router_replay.mode: requires packed tokens, but this model runs with padding. Set it to disabled, or "
+                "model.use_remove_padding=True if that is off."
             )
         if not self._packs:
             self._routers = None
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
-        self._compiled = compiles and self._packs
+        self._compiled = compile_layers and self._packs
         if self._compiled:
             compile_each_layer(sharding.outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
         if optim is not None:
-            learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
-            self._optimizer = ShardedAdamW(learning, optim, self.mesh, total_steps)
-        self._state = EngineState(
+            trained = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
+            self._optimizer = ShardedAdamW(trained, optim, self.mesh, total_steps)
+        self._state = FSDPState(
             self.model.hf,
-            about(self.hf_config, kind, None if self._adapters is None else self._adapters.about()),
+            model_info(self.hf_config, kind, None if self._adapters is None else self._adapters.about()),
             self._weights,
             self._optimizer,
             self._loss_scale,
             self.device,
             self._source,
         )
-        self._store(self.model, engine_config, self.mesh, snapshots, saved)
+        self._init_storage(self.model, engine_config, self.mesh, background_save, save_contents)
 
     @classmethod
-    def _own_arguments(cls, block: Any) -> dict[str, Any]:
+    def _backend_arguments(cls, block: Any) -> dict[str, Any]:
         return {"engine_config": block.fsdp_config, "sequence_parallel_size": block.ulysses_sequence_parallel_size}
 
-    # ---------------------------------------------------------------- passes
+    # ---------------------------------------------------------------- forward and backward
 
-    def _learn(self, passes: Passes) -> None:
+    def _run_training(self, run: ModelPass) -> None:
         self.model.train()
-        for (part, rows), last in with_last(self._micro_batches(passes)):
+        for (part, rows), last in with_last(self._micro_batches(run)):
             if self._one_group and not self._memory.offloads_gradients:
-                sharding.finish_with(self.model, last)
+                sharding.set_last_micro_batch(self.model, last)
             self._memory.before_micro_batch()
-            passes.use(self._forward(part, passes, filler=rows is None), part, rows).backward()
+            run.on_outputs(self._forward(part, run, filler=rows is None), part, rows).backward()
             tick(len(rows or ()))
 
-    def _look(self, passes: Passes) -> list[tuple[list[int] | None, Routes]]:
-        routes = []
+    def _run_inference(self, run: ModelPass) -> list[tuple[list[int] | None, Routes]]:
+        recorded = []
         with self._inference():
-            for part, rows in self._micro_batches(passes):
-                passes.use(self._forward(part, passes, filler=rows is None), part, rows)
-                if passes.notes and self._routers is not None:
-                    routes.append((rows, self._routers.current))
+            for part, rows in self._micro_batches(run):
+                run.on_outputs(self._forward(part, run, filler=rows is None), part, rows)
+                if run.record_routing and self._routers is not None and self._routers.active is not None:
+                    recorded.append((rows, self._routers.active))
                 tick(len(rows or ()))
-        return routes
+        return recorded
 
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
-        """Within it a model with adapters computes without them."""
-        with self._adapters.off() if self._adapters is not None else nullcontext():
-            yield
+    def base_weights(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.base_weights`."""
+        return self._adapters.off() if self._adapters is not None else nullcontext()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""
+        """See `TrainEngine.to`; gradients move with the model."""
         if device == "cpu":
             self._reshard()
         super().to(device, model, optimizer)
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- internals
 
     def _build_model(
         self, model: str | os.PathLike | nn.Module, model_config: Any, engine_config: FSDPConfig, frozen: bool
     ) -> None:
-        """Empty, sharded, then filled from the one copy that each node's leader reads."""
+        """Build the model on the meta device, shard it, and load the weights that each node's leader reads."""
         adapted = not frozen and not isinstance(model_config, RewardModelModelConfig) and model_config.lora_rank > 0
         master = self.compute_dtype if frozen or adapted else torch.float32
         node = groups.node_group()
@@ -185,7 +185,7 @@ class FSDPEngine(TrainedEngine):
         self._weights = ModelWeights(hf, self._adapters, self.device)
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
-        sharding.fill(self.model.hf, source, node, self.device, self._adapters)
+        sharding.load_weights(self.model.hf, source, node, self.device, self._adapters)
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -194,29 +194,29 @@ class FSDPEngine(TrainedEngine):
             with torch.no_grad():
                 yield
         finally:
-            # What stays gathered would be used again, stale, after the next optimizer step.
+            # Weights that stay gathered would be stale after the next optimizer step.
             self._reshard()
 
     def _reshard(self) -> None:
         for module in sharding.sharded_modules(self.model):
             module.reshard()
 
-    def _micro_batches(self, passes: Passes) -> Iterator[tuple[DataProto, list[int] | None]]:
-        """Each micro-batch with its row indices; None for a filler that keeps step with other ranks."""
-        shared = passes.micro.shared_by(self._sharing.size if self._sharing else 1)
-        return micro_batches(passes.data, shared, self._cost, lambda count: groups.largest(count, self.device))
+    def _micro_batches(self, run: ModelPass) -> Iterator[tuple[DataProto, list[int] | None]]:
+        """Yield each micro-batch with its row indices, which are None for a filler."""
+        micro = run.micro.scaled_by(self._sharing.size if self._sharing else 1)
+        return micro_batches(run.data, micro, self._cost, lambda count: groups.largest(count, self.device))
 
-    def _forward(self, part: DataProto, passes: Passes, filler: bool) -> dict[str, torch.Tensor]:
-        """The fields of one micro-batch, which stays where it is."""
+    def _forward(self, part: DataProto, run: ModelPass, filler: bool) -> dict[str, torch.Tensor]:
+        """Return the fields of one micro-batch, on the device."""
         batch = part.batch
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
         without_padding: Any = packed_rows if self._packs else front_rows
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
-        if "other_log_probs" in passes.fields:
-            rows = with_alternatives(rows, batch[ALTERNATIVES])
+        if "other_log_probs" in run.fields:
+            rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
         if self._sharing is not None:
             rows = shared_rows(rows, self._sharing)
         if self._routers is not None:
-            self._routers.begin(part, rows.packing.total, filler, passes.notes)
+            self._routers.begin(part, rows.packing.total, filler, run.record_routing)
         with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
-            return self.model(rows.to(self.device), passes.fields, shape, passes.temperature, passes.top_k)
+            return self.model(rows.to(self.device), run.fields, shape, run.temperature, run.top_k)

@@ -1,7 +1,7 @@
-"""AdamW on each rank's own shards.
+"""AdamW on each rank's local shards.
 
-AdamW works element by element, so stepping the local shards gives what stepping the sharded tensors would, without the
-cost of dispatching every operation through them (ten times AdamW's own on small models).
+AdamW works element by element, so stepping local shards gives the same result as stepping DTensors, without the cost of
+dispatching every operation through DTensor (ten times AdamW's own on small models).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.engine import OptimConfig
 from verl.workers.engine.common.offload import local_shard, sharded_like
-from verl.workers.engine.common.optim import MOMENTS, WorkingMoments, build_optimizer, build_schedule, portions
+from verl.workers.engine.common.optim import MOMENTS, PORTION, Float32Moments, build_optimizer, build_schedule
+from verl.workers.engine.common.weights import bucketed
 
 
 class ShardedAdamW:
-    """AdamW over the sharded parameters `named`; its state comes out and goes in as sharded tensors."""
+    """AdamW over the sharded parameters `named`; its state is saved and loaded as DTensors."""
 
     def __init__(
         self, named: Mapping[str, nn.Parameter], optim: OptimConfig, mesh: DeviceMesh, total_steps: int | None = None
     ) -> None:
         self._named: dict[str, Any] = dict(named)
-        # Stand-ins for AdamW; they hold memory only during a step, so that offloading the model really frees it.
+        # Parameters of AdamW; they alias the shards only during a step, so that offloading the model frees its memory.
         self._shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
         self._group = mesh.get_group("shard")
-        self._half = optim.state_dtype == "bf16"
-        self._steps: int | None = 0  # None: as many as a loaded state says
+        self._bf16_moments = optim.state_dtype == "bf16"
+        self._steps: int | None = 0  # None: to be read from a loaded state
         self.adamw = build_optimizer(self._shards.values(), optim)
         self.schedule = build_schedule(self.adamw, optim, total_steps)
 
@@ -39,45 +40,42 @@ class ShardedAdamW:
         return self.schedule.get_last_lr()[0]
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of all gradients there are."""
+        """Return this rank's shards of all existing gradients."""
         return [local_shard(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
 
     def gather_gradients(self) -> None:
-        """They are where the last pass has put them."""
+        """Gradients are complete after the last backward pass; RuntimeError if there are none."""
         if not self.gradients():
-            raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
+            raise RuntimeError("optimizer_step: no gradients. Call forward_backward first.")
 
     def norms(self) -> tuple[float, float]:
-        """Of the gradients and of the weights, over all ranks' shards: the same on every rank; a collective.
-
-        The host waits for both at once.
-        """
+        """Return the norms of gradients and weights over all ranks. A collective, with one host synchronisation."""
         squares = torch.stack([_square(self.gradients()), _square(map(local_shard, self._named.values()))])
         dist.all_reduce(squares, group=self._group)
         gradients, weights = squares.sqrt().float().tolist()
         return gradients, weights
 
     def weight_norm(self) -> float:
-        """That of the weights alone."""
+        """Return the norm of the weights over all ranks. A collective."""
         square = _square(map(local_shard, self._named.values()))
         dist.all_reduce(square, group=self._group)
         return float(square.sqrt())
 
     @property
     def elements(self) -> int:
-        """Weights that learn, over all ranks."""
+        """Number of trained weights over all ranks."""
         return sum(value.numel() for value in self._named.values())
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         torch._foreach_mul_(self.gradients(), factor)
 
     def step(self) -> None:
-        """One AdamW step of every parameter that has a gradient, and one of the schedule."""
-        learning = [name for name, parameter in self._named.items() if parameter.grad is not None]
-        if self._half:
-            self._step_with_half_moments(learning)
+        """Step every parameter that has a gradient, and the schedule."""
+        names = [name for name, parameter in self._named.items() if parameter.grad is not None]
+        if self._bf16_moments:
+            self._step_with_bf16_moments(names)
         else:
-            self._step(learning)
+            self._step(names)
         self.schedule.step()
 
     def _step(self, names: Iterable[str]) -> None:
@@ -90,18 +88,19 @@ class ShardedAdamW:
             shard.grad = None
             shard.data = shard.data.new_empty(0)
 
-    def _step_with_half_moments(self, names: list[str]) -> None:
-        """The same, a portion at a time. Noise is drawn by the number of the step, so replicas of a shard agree."""
+    def _step_with_bf16_moments(self, names: list[str]) -> None:
+        """Step a portion of the parameters at a time. The step number seeds the rounding, so shard replicas agree."""
         if self._steps is None:
             self._steps = int(torch.stack([state["step"] for state in self.adamw.state.values()]).max())
         for name in names:
             if not self.adamw.state[self._shards[name]]:
-                self._give_state(name)
+                self._init_state(name)
         noise = torch.Generator(local_shard(self._named[names[0]]).device).manual_seed(self._steps)
-        for portion in portions((name, local_shard(self._named[name]).numel()) for name in names):
-            moments = WorkingMoments([self.adamw.state[self._shards[name]] for name in portion])
+        sizes = ((name, local_shard(self._named[name]).numel()) for name in names)
+        for portion in bucketed(sizes, PORTION):
+            moments = Float32Moments([self.adamw.state[self._shards[name]] for name in portion])
             self._step(portion)
-            moments.put_back(noise)
+            moments.store(noise)
         self._steps += 1
 
     def zero_grad(self) -> None:
@@ -109,39 +108,41 @@ class ShardedAdamW:
             parameter.grad = None
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Moments and step numbers, as this rank holds them."""
+        """Return this rank's moments and step numbers."""
         return [value for state in self.adamw.state.values() for value in state.values()]
 
     def sizes(self) -> list[int]:
-        """Bytes of the same, as they are after the first step."""
-        found = []
+        """Return the bytes of each state tensor after the first step."""
+        sizes = []
         for local in map(local_shard, self._named.values()):
-            found += [4] + [local.numel() * (2 if self._half else local.itemsize)] * len(MOMENTS)
-        return found
+            sizes += [4] + [local.numel() * (2 if self._bf16_moments else local.itemsize)] * len(MOMENTS)
+        return sizes
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state as `parameter/key`, sharded like the parameter; empty before the first step. Shares memory."""
-        found = {}
+        """Return the live state as `parameter/key`, sharded like the parameter; empty before the first step."""
+        tensors = {}
         for name, shard in self._shards.items():
             for key, value in self.adamw.state.get(shard, {}).items():
-                found[f"{name}/{key}"] = sharded_like(self._named[name], value) if key in MOMENTS else value
-        return found
+                tensors[f"{name}/{key}"] = sharded_like(self._named[name], value) if key in MOMENTS else value
+        return tensors
 
-    def prepare(self, stored: set[str]) -> dict[str, torch.Tensor]:
-        """Make room for a stored state of these names, replacing the present one; returns that room."""
+    def allocate_state(self, stored: set[str]) -> dict[str, torch.Tensor]:
+        """Replace the state by an empty one for the `stored` names; return its tensors."""
         self.adamw.state.clear()
         for name in self._shards:
             if f"{name}/step" in stored:
-                self._give_state(name)
+                self._init_state(name)
         self._steps = None if self.adamw.state else 0
         return self.tensors()
 
-    def _give_state(self, name: str) -> None:
+    def _init_state(self, name: str) -> None:
         local = local_shard(self._named[name])
-        moments = {key: torch.zeros_like(local, dtype=torch.bfloat16 if self._half else local.dtype) for key in MOMENTS}
+        moments = {
+            key: torch.zeros_like(local, dtype=torch.bfloat16 if self._bf16_moments else local.dtype) for key in MOMENTS
+        }
         self.adamw.state[self._shards[name]] = {"step": torch.zeros((), device=local.device), **moments}
 
 
 def _square(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of all squares, where the tensors are; not finite where an element or its square is not."""
+    """Return the sum of squares as tensor; not finite if an element or its square is not."""
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()

@@ -1,4 +1,4 @@
-"""How a model is laid over ranks: the mesh, the modules gathered together, and where their weights come from."""
+"""Shard a model with `fully_shard`: meshes, groups of modules, and loading of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.workers.engine.common.groups import NodeGroup
 
 
 def build_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
-    """All ranks share one copy of the weights, or every `fsdp_size` neighbours have one."""
+    """Return a mesh in which all ranks, or every `fsdp_size` neighbouring ranks (hybrid sharding), share one copy."""
     world = dist.get_world_size()
     size = world if fsdp_size in (None, -1, 0) else min(int(fsdp_size or world), world)
     if world % size:
@@ -33,7 +33,7 @@ def build_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
 
 
 def sequence_parallel(device: torch.device, size: int) -> SequenceParallel | None:
-    """This rank's place among the `size` neighbours that share every sequence; None where each has its own."""
+    """Return the group of `size` neighbouring ranks that share every sequence; None if `size` is 1."""
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(
@@ -48,9 +48,9 @@ def sequence_parallel(device: torch.device, size: int) -> SequenceParallel | Non
 def shard(
     model: ResponseModel, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool | None, prefetch: bool
 ) -> bool:
-    """Shard every layer and the rest in place; gradients become the sum over all ranks, reduced in float32.
+    """Shard every layer and the remaining modules in place; gradients are summed over all ranks in float32.
 
-    Returns whether everything is one group (see `finish_with`).
+    Returns whether all weights form one group (see `set_last_micro_batch`).
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     gathers = mesh["shard"].size() > 1
@@ -62,40 +62,40 @@ def shard(
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     score = getattr(model.hf, "score", None)
-    if score is not None:  # one number per token: half precision would show in it
+    if score is not None:  # one value per token, for which half precision is too coarse
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         fully_shard(score, mesh=mesh, mp_policy=exact)
-    # Embeddings and heads are used at both ends of the pass: gathering them twice saves nothing.
+    # Embeddings and heads are used at the start and end of the pass: resharding them in between saves nothing.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in sharded_modules(model):
-        # Losses are divided by global counts, so the gradient is a sum, not fully_shard's average. Plain SUM is the
-        # one reduction that gloo and nccl both have.
+        # Losses are divided by global counts, so gradients are summed, not averaged as by default. Plain SUM is the
+        # only reduction that both gloo and nccl support.
         module.set_force_sum_reduction_for_comms(True)
-        if dist.get_world_size() > 1:  # one rank has nothing to divide by, and dividing by 1 takes a copy of all
+        if dist.get_world_size() > 1:  # on one rank, dividing by 1 would copy all gradients
             module.set_gradient_divide_factor(1.0)
     return one_group
 
 
 def grouping(ranks: int, reshard_after_forward: bool | None) -> tuple[bool, bool]:
-    """(whether layers are freed after their pass, whether all weights are one group).
+    """Return (whether layers are resharded after the forward pass, whether all weights form one group).
 
-    Where nothing is gathered and all weights may stay in the compute dtype, they are one group: the host, which is what
-    small models wait for, does nothing between layers.
+    They form one group if nothing is gathered and all weights may stay in the compute dtype: there is then no host work
+    between layers, which dominates the time of small models.
     """
     reshards = ranks > 1 if reshard_after_forward is None else reshard_after_forward
     return reshards, not (ranks > 1 or reshards)
 
 
-def finish_with(model: Any, last: bool) -> None:
-    """Of a model that is one group: its weights stay in the compute dtype, and its gradients where the backward pass
-    leaves them (added up in float32), until the last micro-batch of an optimizer step.
+def set_last_micro_batch(model: Any, last: bool) -> None:
+    """For a model with one group: keep weights in the compute dtype and accumulate unreduced gradients (in float32)
+    until the last micro-batch of an optimizer step.
     """
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
 
 
 def checkpoint_activations(model: ResponseModel) -> None:
-    """Keep no activations within layers for the backward pass: they are computed again there."""
+    """Enable activation checkpointing of every layer."""
     base = model.hf.base_model
     if not base.supports_gradient_checkpointing:
         raise ValueError(
@@ -109,61 +109,61 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def outermost_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: the members of every ModuleList that is not inside another."""
-    found: list[nn.Module] = []
+    """Return the transformer blocks: the members of every ModuleList that is not inside another."""
+    layers: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else outermost_layers(child)
-    return found
+        layers += list(child) if isinstance(child, nn.ModuleList) else outermost_layers(child)
+    return layers
 
 
-def fill(
+def load_weights(
     model: nn.Module,
     source: nn.Module | None,
     node: NodeGroup,
     device: torch.device,
     adapters: Adapters | None = None,
 ) -> None:
-    """Materialise a sharded meta `model` on `device` with the weights of the node leader's `source`; a collective.
+    """Materialise a sharded meta `model` on `device` with the weights of the node leader's `source`. A collective.
 
-    One tensor at a time: the leader sends it whole to its node, and every rank keeps its shard. Buffers travel too, so
-    those that a checkpoint does not hold (rotary frequencies) are what the model itself computed. The source has no
-    adapters; those of `model` get their first values.
+    The leader broadcasts one full tensor at a time to its node, and every rank keeps its shard. Buffers are sent too,
+    because checkpoints lack some of them (rotary frequencies). `source` has no adapters; those of `model` are
+    initialised.
     """
     model.to_empty(device=device)
-    theirs = _all_tensors(source) if source is not None else {}
-    described: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in theirs.items()}]
+    source_tensors = _all_tensors(source) if source is not None else {}
+    specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in source_tensors.items()}]
     if len(node.ranks) > 1:
-        dist.broadcast_object_list(described, src=node.leader, group=node.group)
-    mine = _all_tensors(model) if adapters is None else adapters.plain(_all_tensors(model))
-    odd = sorted(set(mine) ^ set(described[0]))
-    if odd:
+        dist.broadcast_object_list(specs, src=node.leader, group=node.group)
+    targets = _all_tensors(model) if adapters is None else adapters.plain(_all_tensors(model))
+    unmatched = sorted(set(targets) ^ set(specs[0]))
+    if unmatched:
         raise ValueError(
-            f"model.path: the weights do not fit the model built from its config: {', '.join(odd[:5])}. "
+            f"model.path: the weights do not fit the model built from its config: {', '.join(unmatched[:5])}. "
             "Remove keys from model.override_config that change its shape."
         )
-    for name, target in mine.items():
-        shape, dtype = described[0][name]
+    for name, target in targets.items():
+        shape, dtype = specs[0][name]
         if shape != target.shape:
-            raise ValueError(f"model.path: {name} has shape {tuple(shape)}, the config says {tuple(target.shape)}.")
-        whole = torch.empty(shape, dtype=dtype, device=device)
+            raise ValueError(f"model.path: {name} has shape {tuple(shape)}, but {tuple(target.shape)} by the config.")
+        full = torch.empty(shape, dtype=dtype, device=device)
         if node.is_leader:
-            whole.copy_(theirs[name].detach())
+            full.copy_(source_tensors[name].detach())
         if len(node.ranks) > 1:
-            dist.broadcast(whole, src=node.leader, group=node.group)
-        _copy_into(target, whole)
+            dist.broadcast(full, src=node.leader, group=node.group)
+        _copy_into(target, full)
     if adapters is not None:
         adapters.start(_copy_into)
 
 
-def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+def _copy_into(target: torch.Tensor, full: torch.Tensor) -> None:
     with torch.no_grad():
         if isinstance(target, DTensor):
-            part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
             target.to_local().copy_(part.to_local())
         else:
-            target.copy_(whole)
+            target.copy_(full)
 
 
 def _all_tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Parameters and all buffers; tied ones once."""
+    """Return parameters and all buffers; tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

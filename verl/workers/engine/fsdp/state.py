@@ -15,8 +15,8 @@ from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import ADAPTER_FOLDER, Adapters
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, about, differences
-from verl.workers.engine.common.engine_checkpoint import Frozen, extra_state, restore_extra
+from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, checkpoint_differences, model_info
+from verl.workers.engine.common.engine_checkpoint import StateSnapshot, extra_state, restore_extra
 from verl.workers.engine.common.hf_export import HFExport
 from verl.workers.engine.common.offload import local_shard
 from verl.workers.engine.common.optim import LossScale, restore_schedule
@@ -26,82 +26,84 @@ from verl.workers.engine.fsdp.weights import ModelWeights
 
 
 @dataclass(frozen=True)
-class EngineState:
-    """The parts of an engine that change as it learns; they are on their device while they are loaded."""
+class FSDPState:
+    """Implements `CheckpointState` for an FSDPEngine."""
 
     hf: nn.Module
-    about: Mapping[str, Any]
-    """What `model.json` says of the model."""
+    model_info: Mapping[str, Any]
+    """Contents of `model.json`."""
     weights: ModelWeights
     optimizer: ShardedAdamW | None
     loss_scale: LossScale
     device: torch.device
     source: str
-    """Where the model was loaded from."""
+    """Folder or hub name of the original model."""
 
-    def freeze(self, contents: Collection[str]) -> Frozen:
-        """The live tensors, and a copy of all that is small. A collective."""
-        weights = self._weights_of(contents)
+    def snapshot(self, contents: Collection[str]) -> StateSnapshot:
+        """Return the live tensors and a copy of all small state. A collective."""
+        weights = self._weights_for(contents)
         moments = self.optimizer.tensors() if "optimizer" in contents and self.optimizer is not None else {}
         extra: dict[str, Any] = {}
         if "extra" in contents:
             step = self.optimizer.schedule.last_epoch if self.optimizer is not None else 0
             extra = extra_state(step, self.loss_scale, self.device)
-        return Frozen(contents, weights, moments, extra, self._description().about)
+        return StateSnapshot(contents, weights, moments, extra, self._description().model_info)
 
     def sizes(self, contents: Collection[str]) -> list[int]:
-        """Bytes that this rank holds of each tensor of such a checkpoint, with all moments. No collective."""
-        weights = [local_shard(value).nbytes for value in self._weights_of(contents).values()]
+        """See `CheckpointState.sizes`."""
+        weights = [local_shard(value).nbytes for value in self._weights_for(contents).values()]
         return weights + (self.optimizer.sizes() if "optimizer" in contents and self.optimizer is not None else [])
 
-    def _weights_of(self, contents: Collection[str]) -> Mapping[str, torch.Tensor]:
+    def _weights_for(self, contents: Collection[str]) -> Mapping[str, torch.Tensor]:
         if "hf_model" in contents:
-            return self.weights.everything()
+            return self.weights.local_tensors()
         return self.weights.stored() if "model" in contents else {}
 
-    def write(self, frozen: Frozen, folder: Path, export: HFExport | None, group: dist.ProcessGroup | None) -> None:
-        """All files of a checkpoint; a collective of `group`. Reads nothing of the engine that changes."""
-        contents = frozen.contents
+    def write(
+        self, snapshot: StateSnapshot, folder: Path, export: HFExport | None, group: dist.ProcessGroup | None
+    ) -> None:
+        """See `CheckpointState.write`."""
+        contents = snapshot.contents
         with groups.failing_together(group), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
-                trained = self.weights.trained(frozen.weights)
+                trained = self.weights.trained(snapshot.weights)
                 save_tensors(trained, folder / "model", recorder, group)
                 self.weights.write_adapter(trained, folder / ADAPTER_FOLDER, self.source, group)
             if "optimizer" in contents and self.optimizer is not None:
-                save_tensors(frozen.moments, folder / "optimizer", recorder, group)
-            # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
+                save_tensors(snapshot.moments, folder / "optimizer", recorder, group)
+            # Rank 0 writes its own files after the last collective: if that fails, no other rank is inside one.
             if dist.get_rank() == 0:
-                frozen.write_alone(recorder)
+                snapshot.write_unsharded(recorder)
         if export is not None:
-            export.write(self.weights.whole(frozen.weights, export.dtype, group), folder / "huggingface", group)
+            gather = self.weights.gather_on_rank0(snapshot.weights, export.dtype, group)
+            export.write(gather, folder / "huggingface", group)
 
     def check_fits(self, folder: Path, contents: Collection[str]) -> None:
-        """Raise ValueError for a checkpoint of another model, before anything is read."""
-        different = differences(folder, contents, self._description())
-        if different:
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(different)}.")
+        """See `CheckpointState.check_fits`."""
+        problems = checkpoint_differences(folder, contents, self._description())
+        if problems:
+            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}.")
 
     def load(self, folder: Path, contents: Collection[str]) -> None:
-        """Read back what `save` wrote."""
+        """See `CheckpointState.load`."""
         if "model" in contents:
             load_tensors(self.weights.stored(), folder / "model")
         if "optimizer" in contents and self.optimizer is not None:
             stored = set(stored_tensors(folder / "optimizer"))
-            load_tensors(self.optimizer.prepare(stored), folder / "optimizer")
+            load_tensors(self.optimizer.allocate_state(stored), folder / "optimizer")
         if "extra" in contents:
             step = restore_extra(folder, self.loss_scale, self.device)
             if self.optimizer is not None:
                 restore_schedule(self.optimizer.schedule, self.optimizer.adamw, step)
 
     def _description(self) -> ModelDescription:
-        """What a checkpoint must fit."""
-        return ModelDescription.of(self.hf, self.weights.stored(), self.about)
+        return ModelDescription.of(self.hf, self.weights.stored(), self.model_info)
 
 
 def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescription:
-    """Of the model at the local `path` as a trained FSDPEngine would have it, with `model_config`'s adapters."""
+    """Describe the model at the local `path` as a training FSDPEngine would have it, without loading weights."""
     config = read_config(path, model_config.trust_remote_code, model_config.override_config)
     hf = empty_model(config, kind, torch.float32, model_config.trust_remote_code)
     adapters = Adapters(hf, kind, model_config) if model_config.lora_rank > 0 else None
     stored = ModelWeights(hf, adapters, torch.device("meta")).stored()
-    return ModelDescription.of(hf, stored, about(config, kind, None if adapters is None else adapters.about()))
+    return ModelDescription.of(hf, stored, model_info(config, kind, None if adapters is None else adapters.about()))

@@ -20,11 +20,11 @@ from verl.types.weights import Manifest, TensorSlice, TensorSpec, Wanted
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.hf_export import write_safetensors
-from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.common.weights import NamedRows, bucket_key, bucketed, distinct, overlap
 
 
 class ModelWeights:
-    """Of the model `hf`, which has `adapters` or not. Names are those of the model without adapters."""
+    """The weights of the model `hf` by their names without adapters."""
 
     def __init__(self, hf: Any, adapters: Adapters | None, device: torch.device) -> None:
         self._hf = hf
@@ -32,99 +32,99 @@ class ModelWeights:
         self._device = device
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Every weight as it is sharded now, adapters left out; tied ones under each of their names."""
+        """Return every sharded weight without adapters; tied weights under each of their names."""
         state = self._hf.state_dict()
         return state if self._adapters is None else self._adapters.plain(state)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Their shapes and types, which never change."""
+        """Shapes and dtypes, which never change."""
         return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self.named().items()}
 
-    def everything(self) -> dict[str, torch.Tensor]:
-        """Every tensor, adapters' too, under the name it has here; tied ones under their first."""
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor, adapters included, by its name in memory; tied tensors under their first name."""
         return {name: value for name, value in self._hf.state_dict().items() if self._tied.get(name, name) == name}
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What of that a checkpoint must hold to continue: what learns."""
-        return self.trained(self.everything())
+        """Return the tensors of a checkpoint: those that are trained."""
+        return self.trained(self.local_tensors())
 
-    def trained(self, everything: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of every tensor that learn."""
-        return dict(everything) if self._adapters is None else self._adapters.trained(everything)
+    def trained(self, local_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the trained tensors out of `local_tensors`."""
+        return dict(local_tensors) if self._adapters is None else self._adapters.trained(local_tensors)
 
     @cached_property
     def _tied(self) -> dict[str, str]:
-        """Of every parameter the first name."""
+        """The first name of every parameter."""
         first: dict[int, str] = {}
         named = self._hf.named_parameters(remove_duplicate=False)
         return {name: first.setdefault(id(value), name) for name, value in named}
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
-    ) -> Iterator[dict[str | TensorSlice, torch.Tensor]]:
-        """See `TrainEngine.buckets`. A weight with an adapter is put together whole on every rank."""
-        route = None if wanted is None else Route(wanted)
-        for bucket in bucketed(self._strips(dtype, max_bytes, route), max_bytes):
-            adapted = [strip for strip in bucket if self._has_adapter(strip.name)]
-            found = gathered([strip for strip in bucket if strip not in adapted], self._device, route)
-            matrices = self._hf.state_dict() if adapted else {}
-            for strip in adapted:
-                whole = self._merged(strip, matrices)
-                found |= {strip.name: whole} if route is None else route.own_rows(strip, whole)
-            yield found
+    ) -> Iterator[NamedRows]:
+        """See `TrainEngine.buckets`. A weight with an adapter is gathered whole on every rank."""
+        routing = None if wanted is None else RowRouting(wanted)
+        for bucket in bucketed(self._slabs(dtype, max_bytes, routing), max_bytes):
+            adapted = [slab for slab in bucket if self._has_adapter(slab.name)]
+            rows = gather([slab for slab in bucket if slab not in adapted], self._device, routing)
+            state = self._hf.state_dict() if adapted else {}
+            for slab in adapted:
+                full = self._merged(slab, state)
+                rows |= {slab.name: full} if routing is None else routing.own_rows(slab, full)
+            yield rows
 
-    def _strips(self, dtype: torch.dtype | None, max_bytes: int, route: Route | None) -> Iterator[tuple[Strip, int]]:
-        """What is sent, with its size. Buckets depend only on names and shapes: every rank cuts the same ones."""
+    def _slabs(
+        self, dtype: torch.dtype | None, max_bytes: int, routing: RowRouting | None
+    ) -> Iterator[tuple[Slab, int]]:
+        """Yield what is sent, with its size. Depends on names and shapes only, so that all ranks form equal buckets."""
         for name, value in self.named().items():
-            if route is not None and not route.leads_anywhere(name):
+            if routing is not None and not routing.is_wanted(name):
                 continue
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
             size = target.itemsize * value.numel()
-            parts = 1 if route is None or self._has_adapter(name) else math.ceil(size / max_bytes)
-            for strip in cut(Strip(name, value, target), parts):
-                yield strip, size // parts
+            parts = 1 if routing is None or self._has_adapter(name) else math.ceil(size / max_bytes)
+            for slab in Slab(name, value, target).split(parts):
+                yield slab, size // parts
 
-    def _merged(self, strip: Strip, matrices: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _merged(self, slab: Slab, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the full weight with its adapter. A collective."""
         assert self._adapters is not None
-        parts = [strip.value, *(matrices[name] for name in self._adapters.matrices(strip.name))]
-        found = [whole_tensor(part, part.dtype, self._device) for part in parts]
-        return self._adapters.merged(strip.name, *found).to(strip.dtype)
+        sharded = [slab.value, *(state[name] for name in self._adapters.matrices(slab.name))]
+        full = [full_tensor(value, value.dtype, self._device) for value in sharded]
+        return self._adapters.merged(slab.name, *full).to(slab.dtype)
 
     def _has_adapter(self, name: str) -> bool:
         return self._adapters is not None and self._adapters.has(name)
 
-    def whole(
-        self, everything: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
+    def gather_on_rank0(
+        self, local_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> Callable[[str], torch.Tensor | None]:
-        """By the name of a weight: all of it with its adapter, in host memory of rank 0 alone. A collective.
+        """See `EngineWeights.gather_on_rank0`; adapters are merged."""
+        plain = local_tensors if self._adapters is None else self._adapters.plain(local_tensors)
 
-        `everything`: these tensors, or what they were at some time.
-        """
-        plain = everything if self._adapters is None else self._adapters.plain(everything)
-
-        def of(name: str) -> torch.Tensor | None:
+        def gather_one(name: str) -> torch.Tensor | None:
             value = plain[self._tied.get(name, name)]
             target = dtype if value.is_floating_point() else value.dtype
             if self._adapters is None or not self._adapters.has(name):
-                return on_first_rank(value, target, group)
-            parts = [value, *(everything[matrix] for matrix in self._adapters.matrices(name))]
-            found = [on_first_rank(part, part.dtype, group) for part in parts]
-            return self._adapters.merged(name, *found).to(target) if dist.get_rank() == 0 else None
+                return full_on_rank0(value, target, group)
+            sharded = [value, *(local_tensors[matrix] for matrix in self._adapters.matrices(name))]
+            full = [full_on_rank0(part, part.dtype, group) for part in sharded]
+            return self._adapters.merged(name, *full).to(target) if dist.get_rank() == 0 else None
 
-        return of
+        return gather_one
 
     def write_adapter(
         self, trained: Mapping[str, torch.Tensor], folder: Path, source: str, group: dist.ProcessGroup | None
     ) -> None:
-        """The adapters alone (and a value head) as peft loads them onto the model `source`; a collective.
+        """Write the adapters (and a value head) of the base model `source` in peft's format. A collective.
 
-        Nothing is written for a model without adapters.
+        No effect for a model without adapters.
         """
         if self._adapters is None:
             return
         state = {
-            self._adapters.peft_name(name): on_first_rank(value, value.dtype, group) for name, value in trained.items()
+            self._adapters.peft_name(name): full_on_rank0(value, value.dtype, group) for name, value in trained.items()
         }
         with groups.failing_together(group):
             if dist.get_rank() == 0:
@@ -133,12 +133,9 @@ class ModelWeights:
                 self._adapters.peft_config(source).save_pretrained(str(folder))
 
 
-Found = dict["str | TensorSlice", torch.Tensor]
-
-
 @dataclass(frozen=True, eq=False)
-class Strip:
-    """A weight on its way in `dtype`: the rows `start` to `stop` of every rank's shard of it (None: all)."""
+class Slab:
+    """Rows `start` to `stop` (None: the last) of every rank's shard of a weight, to be sent in `dtype`."""
 
     name: str
     value: Any
@@ -148,171 +145,176 @@ class Strip:
 
     @cached_property
     def shards(self) -> int:
-        """Over how many ranks its rows are spread; 1 where each has all of them."""
-        return _sharing(self.value.device_mesh).size() if isinstance(self.value, DTensor) and self.value.ndim else 1
+        """Number of ranks that share the rows of the weight; 1 if each rank has all of them."""
+        return _shard_mesh(self.value.device_mesh).size() if isinstance(self.value, DTensor) and self.value.ndim else 1
 
     @cached_property
     def height(self) -> int:
         """Rows of a shard; the last ranks may have fewer."""
-        return math.ceil(_rows(self.value) / self.shards)
+        return math.ceil(_num_rows(self.value) / self.shards)
 
     @cached_property
     def width(self) -> int:
         """Elements of a row."""
         return math.prod(self.value.shape[1:])
 
-    def rows_of(self, rank: int) -> range:
-        """Which rows of the whole tensor a rank of those that share it gives."""
-        first = rank * self.height
+    def split(self, parts: int) -> Iterator[Slab]:
+        """Yield about `parts` slabs, each with the same rows of every shard."""
+        if parts <= 1:
+            yield self
+            return
+        step = math.ceil(self.height / parts)
+        for start in range(0, self.height, step):
+            yield replace(self, start=start, stop=min(start + step, self.height))
+
+    def rows_of(self, shard: int) -> range:
+        """Return the rows of the full tensor that are in this slab of a shard."""
+        first = shard * self.height
         stop = self.height if self.stop is None else min(self.stop, self.height)
-        return range(first + self.start, min(first + stop, _rows(self.value)))
+        return range(first + self.start, min(first + stop, _num_rows(self.value)))
 
-    def keyed(self, rows: range, tensor: torch.Tensor) -> Found:
-        """These rows of the whole tensor as a bucket has them."""
-        return {self.name if len(rows) == _rows(self.value) else TensorSlice(self.name, rows.start, rows.stop): tensor}
+    def keyed(self, rows: range, tensor: torch.Tensor) -> NamedRows:
+        """Return these rows of the full tensor as entry of a bucket."""
+        return {bucket_key(self.name, rows, _num_rows(self.value)): tensor}
 
 
-class Route:
-    """Where the rows of each weight go."""
+class RowRouting:
+    """Which ranks receive which rows of each weight."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
-        """`wanted`: of every rank, the same on all; ranks that want the same may share one object."""
+        """`wanted`: the request of every rank, the same on all ranks; equal requests may share one object."""
         self._wanted = wanted
-        self._kinds = list({id(each): each for each in wanted}.values())
-        self._mine = wanted[dist.get_rank()]
+        self._distinct = distinct(wanted)
+        self._own = wanted[dist.get_rank()]
 
-    def leads_anywhere(self, name: str) -> bool:
-        return any(name in each for each in self._kinds)
+    def is_wanted(self, name: str) -> bool:
+        return any(name in request for request in self._distinct)
 
-    def is_whole(self, name: str, rows: int) -> bool:
-        """Whether every rank wants all of it."""
-        return all(len(each.get(name, ())) == rows for each in self._kinds)
+    def all_want_all(self, name: str, rows: int) -> bool:
+        """Return whether every rank requests all rows."""
+        return all(len(request.get(name, ())) == rows for request in self._distinct)
 
     def of_group(self, group: dist.ProcessGroup) -> list[Wanted]:
-        """What the ranks of a group want."""
+        """Return the requests of the ranks of a group."""
         return [self._wanted[rank] for rank in dist.get_process_group_ranks(group)]
 
-    def own_rows(self, strip: Strip, tensor: torch.Tensor) -> Found:
-        """Of a strip that is all here, as `tensor`: the rows that this rank wants."""
-        here = range(strip.start, strip.start + _rows(tensor))
-        mine = _common(here, self._mine.get(strip.name, range(0)))
-        if strip.name in self._mine and len(mine) == len(here):
-            return strip.keyed(mine, tensor)
-        return strip.keyed(mine, tensor[mine.start - here.start : mine.stop - here.start]) if mine else {}
+    def own_rows(self, slab: Slab, tensor: torch.Tensor) -> NamedRows:
+        """Return the rows that this rank requests of `tensor`, an unsharded slab."""
+        present = range(slab.start, slab.start + _num_rows(tensor))
+        own = overlap(present, self._own.get(slab.name, range(0)))
+        if slab.name in self._own and len(own) == len(present):
+            return slab.keyed(own, tensor)
+        return slab.keyed(own, tensor[own.start - present.start : own.stop - present.start]) if own else {}
 
 
-def cut(strip: Strip, parts: int) -> Iterator[Strip]:
-    """About `parts` strips of the same number of rows of every shard."""
-    if parts <= 1:
-        yield strip
-        return
-    step = math.ceil(strip.height / parts)
-    for start in range(0, strip.height, step):
-        yield replace(strip, start=start, stop=min(start + step, strip.height))
-
-
-def gathered(strips: Sequence[Strip], device: torch.device, route: Route | None) -> Found:
-    """What this rank gets of the strips; those that go the same way share one collective."""
-    found: Found = {}
-    alike: dict[tuple[DeviceMesh, torch.dtype, bool], list[Strip]] = {}
-    for strip in strips:
-        if strip.shards > 1:
-            whole = route is None or (strip.stop is None and route.is_whole(strip.name, _rows(strip.value)))
-            alike.setdefault((strip.value.device_mesh, strip.dtype, whole), []).append(strip)
-        elif route is None:
-            found[strip.name] = whole_tensor(strip.value, strip.dtype, device)
+def gather(slabs: Sequence[Slab], device: torch.device, routing: RowRouting | None) -> NamedRows:
+    """Return this rank's rows of the slabs; slabs of equal mesh, dtype and routing share one collective."""
+    result: NamedRows = {}
+    batches: dict[tuple[DeviceMesh, torch.dtype, bool], list[Slab]] = {}
+    for slab in slabs:
+        if slab.shards > 1:
+            to_all = routing is None or (slab.stop is None and routing.all_want_all(slab.name, _num_rows(slab.value)))
+            batches.setdefault((slab.value.device_mesh, slab.dtype, to_all), []).append(slab)
+        elif routing is None:
+            result[slab.name] = full_tensor(slab.value, slab.dtype, device)
         else:
-            value = whole_tensor(strip.value, strip.value.dtype, device)
-            own = route.own_rows(strip, value if strip.stop is None else value[strip.start : strip.stop])
-            found |= {key: rows.to(strip.dtype) for key, rows in own.items()}
-    for (mesh, dtype, whole), group in alike.items():
-        ranks = _sharing(mesh)
-        if whole:
-            tensors = _all_gathered([strip.value for strip in group], ranks, dtype, device)
-            found |= zip((strip.name for strip in group), tensors, strict=True)
-        elif route is not None:
-            found |= _exchanged(group, ranks, dtype, device, route.of_group(ranks.get_group()))
-    return found
+            value = full_tensor(slab.value, slab.value.dtype, device)
+            own = routing.own_rows(slab, value if slab.stop is None else value[slab.start : slab.stop])
+            result |= {key: rows.to(slab.dtype) for key, rows in own.items()}
+    for (mesh, dtype, to_all), batch in batches.items():
+        shards = _shard_mesh(mesh)
+        if to_all:
+            tensors = _all_gather_batch([slab.value for slab in batch], shards, dtype, device)
+            result |= zip((slab.name for slab in batch), tensors, strict=True)
+        elif routing is not None:
+            result |= _exchange(batch, shards, dtype, device, routing.of_group(shards.get_group()))
+    return result
 
 
 @lru_cache(maxsize=8)
-def _sharing(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that share one copy. Kept: cutting it out of a mesh of two dimensions takes a millisecond each time."""
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks that share one copy of the weights. Cached: slicing a 2-D mesh takes a millisecond."""
     return mesh["shard"]
 
 
-# torch 2.13 gave it a new name and warns of the old one.
+# Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def _all_gathered(values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Of tensors cut along their first dimension into chunks of one size, of which the last ranks may lack some."""
+def _all_gather_batch(
+    values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the full tensors of DTensors with even shards along dim 0, of which the last ranks may have fewer rows."""
     ranks = mesh.size()
     rows = [-(-value.shape[0] // ranks) for value in values]
     sizes = [count * math.prod(value.shape[1:]) for count, value in zip(rows, values, strict=True)]
-    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
-    for place, value in zip(mine.split(sizes), values, strict=True):
+    own = torch.empty(sum(sizes), dtype=dtype, device=device)
+    for target, value in zip(own.split(sizes), values, strict=True):
         shard = value.detach().to_local()
-        place[: shard.numel()].copy_(shard.flatten())
-    parts = torch.empty(ranks, len(mine), dtype=dtype, device=device)
-    _all_gather(parts.view(-1), mine, group=mesh.get_group())
+        target[: shard.numel()].copy_(shard.flatten())
+    parts = torch.empty(ranks, len(own), dtype=dtype, device=device)
+    _all_gather(parts.view(-1), own, group=mesh.get_group())
     return [
         part.reshape(ranks * count, *value.shape[1:])[: value.shape[0]]
         for part, count, value in zip(parts.split(sizes, dim=1), rows, values, strict=True)
     ]
 
 
-def _exchanged(
-    strips: Sequence[Strip], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, wanted: Sequence[Wanted]
-) -> Found:
-    """Every rank of the mesh sends every other those of its rows that the other wants."""
-    if not any(strip.name in each for strip, each in product(strips, wanted)):
-        return {}  # another copy of the weights serves those that want them
+def _exchange(
+    slabs: Sequence[Slab], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, wanted: Sequence[Wanted]
+) -> NamedRows:
+    """Send each rank of the mesh the rows it requests (all-to-all); return this rank's."""
+    if not any(slab.name in request for slab, request in product(slabs, wanted)):
+        return {}  # another copy of the weights serves the ranks that request them
     me = mesh.get_local_rank()
-    outgoing = [_overlaps(strips, me, theirs) for theirs in wanted]
-    incoming = [_overlaps(strips, rank, wanted[me]) for rank in range(mesh.size())]
-    sizes = [[sum(len(rows) * strip.width for strip, rows in rank) for rank in way] for way in (outgoing, incoming)]
-    sent, received = (torch.empty(sum(way), dtype=dtype, device=device) for way in sizes)
+    outgoing = [_requested_rows(slabs, me, request) for request in wanted]
+    incoming = [_requested_rows(slabs, rank, wanted[me]) for rank in range(mesh.size())]
+    out_sizes, in_sizes = (
+        [sum(len(rows) * slab.width for slab, rows in parts) for parts in direction]
+        for direction in (outgoing, incoming)
+    )
+    sent = torch.empty(sum(out_sizes), dtype=dtype, device=device)
+    received = torch.empty(sum(in_sizes), dtype=dtype, device=device)
     at = 0
-    for strip, rows in chain(*outgoing):
-        first = me * strip.height
-        shard = strip.value.detach().to_local()[rows.start - first : rows.stop - first].flatten()
+    for slab, rows in chain(*outgoing):
+        first = me * slab.height
+        shard = slab.value.detach().to_local()[rows.start - first : rows.stop - first].flatten()
         sent[at : at + len(shard)].copy_(shard)
         at += len(shard)
-    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=mesh.get_group())
-    parts: dict[Strip, list[tuple[range, torch.Tensor]]] = {}
+    dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=mesh.get_group())
+    by_slab: dict[Slab, list[tuple[range, torch.Tensor]]] = {}
     at = 0
-    for strip, rows in chain(*incoming):
-        size = len(rows) * strip.width
-        part = received[at : at + size].view(len(rows), *strip.value.shape[1:])
-        parts.setdefault(strip, []).append((rows, part))
+    for slab, rows in chain(*incoming):
+        size = len(rows) * slab.width
+        part = received[at : at + size].view(len(rows), *slab.value.shape[1:])
+        by_slab.setdefault(slab, []).append((rows, part))
         at += size
-    found: Found = {}
-    for strip, each in parts.items():
-        found |= _joined(strip, each)
-    return found
+    result: NamedRows = {}
+    for slab, parts in by_slab.items():
+        result |= _joined(slab, parts)
+    return result
 
 
-def _overlaps(strips: Sequence[Strip], giver: int, wanted: Wanted) -> list[tuple[Strip, range]]:
-    """Which rows of the strips a rank has that are wanted."""
-    found = ((strip, _common(strip.rows_of(giver), wanted.get(strip.name, range(0)))) for strip in strips)
-    return [(strip, rows) for strip, rows in found if rows]
+def _requested_rows(slabs: Sequence[Slab], shard: int, wanted: Wanted) -> list[tuple[Slab, range]]:
+    """Return the requested rows that a shard contains, by slab."""
+    rows = ((slab, overlap(slab.rows_of(shard), wanted.get(slab.name, range(0)))) for slab in slabs)
+    return [(slab, requested) for slab, requested in rows if requested]
 
 
-def _joined(strip: Strip, parts: list[tuple[range, torch.Tensor]]) -> Found:
-    """Rows of a whole tensor follow each other: they are one piece. Those of a strip do not."""
-    if strip.stop is not None:
-        return {TensorSlice(strip.name, rows.start, rows.stop): part for rows, part in parts}
+def _joined(slab: Slab, parts: list[tuple[range, torch.Tensor]]) -> NamedRows:
+    """Concatenate the parts of whole shards, whose rows are consecutive; those of split shards are not."""
+    if slab.stop is not None:
+        return {TensorSlice(slab.name, rows.start, rows.stop): part for rows, part in parts}
     tensor = torch.cat([part for _, part in parts]) if len(parts) > 1 else parts[0][1]
-    return strip.keyed(range(parts[0][0].start, parts[-1][0].stop), tensor)
+    return slab.keyed(range(parts[0][0].start, parts[-1][0].stop), tensor)
 
 
-def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The full tensor on `device`, also when shards wait in host memory; a collective for sharded ones."""
+def full_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the full tensor on `device`, also if shards are in host memory. A collective for DTensors."""
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.to(device, dtype)
-    # The shard, not the sharded tensor: an operation on that costs the host more than a small weight's copy.
+    # Cast the shard, not the DTensor: dispatching an operation on that costs more than copying a small weight.
     local = value.to_local().to(device, dtype)
     if value.device_mesh.size() == 1:
         return local
@@ -322,30 +324,26 @@ def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) 
     return moved.full_tensor()
 
 
-def on_first_rank(value: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The full tensor, in host memory of rank 0 alone; a collective of `group` for sharded ones."""
-    strip, rank = Strip("", value.detach(), dtype), dist.get_rank()
-    local = strip.value.to_local() if isinstance(strip.value, DTensor) else strip.value
-    # Of several copies of the weights, the first one's ranks have the first numbers.
-    if strip.shards == 1 or rank >= strip.shards:
+def full_on_rank0(value: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """Return the full tensor in host memory of rank 0, None elsewhere. A collective of `group` for DTensors."""
+    slab, rank = Slab("", value.detach(), dtype), dist.get_rank()
+    local = slab.value.to_local() if isinstance(slab.value, DTensor) else slab.value
+    # The ranks of the first copy of the weights have the lowest numbers.
+    if slab.shards == 1 or rank >= slab.shards:
         return local.to("cpu", dtype) if rank == 0 else None
     if rank > 0:
         if local.numel():
             dist.send(local.to("cpu", dtype).contiguous(), dst=0, group=group)
         return None
-    whole = torch.empty(strip.value.shape, dtype=dtype)
-    for giver in range(strip.shards):
-        rows = strip.rows_of(giver)
-        if giver == 0:
-            whole[: len(rows)].copy_(local)
+    full = torch.empty(slab.value.shape, dtype=dtype)
+    for shard in range(slab.shards):
+        rows = slab.rows_of(shard)
+        if shard == 0:
+            full[: len(rows)].copy_(local)
         elif rows:
-            dist.recv(whole[rows.start : rows.stop], src=giver, group=group)
-    return whole
+            dist.recv(full[rows.start : rows.stop], src=shard, group=group)
+    return full
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _rows(value: torch.Tensor) -> int:
+def _num_rows(value: torch.Tensor) -> int:
     return value.shape[0] if value.ndim else 1

@@ -1,4 +1,4 @@
-"""MegatronEngine: a Hugging Face model in training on Megatron-Core's layers, schedules and optimizer."""
+"""MegatronEngine: a Hugging Face model on Megatron-Core's layers, pipeline schedules and optimizer."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from verl.protocol import DataProto
 from verl.utils.progress import tick
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.base_engine import (
-    ALTERNATIVES,
-    Passes,
-    TrainedEngine,
+    TEACHER_TOP_IDS,
+    BaseTrainEngine,
+    ModelPass,
     compile_each_layer,
     explain_compile_errors,
 )
-from verl.workers.engine.common.checkpoint_compatibility import about
-from verl.workers.engine.common.engine_checkpoint import checked
+from verl.workers.engine.common.checkpoint_compatibility import model_info
+from verl.workers.engine.common.engine_checkpoint import checkpoint_folder
 from verl.workers.engine.common.micro_batches import micro_batches
 from verl.workers.engine.common.routers import Routers, Routes
-from verl.workers.engine.megatron.bridge import BridgedWeights, bridge_of
-from verl.workers.engine.megatron.layout import CoreLayout, Sizes
-from verl.workers.engine.megatron.loading import fill
-from verl.workers.engine.megatron.model import CoreModel, core_config, core_names, ddp_config
+from verl.workers.engine.megatron.bridge import BridgedWeights, create_bridge
+from verl.workers.engine.megatron.layout import CoreLayout, ParallelSizes
+from verl.workers.engine.megatron.loading import load_weights
+from verl.workers.engine.megatron.model import CoreModel, core_config, ddp_config, global_names
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import core_routers
-from verl.workers.engine.megatron.state import CoreState, is_core_checkpoint, load_core_weights
+from verl.workers.engine.megatron.state import MegatronState, is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.weights import CoreWeights
 
 
-class MegatronEngine(TrainedEngine):
-    """See `verl.workers.engine.base.TrainEngine`.
+class MegatronEngine(BaseTrainEngine):
+    """Implements `verl.workers.engine.base.TrainEngine`.
 
-    Ranks that share rows: those of a tensor group each have a part of every matrix, the stages of a pipeline their
-    layers, those of a context group a part of the tokens. Outputs are on the last stage. Master weights, gradients and
-    moments are float32; matrices are multiplied in `megatron_config.dtype`. Without `optim` the model is frozen.
+    Ranks of a tensor-parallel, pipeline-parallel or context-parallel group share rows: they split matrices, layers or
+    tokens. Outputs are on the last pipeline stage. Master weights, gradients and moments are float32; the forward pass
+    runs in `megatron_config.dtype`. Without `optim` the model is frozen.
     """
 
     _weights: CoreWeights
@@ -66,39 +66,36 @@ class MegatronEngine(TrainedEngine):
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
         compile_layers: bool = False,
-        snapshots: bool = True,
-        saved: Collection[str] = (),
-        replays: bool = False,
+        background_save: bool = True,
+        save_contents: Collection[str] = (),
+        router_replay: bool = False,
     ) -> None:
-        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
-
-        `compile_layers` (on CUDA only), `snapshots`, `saved` and `replays` are as FSDPEngine has them.
-        """
-        self._begin(model, kind, model_config, engine_config.dtype, device, grad_clip)
-        self.layout = layout = CoreLayout.of(Sizes.of(engine_config), self.device)
+        """Arguments as in FSDPEngine; `compile_layers` has an effect on CUDA only."""
+        self._init_common(model, kind, model_config, engine_config.dtype, device, grad_clip)
+        self.layout = layout = CoreLayout.get(ParallelSizes.of(engine_config), self.device)
         self.dp_rank, self.dp_size = layout.dp.rank, layout.dp.size
-        self._gives = layout.pp.rank == layout.pp.size - 1
-        self.collects = self._gives and layout.tp.rank == 0 and layout.cp.rank == 0
+        self._has_outputs = layout.pp.rank == layout.pp.size - 1
+        self.collects = self._has_outputs and layout.tp.rank == 0 and layout.cp.rank == 0
         self._sharing = (
             SequenceParallel(layout.cp.group, layout.cp.size, layout.cp.rank) if layout.cp.size > 1 else None
         )
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
         self.arch = CoreArchitecture.of(self.hf_config)
         self._compiled = compile_layers and self.device.type == "cuda"
-        bridge = bridge_of(engine_config, self.arch, kind, self.hf_config, self.device)
+        bridge = create_bridge(engine_config, self.arch, kind, self.hf_config, self.device)
         with layout.active():
-            self._build(model_config, engine_config, optim is not None, replays)
+            self._build(model_config, engine_config, optim is not None, router_replay)
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
-            named = [(part, core_names(part, layout)) for part in self.models]
-            given = named, layout, self.arch, kind, skeleton, self.device
-            self._weights = CoreWeights(*given) if bridge is None else BridgedWeights(bridge, *given)
+            named = [(part, global_names(part, layout)) for part in self.models]
+            arguments = named, layout, self.arch, kind, skeleton, self.device
+            self._weights = CoreWeights(*arguments) if bridge is None else BridgedWeights(bridge, *arguments)
             self._optimizer: CoreAdamW | None = None
             if optim is not None:
                 self._optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))
-            self.fill(model)
-        self._state = CoreState(
+            self.load_weights(model)
+        self._state = MegatronState(
             skeleton,
-            about(self.hf_config, kind),
+            model_info(self.hf_config, kind),
             self._weights,
             self.chunks,
             self._optimizer.core if self._optimizer is not None else None,
@@ -106,15 +103,15 @@ class MegatronEngine(TrainedEngine):
             self._loss_scale,
             self.device,
         )
-        self._store(nn.ModuleList(self.models), engine_config, None, snapshots, saved)
+        self._init_storage(nn.ModuleList(self.models), engine_config, None, background_save, save_contents)
 
-    def fill(self, model: str | os.PathLike | nn.Module) -> None:
-        """With a Hugging Face model's weights, in files or in memory; a collective."""
+    def load_weights(self, model: str | os.PathLike | nn.Module) -> None:
+        """Load the weights of a Hugging Face model, in files or in memory. A collective."""
         core = self._optimizer.core if self._optimizer is not None else None
-        fill(self._weights, model, self.hf_config, self._trust_remote_code, core)
+        load_weights(self._weights, model, self.hf_config, self._trust_remote_code, core)
 
-    def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool, replays: bool) -> None:
-        """Empty, with its buffers."""
+    def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool, router_replay: bool) -> None:
+        """Build the model chunks of this rank with uninitialised weights, wrapped for gradients if they are trained."""
         checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
         config = core_config(
             self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None, self._compiled
@@ -123,13 +120,13 @@ class MegatronEngine(TrainedEngine):
         self.models = [
             CoreModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
         ]
-        # Layers that exchange tensors with other ranks are compiled in parts, by Core's fused functions.
+        # Layers with collectives are compiled in parts, by Core's fused functions.
         if self._compiled and self.layout.tp.size == self.layout.cp.size == 1:
             layers = (layer for part in self.models for layer in part.decoder.layers)
             compile_each_layer(layer for layer in layers if not layer.is_moe_layer)
         self._routers: Routers | None = None
         if self.arch.experts is not None:
-            self._routers = core_routers(self.models, self.arch, self.layout, self.device, replays)
+            self._routers = core_routers(self.models, self.arch, self.layout, self.device, router_replay)
         self.chunks: list[Any] = list(self.models)
         if train:
             ddp = ddp_config(engine_config)
@@ -142,92 +139,97 @@ class MegatronEngine(TrainedEngine):
                 chunk.requires_grad_(False)
 
     @classmethod
-    def of_block(cls, model: str, kind: ModelKind, model_config: Any, block: Any, *more: Any, **further: Any) -> Any:
-        """As a role's configuration block says."""
-        engine = super().of_block(model, kind, model_config, block, *more, **further)
+    def from_config(cls, model: str, kind: ModelKind, model_config: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the engine from a role's configuration block, and load its Megatron-Core checkpoint, if any."""
+        engine = super().from_config(model, kind, model_config, block, *args, **kwargs)
         if block.megatron_config.use_dist_checkpointing:
             engine.load(block.megatron_config.dist_checkpointing_path, ("model",))
         return engine
 
     @classmethod
-    def _own_arguments(cls, block: Any) -> dict[str, Any]:
+    def _backend_arguments(cls, block: Any) -> dict[str, Any]:
         return {"engine_config": block.megatron_config}
 
-    # ---------------------------------------------------------------- passes
+    # ---------------------------------------------------------------- forward and backward
 
-    def _active(self) -> AbstractContextManager[None]:
+    def _compute_context(self) -> AbstractContextManager[None]:
         return self.layout.active()
 
-    def _learn(self, passes: Passes) -> None:
+    def _run_training(self, run: ModelPass) -> None:
         assert self._optimizer is not None
-        self._optimizer.take_gradients()
-        self._run(passes, learns=True)
+        self._optimizer.begin_gradients()
+        self._run(run, backward=True)
 
-    def _look(self, passes: Passes) -> list[tuple[list[int] | None, Routes]]:
-        done = self._run(passes, learns=False)
-        return [(part.indices, part.routes) for part in done if part.routes is not None]
+    def _run_inference(self, run: ModelPass) -> list[tuple[list[int] | None, Routes]]:
+        micro = self._run(run, backward=False)
+        return [(part.indices, part.routes) for part in micro if part.routes is not None]
 
     def base_weights(self) -> AbstractContextManager[None]:
-        """There are no adapters here to compute without."""
+        """No effect: this engine does not support adapters."""
         return nullcontext()
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
-        """Read back what any engine saved, on any layout; or the weights of a checkpoint that Core itself wrote."""
-        folder = checked(path, contents)
+        """Load a checkpoint of any engine and layout, or the weights of a checkpoint that Megatron-Core wrote."""
+        folder = checkpoint_folder(path, contents)
         with self.layout.active():
             if not is_core_checkpoint(folder):
                 super().load(folder, contents)
                 return
             self.to("device")
-            self._memory.before_change()
+            self._memory.prepare_update()
             load_core_weights(self.models, self._optimizer.core if self._optimizer is not None else None, folder)
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- internals
 
-    def _run(self, passes: Passes, learns: bool) -> list[MicroBatch]:
-        """What it ran."""
+    def _run(self, run: ModelPass, backward: bool) -> list[MicroBatch]:
+        """Run all micro-batches and return them."""
         for chunk in self.chunks:
-            chunk.train(learns)
-        parts = self._micro_batches(passes)
+            chunk.train(backward)
+        parts = self._micro_batches(run)
         with explain_compile_errors(self._compiled, self.arch.family):
-            run_micro_batches(self.chunks, self.layout, parts, passes, backward=learns)
+            run_micro_batches(self.chunks, self.layout, parts, run, backward=backward)
         return parts
 
-    def _micro_batches(self, passes: Passes) -> list[MicroBatch]:
-        """As many on every rank. Chunks of stages that take turns want a multiple of the stages, all of one length:
-        each knows what the next message holds."""
-        in_turn, stages = self.layout.vpp > 1, self.layout.pp.size
+    def _micro_batches(self, run: ModelPass) -> list[MicroBatch]:
+        """Return the micro-batches, equally many on every rank.
 
-        def wanted(count: int) -> int:
+        The interleaved schedule (virtual pipeline stages) requires a multiple of the number of stages, all of the same
+        length, so that each stage knows the size of the next message.
+        """
+        interleaved, stages = self.layout.vpp > 1, self.layout.pp.size
+
+        def required_count(count: int) -> int:
             most = groups.largest(count, self.device)
-            return math.ceil(most / stages) * stages if in_turn else most
+            return math.ceil(most / stages) * stages if interleaved else most
 
-        parts = list(micro_batches(passes.data, passes.micro.shared_by(self.layout.cp.size), self._cost, wanted))
-        width = passes.data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
+        micro = run.micro.scaled_by(self.layout.cp.size)
+        parts = list(micro_batches(run.data, micro, self._cost, required_count))
+        width = run.data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
         packed = [
             packed_rows(part.batch["input_ids"], part.batch["attention_mask"], width, self._pad_token_id)
             for part, _ in parts
         ]
-        if "other_log_probs" in passes.fields:
+        if "other_log_probs" in run.fields:
             packed = [
-                with_alternatives(rows, part.batch[ALTERNATIVES]) for rows, (part, _) in zip(packed, parts, strict=True)
+                with_alternatives(rows, part.batch[TEACHER_TOP_IDS])
+                for rows, (part, _) in zip(packed, parts, strict=True)
             ]
-        longest = max((rows.packing.total for rows in packed), default=0) if in_turn else 0
+        longest = max((rows.packing.total for rows in packed), default=0) if interleaved else 0
         return [
-            self._micro_batch(part, indices, self._placed(rows, longest), (len(part), width), passes.notes)
+            self._micro_batch(part, indices, self._to_device(rows, longest), (len(part), width), run.record_routing)
             for (part, indices), rows in zip(parts, packed, strict=True)
         ]
 
     def _micro_batch(
-        self, part: DataProto, indices: list[int] | None, rows: PackedRows, shape: tuple[int, int], notes: bool
+        self, part: DataProto, indices: list[int] | None, rows: PackedRows, shape: tuple[int, int], record: bool
     ) -> MicroBatch:
         routes = None
         if self._routers is not None:
-            routes = self._routers.routes(part, rows.packing.total, indices is None, notes)
+            routes = self._routers.routes(part, rows.packing.total, indices is None, record)
         return MicroBatch(part, indices, rows, shape, routes)
 
-    def _placed(self, rows: PackedRows, at_least: int) -> PackedRows:
-        """This rank's share of the rows, on its device; ranks that share tokens have equally many."""
+    def _to_device(self, rows: PackedRows, at_least: int) -> PackedRows:
+        """Return this rank's tokens on its device, padded so that ranks that split tokens have equally many."""
         sharing = self.layout.tp.size * self.layout.cp.size
         rows = padded_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
         return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
@@ -235,33 +237,33 @@ class MegatronEngine(TrainedEngine):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one pass through all stages."""
+    """Rows of one pass through all pipeline stages."""
 
     part: DataProto
     indices: list[int] | None
-    """Of its rows in the batch; None: a filler, which keeps step with other ranks."""
+    """Row indices in the batch; None for a filler, which only takes part in collectives."""
     rows: PackedRows
     """On the device."""
     shape: tuple[int, int]
     routes: Routes | None = None
-    """Of a mixture of experts."""
+    """Expert routing of a mixture-of-experts model."""
 
 
 def run_micro_batches(
-    chunks: Sequence[Any], layout: CoreLayout, micro_batches: Sequence[MicroBatch], passes: Passes, *, backward: bool
+    chunks: Sequence[Any], layout: CoreLayout, micro_batches: Sequence[MicroBatch], run: ModelPass, *, backward: bool
 ) -> None:
-    """Each of `micro_batches` forward through this rank's `chunks` and, with `backward`, back again."""
+    """Run each micro-batch through this rank's model chunks, by Core's schedule for the layout."""
     if not micro_batches:
         return
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].rows.input_ids.device)
 
     def forward_step(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         micro = next(source)
-        output = chunk(micro.rows, passes.fields, micro.shape, passes.temperature, passes.top_k, micro.routes)
+        output = chunk(micro.rows, run.fields, micro.shape, run.temperature, run.top_k, micro.routes)
         if source is sources[0]:
             tick(len(micro.indices or ()))
-        # Core adds up tokens to divide gradients by, and leaves the loss of a triple as it is.
-        return output, lambda found: (passes.use(found, micro.part, micro.indices), no_tokens, None)
+        # Core divides gradients by a sum of tokens, and does not divide a loss returned in a triple.
+        return output, lambda fields: (run.on_outputs(fields, micro.part, micro.indices), no_tokens, None)
 
     sources = [iter(micro_batches) for _ in chunks]
     get_forward_backward_func()(
@@ -269,7 +271,7 @@ def run_micro_batches(
         data_iterator=sources,
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        # Chunks that take turns: of all of them alike. Otherwise each stage tells the next.
+        # Used by the interleaved schedule only; otherwise each stage sends its length to the next.
         seq_length=micro_batches[0].rows.input_ids.shape[1] * layout.cp.size,
         micro_batch_size=1,
         forward_only=not backward,

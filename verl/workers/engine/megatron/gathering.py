@@ -1,4 +1,4 @@
-"""Hugging Face tensors put together from what the ranks of one copy of the model hold: whole, or the rows wanted."""
+"""Gather Hugging Face tensors from the ranks of one copy of the model: whole, or the requested rows."""
 
 from __future__ import annotations
 
@@ -6,62 +6,63 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import TensorSlice, Wanted
-
-Found = dict["str | TensorSlice", torch.Tensor]
+from verl.types.weights import Wanted
+from verl.workers.engine.common.weights import NamedRows, bucket_key, overlap
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldRectangle:
     """A rectangle of a Hugging Face tensor that one rank holds."""
 
     owner: int
-    """Its number in the group of one copy."""
+    """Index of the rank in the group of the model copy."""
     weight: str
     """Core's name."""
     place: tuple[slice, ...]
-    """Where it is in that rank's shard."""
+    """Position in that rank's shard."""
     box: tuple[range, ...]
-    """Where it is in the Hugging Face tensor."""
+    """Position in the Hugging Face tensor."""
 
     @cached_property
     def width(self) -> int:
         """Elements of one of its rows."""
         return math.prod(map(len, self.box[1:]))
 
-    def of(self, shards: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
-        """These rows of it, from the owner's shards."""
-        own = shards[self.weight].detach()[self.place].view(tuple(map(len, self.box)))
-        return own[rows.start - self.box[0].start : rows.stop - self.box[0].start]
+    def read(self, shards: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return these rows from the owner's shards."""
+        values = shards[self.weight].detach()[self.place].view(tuple(map(len, self.box)))
+        return values[rows.start - self.box[0].start : rows.stop - self.box[0].start]
 
-    def put(self, target: torch.Tensor, first: int, rows: range, values: torch.Tensor) -> None:
-        """These rows of it into `target`, which begins at row `first` of the Hugging Face tensor."""
-        columns = tuple(slice(each.start, each.stop) for each in self.box[1:])
+    def write(self, target: torch.Tensor, first: int, rows: range, values: torch.Tensor) -> None:
+        """Copy these rows into `target`, which starts at row `first` of the Hugging Face tensor."""
+        columns = tuple(slice(dim.start, dim.stop) for dim in self.box[1:])
         values = values.view(len(rows), *map(len, self.box[1:]))
         target[(slice(rows.start - first, rows.stop - first), *columns)].copy_(values)
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The ranks that hold one copy of some weights between them, and who holds what."""
+class ModelCopy:
+    """The ranks that together hold one copy of some weights, and what each of them holds."""
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
-    held: Mapping[str, Sequence[Held]]
+    held: Mapping[str, Sequence[HeldRectangle]]
     """By Hugging Face name."""
 
     @cached_property
     def me(self) -> int:
+        """This rank's index in the group."""
         return self.ranks.index(dist.get_rank())
 
 
 @dataclass(frozen=True, eq=False)
-class Strip:
-    """Some rows of a Hugging Face tensor on their way, in `dtype`."""
+class RowRange:
+    """Rows of a Hugging Face tensor, to be sent in `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,222 +70,222 @@ class Strip:
     rows: range
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def nbytes(self) -> int:
         return len(self.rows) * math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def cut(self, max_bytes: int) -> Iterator[Strip]:
-        """Strips of at most so many bytes, or of a row each."""
-        step = max(1, len(self.rows) * max_bytes // max(1, self.size))
+    def split(self, max_bytes: int) -> Iterator[RowRange]:
+        """Yield ranges of at most `max_bytes`, with at least one row each."""
+        step = max(1, len(self.rows) * max_bytes // max(1, self.nbytes))
         for start in range(0, len(self.rows), step):
             yield replace(self, rows=self.rows[start : start + step])
 
     def wanted_by(self, wanted: Wanted) -> range:
-        return common(self.rows, wanted.get(self.name, range(0)))
+        """Return the requested rows of this range."""
+        return overlap(self.rows, wanted.get(self.name, range(0)))
 
-    def keyed(self, rows: range, tensor: torch.Tensor) -> Found:
-        """These rows as a bucket has them."""
-        return {self.name if len(rows) == self.shape[0] else TensorSlice(self.name, rows.start, rows.stop): tensor}
+    def keyed(self, rows: range, tensor: torch.Tensor) -> NamedRows:
+        """Return these rows as entry of a bucket."""
+        return {bucket_key(self.name, rows, self.shape[0]): tensor}
 
     def empty(self, rows: range, device: torch.device) -> torch.Tensor:
         return torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype, device=device)
 
 
-Part = tuple[Strip, Held, range]
-"""Rows that are sent: of which strip, from which rectangle."""
+Transfer: TypeAlias = tuple[RowRange, HeldRectangle, range]
+"""Rows to send: of this range, from this rectangle."""
 
 
-def spread(strips: Sequence[Strip], copy: Copy, shards: Mapping[str, torch.Tensor], device: torch.device) -> Found:
-    """All of the strips on every rank of the copy: each rank in turn gives its part to all others."""
+def gather_everywhere(
+    ranges: Sequence[RowRange], copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device
+) -> NamedRows:
+    """Return all rows on every rank of the copy; each rank in turn broadcasts its part."""
     if len(copy.ranks) == 1:
-        return {key: value for strip in strips for key, value in _own(strip, copy, shards, device).items()}
-    targets = {strip: strip.empty(strip.rows, device) for strip in strips}
-    for dtype in dict.fromkeys(strip.dtype for strip in strips):
-        alike = [strip for strip in strips if strip.dtype == dtype]
-        for owner, parts in enumerate(_parts(alike, copy, _all_rows)):
-            if parts:
-                _give(targets, owner, parts, copy, shards)
-    return {key: value for strip, target in targets.items() for key, value in strip.keyed(strip.rows, target).items()}
+        return {key: value for part in ranges for key, value in _own_rows(part, copy, shards, device).items()}
+    targets = {part: part.empty(part.rows, device) for part in ranges}
+    for dtype in dict.fromkeys(part.dtype for part in ranges):
+        same_dtype = [part for part in ranges if part.dtype == dtype]
+        for owner, transfers in enumerate(_transfers(same_dtype, copy, lambda part: part.rows)):
+            if transfers:
+                _broadcast(targets, owner, transfers, copy, shards)
+    return {key: value for part, target in targets.items() for key, value in part.keyed(part.rows, target).items()}
 
 
-def _give(
-    targets: Mapping[Strip, torch.Tensor],
+def _broadcast(
+    targets: Mapping[RowRange, torch.Tensor],
     owner: int,
-    parts: Sequence[Part],
-    copy: Copy,
+    transfers: Sequence[Transfer],
+    copy: ModelCopy,
     shards: Mapping[str, torch.Tensor],
 ) -> None:
-    """One rank's part into everybody's targets; what it travelled in is let go before the next rank's is made."""
-    like = targets[parts[0][0]]
-    flat = torch.empty(_elements(parts), dtype=like.dtype, device=like.device)
+    """Copy one rank's part into the targets of all ranks; frees its buffer before the next rank's is allocated."""
+    like = targets[transfers[0][0]]
+    flat = torch.empty(_elements(transfers), dtype=like.dtype, device=like.device)
     if owner == copy.me:
-        _fill(flat, parts, shards)
+        _pack(flat, transfers, shards)
     dist.broadcast(flat, src=copy.ranks[owner], group=copy.group)
-    for (strip, held, rows), values in zip(parts, _split(flat, parts), strict=True):
-        held.put(targets[strip], strip.rows.start, rows, values)
+    for (part, held, rows), values in zip(transfers, _unpack(flat, transfers), strict=True):
+        held.write(targets[part], part.rows.start, rows, values)
 
 
-def _own(strip: Strip, copy: Copy, shards: Mapping[str, torch.Tensor], device: torch.device) -> Found:
-    """Of a rank that holds everything: where a shard is the tensor, itself."""
-    (parts,) = _parts([strip], copy, _all_rows)
-    if len(parts) == 1:
-        return strip.keyed(strip.rows, parts[0][1].of(shards, parts[0][2]).to(device, strip.dtype))
-    target = strip.empty(strip.rows, device)
-    for _, held, rows in parts:
-        held.put(target, strip.rows.start, rows, held.of(shards, rows))
-    return strip.keyed(strip.rows, target)
+def _own_rows(part: RowRange, copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device) -> NamedRows:
+    """Return the rows of a rank that holds the whole copy; without copying, if one shard contains all of them."""
+    (transfers,) = _transfers([part], copy, lambda part: part.rows)
+    if len(transfers) == 1:
+        return part.keyed(part.rows, transfers[0][1].read(shards, transfers[0][2]).to(device, part.dtype))
+    target = part.empty(part.rows, device)
+    for _, held, rows in transfers:
+        held.write(target, part.rows.start, rows, held.read(shards, rows))
+    return part.keyed(part.rows, target)
 
 
-def exchanged(
-    strips: Sequence[Strip],
-    copy: Copy,
+def exchange(
+    ranges: Sequence[RowRange],
+    copy: ModelCopy,
     shards: Mapping[str, torch.Tensor],
     device: torch.device,
     wanted: Sequence[Wanted],
     max_bytes: int,
-) -> Found:
-    """Every rank of the copy sends every other what that wants of its part; `wanted` of all ranks there are.
+) -> NamedRows:
+    """Send each rank of the copy the rows it requests (all-to-all); return this rank's. `wanted`: of all global ranks.
 
-    As many ranks are served at a time as keeps what each sends below `max_bytes`.
+    Ranks are served in rounds, so that no rank sends more than about `max_bytes` at once.
     """
-    theirs = [wanted[rank] for rank in copy.ranks]
-    found: Found = {}
-    for dtype in dict.fromkeys(strip.dtype for strip in strips):
-        alike = [strip for strip in strips if strip.dtype == dtype]
-        known = {id(each): _parts(alike, copy, _rows_of(each)) for each in theirs}
-        parts = [known[id(each)] for each in theirs]
+    requests = [wanted[rank] for rank in copy.ranks]
+    result: NamedRows = {}
+    for dtype in dict.fromkeys(part.dtype for part in ranges):
+        same_dtype = [part for part in ranges if part.dtype == dtype]
+        by_request = {id(request): _transfers(same_dtype, copy, _rows_wanted_by(request)) for request in requests}
+        transfers = [by_request[id(request)] for request in requests]
         received: list[torch.Tensor] = []
-        for served in _rounds(parts, max_bytes // dtype.itemsize):
-            flat = _one_round(parts, served, copy, shards, dtype, device)
-            received = received if flat is None else flat
-        found |= _placed(alike, parts[copy.me], received, theirs[copy.me], device)
-    return found
+        for served in _rounds(transfers, max_bytes // dtype.itemsize):
+            own = _exchange_round(transfers, served, copy, shards, dtype, device)
+            received = received if own is None else own
+        result |= _assemble(same_dtype, transfers[copy.me], received, requests[copy.me], device)
+    return result
 
 
-def _one_round(
-    parts: Sequence[Sequence[Sequence[Part]]],
+def _exchange_round(
+    transfers: Sequence[Sequence[Sequence[Transfer]]],
     served: range,
-    copy: Copy,
+    copy: ModelCopy,
     shards: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """`parts` by who gets them and who has them; what this rank gets of each, if it is served."""
-    outgoing = [parts[rank][copy.me] if rank in served else [] for rank in range(len(copy.ranks))]
-    mine = copy.me in served
-    incoming = [each if mine else [] for each in parts[copy.me]]
-    sizes = [[_elements(each) for each in way] for way in (outgoing, incoming)]
-    sent, received = (torch.empty(sum(way), dtype=dtype, device=device) for way in sizes)
-    _fill(sent, [part for each in outgoing for part in each], shards)
+    """Send to the `served` ranks; return what this rank receives of each rank, None if it is not served.
+
+    `transfers` are indexed by receiver, then by owner.
+    """
+    outgoing = [transfers[rank][copy.me] if rank in served else [] for rank in range(len(copy.ranks))]
+    is_served = copy.me in served
+    incoming = [own if is_served else [] for own in transfers[copy.me]]
+    out_sizes, in_sizes = ([_elements(part) for part in direction] for direction in (outgoing, incoming))
+    sent = torch.empty(sum(out_sizes), dtype=dtype, device=device)
+    received = torch.empty(sum(in_sizes), dtype=dtype, device=device)
+    _pack(sent, [transfer for part in outgoing for transfer in part], shards)
     if len(copy.ranks) == 1:
         return [sent]
-    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=copy.group)
-    return list(received.split(sizes[1])) if mine else None
+    dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=copy.group)
+    return list(received.split(in_sizes)) if is_served else None
 
 
-def _rounds(parts: Sequence[Sequence[Sequence[Part]]], limit: int) -> Iterator[range]:
-    """Ranks that are served together, by their numbers; nothing where nobody wants anything."""
-    first, sums = 0, [0] * len(parts)
-    for rank, owners in enumerate(parts):
-        sizes = [_elements(each) for each in owners]
-        if max(sums) and max(map(sum, zip(sums, sizes, strict=True))) > limit:
+def _rounds(transfers: Sequence[Sequence[Sequence[Transfer]]], max_elements: int) -> Iterator[range]:
+    """Yield the ranks that are served together; nothing if there are no requests."""
+    first, sums = 0, [0] * len(transfers)
+    for rank, owners in enumerate(transfers):
+        sizes = [_elements(part) for part in owners]
+        if max(sums) and max(map(sum, zip(sums, sizes, strict=True))) > max_elements:
             yield range(first, rank)
-            first, sums = rank, [0] * len(parts)
-        sums = [so_far + size for so_far, size in zip(sums, sizes, strict=True)]
+            first, sums = rank, [0] * len(transfers)
+        sums = [total + size for total, size in zip(sums, sizes, strict=True)]
     if any(sums):
-        yield range(first, len(parts))
+        yield range(first, len(transfers))
 
 
-def _placed(
-    strips: Sequence[Strip],
-    parts: Sequence[Sequence[Part]],
+def _assemble(
+    ranges: Sequence[RowRange],
+    transfers: Sequence[Sequence[Transfer]],
     received: Sequence[torch.Tensor],
     wanted: Wanted,
     device: torch.device,
-) -> Found:
-    """What this rank got, as it wants it."""
-    ranges = {strip: rows for strip in strips if (rows := strip.wanted_by(wanted))}
-    targets = {strip: strip.empty(rows, device) for strip, rows in ranges.items()}
-    for each, flat in zip(parts, received, strict=False):
-        for (strip, held, rows), values in zip(each, _split(flat, each), strict=True):
-            held.put(targets[strip], ranges[strip].start, rows, values)
-    return {key: value for strip, rows in ranges.items() for key, value in strip.keyed(rows, targets[strip]).items()}
+) -> NamedRows:
+    """Return the rows that this rank requested, from what it received of each owner."""
+    rows_of = {part: rows for part in ranges if (rows := part.wanted_by(wanted))}
+    targets = {part: part.empty(rows, device) for part, rows in rows_of.items()}
+    for from_owner, flat in zip(transfers, received, strict=False):
+        for (part, held, rows), values in zip(from_owner, _unpack(flat, from_owner), strict=True):
+            held.write(targets[part], rows_of[part].start, rows, values)
+    return {key: value for part, rows in rows_of.items() for key, value in part.keyed(rows, targets[part]).items()}
 
 
-def on_first_rank(
+def gather_on_rank0(
     name: str,
     shape: tuple[int, ...],
-    copy: Copy,
+    copy: ModelCopy,
     shards: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor | None:
-    """The whole tensor, in host memory of rank 0 alone; a collective of `group` for the ranks of its copy."""
+    """Return the full tensor in host memory of rank 0, None elsewhere. A collective of `group` for `copy.ranks`."""
     if 0 not in copy.ranks:
         return None
-    strip, rank = Strip(name, shape, dtype, range(shape[0])), dist.get_rank()
-    cpu = torch.device("cpu")
-    target = strip.empty(strip.rows, cpu) if rank == 0 else None
-    for sender, parts in zip(copy.ranks, _parts([strip], copy, _all_rows), strict=True):
-        if parts and rank in (0, sender):
-            _bring(target, sender, parts, shards, dtype, group)
+    part, rank = RowRange(name, shape, dtype, range(shape[0])), dist.get_rank()
+    target = part.empty(part.rows, torch.device("cpu")) if rank == 0 else None
+    for sender, transfers in zip(copy.ranks, _transfers([part], copy, lambda part: part.rows), strict=True):
+        if transfers and rank in (0, sender):
+            _send_to_rank0(target, sender, transfers, shards, dtype, group)
     return target
 
 
-def _bring(
+def _send_to_rank0(
     target: torch.Tensor | None,
     sender: int,
-    parts: Sequence[Part],
+    transfers: Sequence[Transfer],
     shards: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """One rank's part into rank 0's `target`; what it travelled in is let go before the next rank's is made."""
-    flat = torch.empty(_elements(parts), dtype=dtype)
+    """Copy one rank's part into rank 0's `target`; frees its buffer before the next rank's is allocated."""
+    flat = torch.empty(_elements(transfers), dtype=dtype)
     if dist.get_rank() == sender:
-        _fill(flat, parts, shards)
+        _pack(flat, transfers, shards)
     if target is None:
         dist.send(flat, dst=0, group=group)
         return
     if sender != 0:
         dist.recv(flat, src=sender, group=group)
-    for (_, held, rows), values in zip(parts, _split(flat, parts), strict=True):
-        held.put(target, 0, rows, values)
+    for (_, held, rows), values in zip(transfers, _unpack(flat, transfers), strict=True):
+        held.write(target, 0, rows, values)
 
 
-def _parts(strips: Iterable[Strip], copy: Copy, of: Callable[[Strip], range]) -> list[list[Part]]:
-    """By owner: what it has of the rows that `of` says."""
-    found: list[list[Part]] = [[] for _ in copy.ranks]
-    for strip in strips:
-        asked = of(strip)
-        for held in copy.held[strip.name]:
-            if rows := common(asked, held.box[0]):
-                found[held.owner].append((strip, held, rows))
-    return found
+def _transfers(
+    ranges: Iterable[RowRange], copy: ModelCopy, requested: Callable[[RowRange], range]
+) -> list[list[Transfer]]:
+    """Return the `requested` rows of the ranges, by owner."""
+    transfers: list[list[Transfer]] = [[] for _ in copy.ranks]
+    for part in ranges:
+        wanted = requested(part)
+        for held in copy.held[part.name]:
+            if rows := overlap(wanted, held.box[0]):
+                transfers[held.owner].append((part, held, rows))
+    return transfers
 
 
-def _all_rows(strip: Strip) -> range:
-    return strip.rows
+def _rows_wanted_by(wanted: Wanted) -> Callable[[RowRange], range]:
+    return lambda part: part.wanted_by(wanted)
 
 
-def _rows_of(wanted: Wanted) -> Callable[[Strip], range]:
-    return lambda strip: strip.wanted_by(wanted)
+def _elements(transfers: Iterable[Transfer]) -> int:
+    return sum(len(rows) * held.width for _, held, rows in transfers)
 
 
-def _elements(parts: Iterable[Part]) -> int:
-    return sum(len(rows) * held.width for _, held, rows in parts)
+def _unpack(flat: torch.Tensor, transfers: Iterable[Transfer]) -> Sequence[torch.Tensor]:
+    """Split a buffer into the values of each transfer."""
+    return flat.split([len(rows) * held.width for _, held, rows in transfers])
 
 
-def _split(flat: torch.Tensor, parts: Iterable[Part]) -> Sequence[torch.Tensor]:
-    return flat.split([len(rows) * held.width for _, held, rows in parts])
-
-
-def _fill(flat: torch.Tensor, parts: Sequence[Part], shards: Mapping[str, torch.Tensor]) -> None:
-    for (_, held, rows), place in zip(parts, _split(flat, parts), strict=True):
-        own = held.of(shards, rows)
-        place.view(own.shape).copy_(own)
-
-
-def common(one: range, other: range) -> range:
-    """Numbers of both."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _pack(flat: torch.Tensor, transfers: Sequence[Transfer], shards: Mapping[str, torch.Tensor]) -> None:
+    """Copy the rows of all transfers into a buffer."""
+    for (_, held, rows), place in zip(transfers, _unpack(flat, transfers), strict=True):
+        values = held.read(shards, rows)
+        place.view(values.shape).copy_(values)

@@ -21,19 +21,20 @@ from verl.models.packing import Packing
 
 @dataclass
 class CoreConfig(TransformerConfig):
-    """Core's configuration of a model, with the architecture that it came from."""
+    """Core's configuration of a model, with the architecture it was derived from."""
 
     arch: CoreArchitecture | None = None
 
 
 class Norm(nn.Module):
-    """RMSNorm with Core's arguments. Core's own of torch knows no sequence parallelism, and not Gemma's 1 + weight."""
+    """RMSNorm with Core's arguments. Core's own wrapper of torch's RMSNorm supports neither sequence parallelism nor
+    Gemma's 1 + weight."""
 
     def __init__(self, config: CoreConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         assert config.arch is not None
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Each rank of a tensor group sees its slice of the tokens: Core adds the gradients up over the group.
+        # With sequence parallelism each tensor rank sees a slice of the tokens: Core sums the gradients over the group.
         self.weight.sequence_parallel = config.sequence_parallel
         self._eps = eps
         self._plus_one = config.arch.norm_adds_one
@@ -45,34 +46,39 @@ class Norm(nn.Module):
 
 
 class _Linear:
-    """Before one of Core's linear layers: where no other rank has a part of it, it is torch's own, bias and all."""
+    """Mixin for Core's linear layers: torch's own function, with bias, if the layer is not split over ranks."""
 
-    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, **given: Any) -> torch.Tensor:
+    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.tp_group.size() == 1:
-            return linear(input, weight, given["bias"])
-        return super()._forward_impl(input, weight, **{**given, "tp_group": self.tp_group})  # type: ignore[misc]
+            return linear(input, weight, kwargs["bias"])
+        return super()._forward_impl(input, weight, **{**kwargs, "tp_group": self.tp_group})  # type: ignore[misc]
 
 
 class ColumnLinear(_Linear, tensor_parallel.ColumnParallelLinear):
-    """Output features are shared by tensor ranks."""
+    """Output features are split over tensor ranks."""
 
 
 class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
-    """Input features are shared by tensor ranks."""
+    """Input features are split over tensor ranks."""
 
 
 class PackedTokens(PackedSeqParams):
-    """What a micro-batch tells every layer; to Core's own code it is no packed sequence."""
+    """Packing and expert routes of a micro-batch, passed to every layer.
+
+    For Core the micro-batch is one plain sequence [T, 1, H]. It passes this object unread to every layer, also when a
+    layer is recomputed, so that no state is kept between passes and several may be in flight.
+    """
 
     def __init__(self, packing: Packing, routes: Any = None) -> None:
-        """`routes` are what routers of a mixture are told (`routers.Routes`)."""
+        """`routes`: those of a mixture-of-experts model (`routers.Routes`)."""
         super().__init__(qkv_format="sbhd")
         self.packing = packing
         self.routes = routes
 
 
 class PackedAttention(nn.Module):
-    """Core's `core_attention` without parameters, as torch's and flash-attn's kernels or plain torch compute it."""
+    """Causal attention over packed sequences, as Core's `core_attention`; context-parallel ranks exchange tokens for
+    heads."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         """`layer_number` counts from 1 over all pipeline stages; `config` is a CoreConfig."""
@@ -97,35 +103,37 @@ class PackedAttention(nn.Module):
 
 
 class Experts(SequentialMLP):
-    """Core's experts, each with weights of its own; on CUDA in bfloat16 all tokens are multiplied at once."""
+    """Core's experts, each with its own weights; on CUDA in bfloat16 they use one grouped matrix product."""
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """tokens [T, H], the first expert's first; what each is weighed by [T] -> [T, H]."""
-        if not self.multiplies_together(tokens):
+        """tokens [T, H], sorted by expert, and their router weights `shares` [T] -> [T, H]."""
+        if not self.supports_grouped(tokens):
             return super().forward(tokens, tokens_per_expert, shares)
-        return self.together(tokens, tokens_per_expert, shares), None
+        return self.grouped_forward(tokens, tokens_per_expert, shares), None
 
-    def multiplies_together(self, tokens: torch.Tensor) -> bool:
-        """Whether the kernel takes them: it reads rows of whole 16 bytes."""
+    def supports_grouped(self, tokens: torch.Tensor) -> bool:
+        """Return whether the grouped kernel supports these tokens: it requires rows of multiples of 16 bytes."""
         widths = self.local_experts[0].linear_fc1.weight.shape[1], self.local_experts[0].linear_fc2.weight.shape[1]
         fits = tokens.is_cuda and tokens.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
         return fits and len(tokens) > 0 and not self.config.add_bias_linear
 
-    def together(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The same numbers as those of one expert after the other, for any device that `_grouped_mm` has."""
+    def grouped_forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the same result as one expert after the other, on any device that supports `_grouped_mm`."""
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        inner = _Products.apply(tokens, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
+        inner = _GroupedProduct.apply(tokens, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
         gate, up = inner.chunk(2, dim=-1)
         inner = (self.config.activation_func(gate) * up * shares[:, None]).to(tokens.dtype)
-        return _Products.apply(inner, ends, *(expert.linear_fc2.weight for expert in self.local_experts))
+        return _GroupedProduct.apply(inner, ends, *(expert.linear_fc2.weight for expert in self.local_experts))
 
 
-class _Products(torch.autograd.Function):
-    """[T, in] of which `ends` [experts] says where each expert's tokens end, times each one's [out, in] -> [T, out].
+class _GroupedProduct(torch.autograd.Function):
+    """Multiply tokens [T, in], whose expert changes at `ends` [experts], by the experts' weights [out, in] -> [T, out].
 
-    The weights beside each other are made anew for the backward pass: a copy of them per layer would be kept otherwise.
+    The stacked weights are built again for the backward pass, instead of keeping a copy per layer.
     """
 
     @staticmethod
@@ -142,7 +150,7 @@ class _Products(torch.autograd.Function):
         d_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[2:]):
             d_stacked = torch._grouped_mm(d_products.t(), tokens, offs=ends)
-            # Of an expert without tokens not every version writes anything.
+            # Some versions leave the gradient of an expert without tokens uninitialised.
             idle = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
             d_weights = d_stacked.masked_fill_(idle[:, None, None], 0.0).unbind()
         return d_tokens, None, *d_weights

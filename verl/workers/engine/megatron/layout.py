@@ -1,7 +1,7 @@
-"""Which part of a model each rank has: Megatron-Core's process groups, one set for every layout in the process.
+"""CoreLayout: Megatron-Core's process groups, one set for every parallel layout in the process.
 
-Core keeps its groups, its random states and its buffers in module globals, one set per process. An actor and a critic
-of different layouts share processes here, so each layout keeps a set of its own and puts it in while it is at work.
+Core keeps its groups, random states and buffers in module globals, one set per process. Here, an actor and a critic
+with different layouts may share a process, so each layout keeps its own set and installs it while it computes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron.core.tensor_parallel import random as core_random
 from verl.config.engine import MegatronConfig
 
 _MODULES: tuple[ModuleType, ...] = (parallel_state, core_random, num_microbatches_calculator)
-# Megatron's own seeds only ever reach dropout, which is off.
+# Megatron's seeds only affect dropout, which is off.
 _SEED = 1
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many ranks share what; the rest are data-parallel."""
+class ParallelSizes:
+    """Sizes of the parallel groups; the remaining dimension is data-parallel."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -37,7 +37,7 @@ class Sizes:
     expert_tensor: int | None = None
 
     @classmethod
-    def of(cls, config: MegatronConfig) -> Sizes:
+    def of(cls, config: MegatronConfig) -> ParallelSizes:
         return cls(
             config.tensor_model_parallel_size,
             config.pipeline_model_parallel_size,
@@ -49,28 +49,28 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's place in one of its groups."""
+class GroupRank:
+    """This rank's position in one of its groups."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
-    """Global ranks in the order of the group."""
+    """Global ranks in group order."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Part:
+    def of(cls, group: dist.ProcessGroup) -> GroupRank:
         return cls(dist.get_rank(group), dist.get_world_size(group), group, tuple(dist.get_process_group_ranks(group)))
 
 
 class CoreLayout:
-    """Core's groups for one set of sizes, and the state that belongs to them. Making one is a collective."""
+    """Core's groups for one set of sizes, with the global state that belongs to them. Creating one is a collective."""
 
-    _known: ClassVar[dict[Sizes, CoreLayout]] = {}
+    _known: ClassVar[dict[ParallelSizes, CoreLayout]] = {}
     _active: ClassVar[CoreLayout | None] = None
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: ParallelSizes, device: torch.device) -> None:
         self._world = dist.group.WORLD
         self._state: dict[tuple[ModuleType, str], Any] = {
             at: {} if isinstance(value, dict) else None for at, value in _globals().items()
@@ -89,45 +89,45 @@ class CoreLayout:
                 create_gloo_process_groups=False,
             )
             core_random.model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
-            self.tp = Part.of(parallel_state.get_tensor_model_parallel_group())
-            self.pp = Part.of(parallel_state.get_pipeline_model_parallel_group())
-            self.cp = Part.of(parallel_state.get_context_parallel_group())
-            self.dp = Part.of(parallel_state.get_data_parallel_group())
-            self.dp_cp = Part.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
-            self.ep = Part.of(parallel_state.get_expert_model_parallel_group())
-            self.etp = Part.of(parallel_state.get_expert_tensor_parallel_group())
-            self.expert_dp = Part.of(parallel_state.get_expert_data_parallel_group())
+            self.tp = GroupRank.of(parallel_state.get_tensor_model_parallel_group())
+            self.pp = GroupRank.of(parallel_state.get_pipeline_model_parallel_group())
+            self.cp = GroupRank.of(parallel_state.get_context_parallel_group())
+            self.dp = GroupRank.of(parallel_state.get_data_parallel_group())
+            self.dp_cp = GroupRank.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+            self.ep = GroupRank.of(parallel_state.get_expert_model_parallel_group())
+            self.etp = GroupRank.of(parallel_state.get_expert_tensor_parallel_group())
+            self.expert_dp = GroupRank.of(parallel_state.get_expert_data_parallel_group())
 
     @classmethod
-    def of(cls, sizes: Sizes, device: torch.device) -> CoreLayout:
-        """The one of this process; engines of equal sizes share it."""
-        found = cls._known.get(sizes)
-        if found is None or found._world is not dist.group.WORLD:
-            found = cls._known[sizes] = cls(sizes, device)
-        return found
+    def get(cls, sizes: ParallelSizes, device: torch.device) -> CoreLayout:
+        """Return the layout of this process for `sizes`, created at the first call."""
+        layout = cls._known.get(sizes)
+        if layout is None or layout._world is not dist.group.WORLD:
+            layout = cls._known[sizes] = cls(sizes, device)
+        return layout
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Core works with this layout inside; what was there before is there again afterwards."""
+        """Context in which Core uses this layout; the previous one is restored at exit."""
         with CoreLayout._lock:
-            before, there = CoreLayout._active, _globals()
-            if before is self:
+            previous, previous_state = CoreLayout._active, _globals()
+            if previous is self:
                 yield
                 return
-            if before is not None:
-                before._state = there
-            _put(self._state)
+            if previous is not None:
+                previous._state = previous_state
+            _set_globals(self._state)
             CoreLayout._active = self
             try:
                 yield
             finally:
                 self._state = _globals()
-                _put(there if before is None else before._state)
-                CoreLayout._active = before
+                _set_globals(previous_state if previous is None else previous._state)
+                CoreLayout._active = previous
 
 
 def _globals() -> dict[tuple[ModuleType, str], Any]:
-    """Core's state: the globals that its functions set."""
+    """Return Core's state: the module globals that its functions set."""
     return {
         (module, name): value
         for module in _MODULES
@@ -136,6 +136,6 @@ def _globals() -> dict[tuple[ModuleType, str], Any]:
     }
 
 
-def _put(state: dict[tuple[ModuleType, str], Any]) -> None:
+def _set_globals(state: dict[tuple[ModuleType, str], Any]) -> None:
     for (module, name), value in state.items():
         setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""One rank's part of a model on Megatron-Core's layers: packed rows in, fields at response columns out."""
+"""CoreModel: one rank's part of a model on Megatron-Core's layers; packed rows in, per-token fields out."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="ta
 
 
 class CoreModel(LanguageModule):
-    """The layers of one (virtual) pipeline stage; the first has the embedding, the last a head.
+    """The layers of one (virtual) pipeline stage; the first has the embedding, the last has the head.
 
-    Parameters have the names that Core's GPTModel gives them; the head of a value model or classifier is `score`.
+    Parameters have the names of Core's GPTModel; the head of a value model or classifier is `score`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CoreModel(LanguageModule):
         config.softmax_scale = self.rotary.softmax_scale
         self.decoder = TransformerBlock(
             config=config,
-            spec=_block(config, vp_stage),
+            spec=_block_spec(config, vp_stage),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=vp_stage,
@@ -104,14 +104,14 @@ class CoreModel(LanguageModule):
                 gather_output=False,
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
-        elif self.post_process:  # one number per token: half precision would show in it
+        elif self.post_process:  # one value per token, for which half precision is too coarse
             self.score = nn.Linear(arch.hidden, 1, bias=kind == "value", dtype=torch.float32)
         self.to(device)
         if kind == "causal_lm" and (self.pre_process or self.post_process):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor]) -> None:
-        """What the stage before gives; Core's schedules call it."""
+        """Set the output of the previous stage. Called by Core's schedules."""
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
@@ -123,10 +123,10 @@ class CoreModel(LanguageModule):
         top_k: int = 0,
         routes: Routes | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The named fields as `verl.models.forward.ResponseModel` gives them; hidden states before the last stage."""
+        """Return the fields `names` as in `verl.models.forward.ResponseModel`; hidden states before the last stage."""
         hidden = None
         if self.pre_process:
-            # As layers give it to each other, to the strides: what is compiled for one is compiled for all.
+            # With the strides of a layer's output, so that all layers share one compilation.
             hidden = self.embedding(rows.input_ids, None).flatten(0, 1)[:, None]
             if self._embedding_scale != 1.0:
                 hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype)
@@ -139,7 +139,7 @@ class CoreModel(LanguageModule):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # The heads below give every rank the gradient of all tokens.
+            # The heads below return the gradient of all tokens on every rank.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return self._fields(hidden.flatten(0, 1), rows, names, shape, temperature, top_k)
 
@@ -152,21 +152,21 @@ class CoreModel(LanguageModule):
         temperature: float,
         top_k: int,
     ) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        fields: dict[str, torch.Tensor] = {}
         if self.kind == "causal_lm":
-            per_token = self._of_tokens(hidden.index_select(0, rows.before), rows, names, temperature, top_k)
+            per_token = self._token_fields(hidden.index_select(0, rows.before), rows, names, temperature, top_k)
         else:
-            per_token = {"values": self._scored(hidden, rows.before)} if "values" in names else {}
+            per_token = {"values": self._scores(hidden, rows.before)} if "values" in names else {}
             if "values" not in names or "last_value" in names:
-                last = of_rows(self._scored(hidden, rows.last), rows)
-                found = {"last_value": last, "scores": last}
-        found |= {name: scattered(value, rows, shape) for name, value in per_token.items() if name in names}
-        return {name: found[name] for name in names}
+                last = of_rows(self._scores(hidden, rows.last), rows)
+                fields = {"last_value": last, "scores": last}
+        fields |= {name: scattered(value, rows, shape) for name, value in per_token.items() if name in names}
+        return {name: fields[name] for name in names}
 
-    def _of_tokens(
+    def _token_fields(
         self, hidden: torch.Tensor, rows: PackedRows, names: Sequence[str], temperature: float, top_k: int
     ) -> dict[str, torch.Tensor]:
-        """Of a language model, by name; `hidden` [N, H] predicts the labels."""
+        """Return the fields of a causal LM; `hidden` [N, H] predicts the labels of `rows`."""
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
@@ -176,12 +176,12 @@ class CoreModel(LanguageModule):
             "vocab_size": self._vocab,
             "adjust": self._adjust,
         }
-        asked = hidden, weight, rows.labels, temperature
+        inputs = hidden, weight, rows.labels, temperature
         if top_k:
-            return top_fields(vocab_parallel_top_tokens(*asked, top_k, **shared))
-        return label_fields(*vocab_parallel_statistics(*asked, "entropy" in names, **shared))
+            return top_fields(vocab_parallel_top_tokens(*inputs, top_k, **shared))
+        return label_fields(*vocab_parallel_statistics(*inputs, "entropy" in names, **shared))
 
-    def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _scores(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.score(hidden.index_select(0, places).float()).squeeze(-1)
 
 
@@ -193,10 +193,10 @@ def core_config(
     checkpointing: bool | None,
     compiled: bool,
 ) -> CoreConfig:
-    """What Core needs to know of a model and of the layout; `override_transformer_config` has the last word.
+    """Return Core's configuration of a model and layout, with `override_transformer_config` applied last.
 
-    `checkpointing`: whether activations are computed again where the configuration does not say; None: no training.
-    `compiled`: functions of Core that torch.compile makes one kernel of are used.
+    `checkpointing`: whether activations are recomputed unless the configuration specifies it; None: no training.
+    `compiled`: use Core's functions that torch.compile fuses.
     """
     sizes = layout.sizes
     values: dict[str, Any] = {
@@ -229,40 +229,40 @@ def core_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        # Weights come from a checkpoint; but Core marks what tensor ranks share where it initializes it.
-        "init_method": _left,
-        "output_layer_init_method": _left,
-        "embedding_init_method": _left,
-        # Where chunks of two stages take turns, messages of both directions are between the same ranks: Core tells
-        # those apart only if their length is known, and none waits for another.
+        # Weights are loaded afterwards; but Core marks tensor-parallel weights when it initialises them.
+        "init_method": _no_init,
+        "output_layer_init_method": _no_init,
+        "embedding_init_method": _no_init,
+        # In the interleaved schedule of two stages, messages of both directions go between the same ranks: Core tells
+        # them apart only if their length is known and they are sent asynchronously.
         "variable_seq_lengths": layout.vpp == 1,
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        # What is sent while others compute must stay until it has arrived.
+        # Outputs that are sent asynchronously must not be freed before they arrive.
         "deallocate_pipeline_outputs": layout.vpp == 1,
-        # Losses are divided by counts of the whole step: gradients are sums, over ranks and micro-batches.
+        # Losses are divided by global counts: gradients are summed over ranks and micro-batches.
         "calculate_per_token_loss": True,
         "cp_comm_type": "a2a",
-        # Core also asks models without experts for one that takes sequences of any length.
+        # Core checks also for dense models that the dispatcher supports variable sequence lengths.
         "moe_token_dispatcher_type": "alltoall",
-        **_mixture(arch),
+        **_moe_settings(arch),
     }
     values |= engine.override_transformer_config
     _check_names("override_transformer_config", values, CoreConfig)
     values = {name: value for name, value in values.items() if name not in RECOMPUTE}
     if checkpointing is not None:
         values |= engine.recompute(checkpointing)
-    of_engine = sorted(set(values.get("recompute_modules") or ()) & {"layernorm", "moe_act"})
-    if of_engine and find_spec("transformer_engine") is None:
+    needs_te = sorted(set(values.get("recompute_modules") or ()) & {"layernorm", "moe_act"})
+    if needs_te and find_spec("transformer_engine") is None:
         raise ValueError(
-            f"megatron_config.override_transformer_config.recompute_modules: {of_engine[0]} is computed again by "
-            "Transformer Engine, which is not installed. Leave it out."
+            f"megatron_config.override_transformer_config.recompute_modules: {needs_te[0]} requires Transformer "
+            "Engine, which is not installed. Remove it."
         )
     return CoreConfig(**values)
 
 
 def ddp_config(engine: MegatronConfig) -> DistributedDataParallelConfig:
-    """How Core holds gradients and adds them up over ranks; `override_ddp_config` has the last word."""
+    """Return Core's configuration of gradient buffers and reductions, with `override_ddp_config` applied last."""
     values = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": bool(engine.use_distributed_optimizer),
@@ -275,11 +275,11 @@ def ddp_config(engine: MegatronConfig) -> DistributedDataParallelConfig:
 def _check_names(key: str, values: Mapping[str, Any], core: Any) -> None:
     unknown = sorted(set(values) - {field.name for field in fields(core)})
     if unknown:
-        raise ValueError(f"megatron_config.{key}: Megatron-Core knows no {unknown[0]!r}.")
+        raise ValueError(f"megatron_config.{key}: Megatron-Core has no setting {unknown[0]!r}. Remove it.")
 
 
-def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
-    """What Core needs to know of experts. Nothing balances them: what is learned is the policy."""
+def _moe_settings(arch: CoreArchitecture) -> dict[str, Any]:
+    """Return Core's settings for experts, without load balancing, which would change the policy."""
     experts = arch.experts
     if experts is None:
         return {}
@@ -290,7 +290,7 @@ def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
         "moe_layer_freq": [int(sparse) for sparse in experts.layers],
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         "moe_shared_expert_gate": experts.shared_ffn > 0,
-        # Weights that add up to 1 are a softmax over the chosen; others are parts of one over all.
+        # Normalised weights are a softmax over the selected experts; others are part of a softmax over all experts.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -298,22 +298,22 @@ def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
     }
 
 
-def _left(weight: torch.Tensor) -> torch.Tensor:
-    """As it is."""
+def _no_init(weight: torch.Tensor) -> torch.Tensor:
+    """Leave the weight uninitialised."""
     return weight
 
 
-def _block(config: CoreConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this stage."""
+def _block_spec(config: CoreConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the layers of this stage."""
     assert config.arch is not None
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules([_layer(config, first + index) for index in range(count)], Norm)
+    return TransformerBlockSubmodules([_layer_spec(config, first + index) for index in range(count)], Norm)
 
 
-def _layer(config: CoreConfig, number: int) -> ModuleSpec:
-    """Core's own layer with our attention and norms; `number` counts from 0."""
+def _layer_spec(config: CoreConfig, number: int) -> ModuleSpec:
+    """Return Core's layer with our attention, norms, linear layers and experts; `number` counts from 0."""
     assert config.arch is not None
     experts = config.num_moe_experts if config.arch.is_sparse(number) else None
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -332,14 +332,14 @@ def _layer(config: CoreConfig, number: int) -> ModuleSpec:
     return spec
 
 
-def core_names(model: CoreModel, layout: CoreLayout) -> dict[str, str]:
-    """Each parameter's name in the whole model: its layer and its expert by the numbers they have there."""
+def global_names(model: CoreModel, layout: CoreLayout) -> dict[str, str]:
+    """Return the name in the full model of each parameter: with global layer and expert indices."""
     first = model.decoder.layers[0].layer_number - 1 if model.decoder.layers else 0
     experts = model.config.arch.experts
     own_experts = experts.count // layout.ep.size if experts is not None else 0
 
-    def whole(name: str) -> str:
+    def global_name(name: str) -> str:
         name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda at: str(int(at[0]) + first), name)
         return re.sub(r"(?<=local_experts\.)\d+", lambda at: str(int(at[0]) + layout.ep.rank * own_experts), name)
 
-    return {name: whole(name) for name, _ in model.named_parameters()}
+    return {name: global_name(name) for name, _ in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Rotary angles of packed tokens by transformers' own tables, for Megatron-Core's attention to turn queries with."""
+"""Rotary angles of packed tokens for Megatron-Core's attention, computed by transformers' functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# Kinds whose frequencies depend on the longest sequence of a pass.
+# Rope types whose frequencies depend on the longest sequence of a pass.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 class Rotary(nn.Module):
-    """Position ids -> angles, in place of Core's embedding, which counts one sequence from 0."""
+    """Position ids -> angles. Replaces Core's rotary embedding, which supports one sequence starting at 0 only."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__()
@@ -24,14 +24,15 @@ class Rotary(nn.Module):
         head_dim = _head_dim(hf_config)
         if scaling != 1.0 and 2 * len(frequencies) != head_dim:
             raise ValueError(
-                f"config.json: rope_parameters turns {2 * len(frequencies)} of {head_dim} dimensions and scales them, "
-                "which the Megatron engine cannot express. Use strategy=fsdp for this model."
+                f"config.json: rope_parameters rotates {2 * len(frequencies)} of {head_dim} dimensions and scales them,"
+                " which the Megatron engine does not support. Use strategy=fsdp for this model."
             )
-        # Some kinds scale what they turn. Core's attention only turns; both sides of a product scaled is a scale of it.
+        # Some rope types scale rotated queries and keys. Core's attention only rotates them; scaling both equals
+        # scaling their product.
         self.softmax_scale: float = head_dim**-0.5 * scaling**2
 
     def forward(self, position_ids: torch.Tensor, longest: int | None = None) -> torch.Tensor:
-        """[1, T] -> float32 [T, 1, 1, dim]; `longest` sequence of the pass, for kinds that depend on it."""
+        """[1, T] -> float32 [T, 1, 1, dim]; `longest`: length of the longest sequence of the pass."""
         frequencies = self.frequencies
         if self._by_length and longest is not None:
             frequencies = _frequencies(self._config, longest)[0].to(position_ids.device)
@@ -40,12 +41,12 @@ class Rotary(nn.Module):
 
 
 def _frequencies(config: Any, longest: int | None = None) -> tuple[torch.Tensor, float]:
-    """[dim / 2] per position, and what cosines and sines are multiplied by."""
+    """Return the angle per position [dim / 2], and the scale of cosines and sines."""
     kind = config.rope_parameters["rope_type"]
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=longest)
-    turned = int(_head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    return 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, turned, 2).float() / turned), 1.0
+    rotated = int(_head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated), 1.0
 
 
 def _head_dim(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a vocabulary that tensor-parallel ranks share: logits are never gathered."""
+"""Log-probs and entropies of a vocabulary that is split over tensor-parallel ranks; logits are never gathered."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def vocab_parallel_statistics(
     adjust: LogitAdjustment | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of `labels` [N] or [N, K] at `hidden` [N, H], both the same on every rank of `tp_group` (None: one rank has all).
+    """Return log-probs and entropies of `labels` [N] or [N, K] at `hidden` [N, H], equal on all ranks of the group.
 
-    `weight` [V, H] are this rank's rows of the output layer, which begin at `vocab_start`; rows from `vocab_size` on
-    are padding: no token, and no gradient. The gradient of `hidden` is whole on every rank.
+    `tp_group` None: one rank has the whole vocabulary. `weight` [V, H] are this rank's rows of the output layer from
+    `vocab_start` on; rows from `vocab_size` on are padding without gradient. The gradient of `hidden` is complete on
+    every rank.
     """
     return label_statistics(
         hidden,
-        _real(weight, vocab_start, vocab_size),
+        _without_padding(weight, vocab_start, vocab_size),
         labels - vocab_start,
         temperature,
         with_entropy,
@@ -52,11 +53,10 @@ def vocab_parallel_top_tokens(
     vocab_size: int,
     adjust: LogitAdjustment | None = None,
 ) -> TopTokens:
-    """The same of the `k` likeliest tokens, without gradients."""
-    weight = _real(weight, vocab_start, vocab_size)
+    """Return the `k` most likely tokens, without gradients; arguments as in `vocab_parallel_statistics`."""
     return top_tokens(
         hidden,
-        weight,
+        _without_padding(weight, vocab_start, vocab_size),
         labels - vocab_start,
         temperature,
         k,
@@ -66,7 +66,7 @@ def vocab_parallel_top_tokens(
     )
 
 
-def _real(weight: torch.Tensor, vocab_start: int, vocab_size: int) -> torch.Tensor:
-    """The rows that stand for tokens."""
-    real = max(0, min(len(weight), vocab_size - vocab_start))
-    return weight if real == len(weight) else weight[:real]
+def _without_padding(weight: torch.Tensor, vocab_start: int, vocab_size: int) -> torch.Tensor:
+    """Return the rows of real tokens."""
+    rows = max(0, min(len(weight), vocab_size - vocab_start))
+    return weight if rows == len(weight) else weight[:rows]
