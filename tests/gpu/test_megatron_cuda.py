@@ -56,7 +56,7 @@ def test_one_rank_finds_and_learns_what_fsdp_does(dtype, tolerance, changes):
 
 def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     """Many experts for few tokens: some have none."""
-    from verl.workers.engine.megatron.layers import Experts
+    from verl.workers.engine.megatron.layers import GroupedExperts
 
     def mixture():
         return tiny_model("qwen3_moe", **EXPERTS | {"num_experts": 64})
@@ -67,7 +67,7 @@ def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     assert learned(make_engine(mixture(), lr=1e-3, mixed_precision="bf16"), data) == [
         pytest.approx(each, rel=0.1) for each in found
     ]
-    monkeypatch.setattr(Experts, "supports_grouped", lambda *_: False)
+    monkeypatch.setattr(GroupedExperts, "supports_grouped", lambda *_: False)
     assert learned(make_megatron(mixture(), lr=1e-3, dtype="bf16"), data) == [
         pytest.approx(each, rel=0.05) for each in found
     ]

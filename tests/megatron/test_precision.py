@@ -14,7 +14,7 @@ from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import EXPERTS
 from tests.support.tiny import tiny_config, tiny_model
-from verl.workers.engine.megatron.layers import Experts
+from verl.workers.engine.megatron.layers import GroupedExperts
 
 BOTH = ["log_probs", "entropy"]
 
@@ -50,7 +50,7 @@ def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
     model = lambda: tiny_model("qwen3_moe", **EXPERTS | {"num_experts": 32})  # noqa: E731
     data, found = make_batch(rows=2), []
     for together in (False, True):
-        monkeypatch.setattr(Experts, "supports_grouped", lambda *_, together=together: together)
+        monkeypatch.setattr(GroupedExperts, "supports_grouped", lambda *_, together=together: together)
         engine = make_megatron(model(), lr=1e-3, dtype="bf16")
         losses = []
         for _ in range(2):

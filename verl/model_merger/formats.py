@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from verl.model_merger.lazy_tensors import Box, FileTensor, IndexedTensor, LazyTensor, Piece, assemble, read_torch_file
+from verl.model_merger.lazy_tensors import (
+    Box,
+    FileTensor,
+    IndexedTensor,
+    LazyTensor,
+    TensorPiece,
+    assemble,
+    read_torch_file,
+)
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.core.weight_map import shard_slices, weight_map
 from verl.models.loading import ModelKind
@@ -28,7 +36,7 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     for name, stored in read_folder(folder).items():
         if stored is not None:
             pieces = [
-                Piece(chunk.offsets, chunk.shape, _SavedChunk(chunk, stored.dtype), (0,) * len(chunk.shape))
+                TensorPiece(chunk.offsets, chunk.shape, _SavedChunk(chunk, stored.dtype), (0,) * len(chunk.shape))
                 for chunk in stored.chunks
             ]
             tensors[name] = assemble(f"{folder}: {name}", stored.shape, stored.dtype, pieces)
@@ -96,7 +104,7 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, LazyTensor]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, Any] = {}
-    pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
+    pieces: dict[str, dict[tuple[int, ...], TensorPiece]] = {}
     for rank, path in files.items():
         state = read_torch_file(path)
         if not isinstance(state, Mapping):
@@ -116,7 +124,7 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, LazyTensor]:
     }
 
 
-def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
+def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], TensorPiece]]:
     """Yield (full shape, piece) for each part in a file; nothing for objects other than tensors."""
     if isinstance(value, Record) and value.kind.endswith(".DTensor"):
         yield _dtensor_piece(where, value, rank)
@@ -133,11 +141,11 @@ def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...],
         )
 
 
-def _piece(shape: Sequence[int], at: Sequence[int], tensor: LazyTensor) -> tuple[tuple[int, ...], Piece]:
-    return tuple(shape), Piece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
+def _piece(shape: Sequence[int], at: Sequence[int], tensor: LazyTensor) -> tuple[tuple[int, ...], TensorPiece]:
+    return tuple(shape), TensorPiece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
 
 
-def _dtensor_piece(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], Piece]:
+def _dtensor_piece(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], TensorPiece]:
     spec, local = value.fields["_spec"].fields, value.fields["_local_tensor"]
     _, shape, *_ = value.args
     mesh = spec["mesh"].fields
@@ -211,7 +219,7 @@ def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, 
     """
     stored = _without_prefix(folder, dcp_tensors(folder))
     arch = CoreArchitecture.of(hf_config)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorPiece]] = {}
     for weight in weight_map(arch, kind):
         if weight.copy_of is not None:
             continue
@@ -231,11 +239,11 @@ def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, 
                     f"{folder}: {weight.name} has shape {list(tensor.shape)}, but {list(weight.shape)} by config.json. "
                     "Use the config.json of this model."
                 )
-            pieces.setdefault(part.hf, []).append(Piece(tuple(begin for begin, _ in rows), shape, tensor, start))
+            pieces.setdefault(part.hf, []).append(TensorPiece(tuple(begin for begin, _ in rows), shape, tensor, start))
     return {name: _joined(folder, name, parts) for name, parts in pieces.items()}
 
 
-def _joined(folder: Path, name: str, parts: list[Piece]) -> LazyTensor:
+def _joined(folder: Path, name: str, parts: list[TensorPiece]) -> LazyTensor:
     ends = [tuple(at + length for at, length in zip(part.at, part.shape, strict=True)) for part in parts]
     shape = tuple(max(dim) for dim in zip(*ends, strict=True))
     return assemble(f"{folder}: {name}", shape, parts[0].tensor.dtype, parts)

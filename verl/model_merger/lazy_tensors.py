@@ -104,7 +104,7 @@ class StridedTensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A rectangle of a tensor at `at`, stored in `tensor` from `start` on."""
 
     at: tuple[int, ...]
@@ -119,7 +119,7 @@ class AssembledTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     def read(self, box: Box, target: torch.Tensor) -> None:
         for piece in self.pieces:
@@ -141,7 +141,7 @@ class AssembledTensor:
             piece.tensor.read(inner, target[place])
 
 
-def assemble(where: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> AssembledTensor:
+def assemble(where: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> AssembledTensor:
     """Return the tensor of these pieces; ValueError, which names `where`, if they do not cover it."""
     stored, size = sum(math.prod(piece.shape) for piece in pieces), math.prod(shape)
     if stored != size:
@@ -153,7 +153,7 @@ def first_rows(tensor: LazyTensor, rows: int) -> AssembledTensor:
     """Return the tensor without the rows after the first `rows`."""
     shape = (rows, *tensor.shape[1:])
     zeros = tuple(0 for _ in shape)
-    return AssembledTensor(shape, tensor.dtype, (Piece(zeros, shape, tensor, zeros),))
+    return AssembledTensor(shape, tensor.dtype, (TensorPiece(zeros, shape, tensor, zeros),))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class IndexedTensor:
         return self.stack.dtype
 
     def read(self, box: Box, target: torch.Tensor) -> None:
-        at = tuple(range(each, each + 1) for each in self.index)
+        at = tuple(range(index, index + 1) for index in self.index)
         self.stack.read((*at, *box), target[(None,) * len(at)])
 
 

@@ -96,8 +96,8 @@ def _check_disk_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(place).free
     if free < size:
         raise ValueError(
-            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, but {target} needs {format_bytes(size)}. "
-            "Free some space, or use a folder on another disk."
+            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, but {target} needs"
+            f" {format_bytes(size)}. Free some space, or use a folder on another disk."
         )
 
 

@@ -224,7 +224,7 @@ class RewardModelServer:
         address = f"127.0.0.1:{self._resources.enter_context(serving)}"
         self._update_addresses()
         if self._offloads:
-            self._groups.reward_model.park()
+            self._groups.reward_model.offload()
         bound: dict[int, Any] = {}
         for manager in managers:
             if manager is not None and id(manager) not in bound:
@@ -242,7 +242,7 @@ class RewardModelServer:
             yield
         finally:
             if self._offloads:
-                self._groups.reward_model.park()
+                self._groups.reward_model.offload()
 
     def close(self) -> None:
         self._resources.close()

@@ -25,7 +25,7 @@ class ServedRewardModelWorker(Worker):
     def __init__(self, config: Any) -> None:
         self.config = as_config(RewardModelConfig, config)
         self._resources = contextlib.ExitStack()
-        self._parked = False
+        self._offloaded = False
         self._address = ""
         self._key = secrets.token_hex(16)
 
@@ -63,19 +63,19 @@ class ServedRewardModelWorker(Worker):
         return self._address, self._key
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def park(self) -> None:
+    def offload(self) -> None:
         """Release the device memory; requests wait until `wake`."""
-        if not self._parked:
+        if not self._offloaded:
             self._served.park()
-            self._parked = True
+            self._offloaded = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("judge", at="reward_model")
     def wake(self) -> None:
         """Allocate the device memory again and serve waiting requests."""
-        if self._parked:
+        if self._offloaded:
             self._served.wake()
-            self._parked = False
+            self._offloaded = False
 
     def close(self) -> None:
         self._resources.close()

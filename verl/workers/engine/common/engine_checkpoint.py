@@ -68,7 +68,7 @@ class StateSnapshot:
                 torch.save(dict(self.extra), stream)
 
 
-class EngineWeights(Protocol):
+class NamedWeights(Protocol):
     """An engine's weights by Hugging Face name."""
 
     @property
@@ -179,7 +179,7 @@ class EngineCheckpointMixin:
     _trust_remote_code: bool
     _source: str
     """Folder or hub name of the model; "" for a model in memory."""
-    _weights: EngineWeights
+    _weights: NamedWeights
     _state: CheckpointState
     _memory: EngineMemory
     _offloads: tuple[bool, bool]

@@ -100,7 +100,7 @@ class ModelWeights:
     def gather_on_rank0(
         self, local_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> Callable[[str], torch.Tensor | None]:
-        """See `EngineWeights.gather_on_rank0`; adapters are merged."""
+        """See `NamedWeights.gather_on_rank0`; adapters are merged."""
         plain = local_tensors if self._adapters is None else self._adapters.plain(local_tensors)
 
         def gather_one(name: str) -> torch.Tensor | None:

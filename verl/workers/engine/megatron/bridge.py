@@ -224,7 +224,7 @@ class BridgedWeights(CoreWeights):
     def gather_on_rank0(
         self, local_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> Callable[[str], torch.Tensor | None]:
-        """See `EngineWeights.gather_on_rank0`."""
+        """See `NamedWeights.gather_on_rank0`."""
 
         def fetch(weight: CoreWeight) -> torch.Tensor | None:
             return gather_on_rank0(weight.name, weight.shape, self._core_copy(weight), local_tensors, dtype, group)

@@ -37,7 +37,7 @@ from verl.workers.engine.common.routers import Routers, Routes
 from verl.workers.engine.megatron.bridge import BridgedWeights, create_bridge
 from verl.workers.engine.megatron.layout import CoreLayout, ParallelSizes
 from verl.workers.engine.megatron.loading import load_weights
-from verl.workers.engine.megatron.model import CoreModel, core_config, ddp_config, global_names
+from verl.workers.engine.megatron.model import MegatronModel, core_config, ddp_config, global_names
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import core_routers
 from verl.workers.engine.megatron.state import MegatronState, is_core_checkpoint, load_core_weights
@@ -118,7 +118,7 @@ class MegatronEngine(BaseTrainEngine):
         )
         stages = range(self.layout.vpp) if self.layout.vpp > 1 else [None]
         self.models = [
-            CoreModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
+            MegatronModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
         ]
         # Layers with collectives are compiled in parts, by Core's fused functions.
         if self._compiled and self.layout.tp.size == self.layout.cp.size == 1:

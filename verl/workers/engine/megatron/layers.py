@@ -102,7 +102,7 @@ class PackedAttention(nn.Module):
         return out.flatten(1)[:, None]
 
 
-class Experts(SequentialMLP):
+class GroupedExperts(SequentialMLP):
     """Core's experts, each with its own weights; on CUDA in bfloat16 they use one grouped matrix product."""
 
     def forward(

@@ -1,4 +1,4 @@
-"""CoreModel: one rank's part of a model on Megatron-Core's layers; packed rows in, per-token fields out."""
+"""MegatronModel: one rank's part of a model on Megatron-Core's layers; packed rows in, per-token fields out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.megatron.layers import (
     ColumnLinear,
     CoreConfig,
-    Experts,
+    GroupedExperts,
     Norm,
     PackedAttention,
     PackedTokens,
@@ -45,13 +45,13 @@ from verl.workers.engine.megatron.layers import (
 )
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
-from verl.workers.engine.megatron.router_replay import Router
+from verl.workers.engine.megatron.router_replay import Float32Router
 from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
 
-class CoreModel(LanguageModule):
+class MegatronModel(LanguageModule):
     """The layers of one (virtual) pipeline stage; the first has the embedding, the last has the head.
 
     Parameters have the names of Core's GPTModel; the head of a value model or classifier is `score`.
@@ -319,8 +319,8 @@ def _layer_spec(config: CoreConfig, number: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = spec.submodules
     if experts is not None:
-        parts.mlp.submodules.router = Router
-        parts.mlp.submodules.experts.module = Experts
+        parts.mlp.submodules.router = Float32Router
+        parts.mlp.submodules.experts.module = GroupedExperts
     else:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -332,7 +332,7 @@ def _layer_spec(config: CoreConfig, number: int) -> ModuleSpec:
     return spec
 
 
-def global_names(model: CoreModel, layout: CoreLayout) -> dict[str, str]:
+def global_names(model: MegatronModel, layout: CoreLayout) -> dict[str, str]:
     """Return the name in the full model of each parameter: with global layer and expert indices."""
     first = model.decoder.layers[0].layer_number - 1 if model.decoder.layers else 0
     experts = model.config.arch.experts

@@ -14,7 +14,7 @@ from verl.workers.engine.common.routers import LayerRouter, MoEShape, Routers, R
 from verl.workers.engine.megatron.layout import CoreLayout
 
 
-class Router(TopKRouter):
+class Float32Router(TopKRouter):
     """Core's router, in float32 also without Transformer Engine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class CoreWeights:
     def gather_on_rank0(
         self, local_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> Callable[[str], torch.Tensor | None]:
-        """See `EngineWeights.gather_on_rank0`."""
+        """See `NamedWeights.gather_on_rank0`."""
 
         def gather_one(name: str) -> torch.Tensor | None:
             copy = self._dense if name in self._dense.held else self._experts
