@@ -130,7 +130,7 @@ def _kind(config: Any, info: Mapping[str, Any], options: MergeOptions) -> ModelK
     stored = info.get("kind")
     if stored is None:
         names = config.architectures or [""]
-        by_name = next(
+        by_name: ModelKind = next(
             (kind for ending, kind in _KIND_BY_ARCHITECTURE.items() if names[0].endswith(ending)), "causal_lm"
         )
         return "value" if options.is_value_model else by_name
