@@ -43,7 +43,7 @@ def test_tensors_are_read_whole_by_who_knows_no_rectangles(saved: Path) -> None:
 
 
 def test_what_is_not_there_is_named(saved: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"matrix is .5, 8. here, in the checkpoint .6, 8"):
+    with pytest.raises(RuntimeError, match=r"matrix: shape .5, 8. in the model, .6, 8"):
         load_chunks([Chunk("matrix", (5, 8), (0, 0), torch.zeros(5, 8))], saved)
     with pytest.raises(RuntimeError, match=r"other: .*missing in the checkpoint"):
         load_chunks([Chunk("other", (1,), (0,), torch.zeros(1))], saved)
