@@ -44,7 +44,7 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 class SupervisedTrainer(Generic[Config]):
     """Reads the data when constructed; `start()` loads the model, `fit()` trains, `close()` ends what was started.
 
-    A subclass defines `worker_class` (its ranks: a `CheckpointedWorker` with `init_model`, `train_batch` and `evaluate`),
+    A subclass defines `worker_class` (a `CheckpointedWorker` with `init_model`, `train_batch` and `evaluate`),
     `create_dataset`, `collate_fn` and `batch_metrics`; and, if the defaults do not fit, `balance_ranks` and
     `validation_metrics`.
     """

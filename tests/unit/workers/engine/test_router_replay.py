@@ -88,5 +88,5 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
         return logits, 2.5 * weights, experts
 
     monkeypatch.setattr(own, "forward", scaled)
-    with pytest.raises(ValueError, match="router_replay.mode: MixtralTopKRouter"):
+    with pytest.raises(ValueError, match=r"router_replay\.mode: MixtralTopKRouter"):
         make_engine(model, router_replay=True)
