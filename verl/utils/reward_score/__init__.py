@@ -1,4 +1,5 @@
-"""Rewards by rule: one file per task, found by a row's `data_source`. Nothing heavy: scorer processes load it."""
+"""Rule-based rewards: one file per task, selected by the `data_source` of a row. Scorer processes import this package,
+so it imports nothing slow."""
 
 from verl.utils.reward_score import code, countdown, gsm8k, math, math_dapo, multiple_choice, qa_em
 from verl.utils.reward_score.extraction import last_boxed_only_string, remove_boxed

@@ -1,4 +1,4 @@
-"""Programs: the share of a task's tests that the code of an answer passes, run in the sandbox."""
+"""Programs: the fraction of a task's tests that the code of a response passes in the sandbox."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 
 from verl.sandbox import Limits, Result
 from verl.sandbox.code_runner import CodeSettings
-from verl.utils.reward_score import code_bundle
-from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
+from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, bundle, read_tests
 from verl.utils.reward_score.registry import register_score
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 _LANGUAGES = {"c++": "cpp", "cpp": "cpp", "javascript": "javascript", "js": "javascript", "bash": "bash", "sh": "bash"}
-# The program of the tests starts and ends, too.
-_AROUND_SECONDS = 2.0
-_MOST_OUTPUT = 32 << 20
-_IN_WORDS = {"timeout": "time limit", "error": "runtime error", "syntax": "syntax error", "memory": "memory limit"}
+# Time to start and end the driver.
+_OVERHEAD_SECONDS = 2.0
+_MAX_OUTPUT_BYTES = 32 << 20
+_OUTCOME_NAMES = {"timeout": "time limit", "error": "runtime error", "syntax": "syntax error", "memory": "memory limit"}
 _DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco", "humaneval", "mbpp", "livecodebench")
 
 
 def extract_code(solution_str: str) -> tuple[str, str] | None:
-    """(language, code) of the last fenced block of a language that can be run; None where there is none.
+    """(language, code) of the last fenced block in a supported language; None without one.
 
-    A block that is never closed ends with the answer.
+    A block that is never closed ends with the response.
     """
     for label, code in reversed(_FENCE.findall(solution_str)):
         language = "python" if label.lower() in _PYTHON else _LANGUAGES.get(label.lower())
@@ -44,23 +43,23 @@ def compute_score(
     timeout: float = 5.0,
     settings: CodeSettings | None = None,
 ) -> dict[str, Any]:
-    """`score`: the share of the tests that pass; not `continuous`: 1 if all do, else 0. `acc`: whether all do.
+    """`score`: the fraction of the tests that pass; not `continuous`: 1 if all pass, else 0. `acc`: whether all pass.
 
-    The tests of an answer share one run of the sandbox, of at most `settings.wall_s` seconds, each of them `timeout` at
-    most. Beside the score: `passed` and `tests` (how many), `outcome` (of the first that fails), `forgeable` (1 if a
-    test had to be executed in the solution's own process, or where that process was not kept away from the test).
+    The tests of a response share one run of the sandbox, of at most `settings.wall_s` seconds, each of them at most
+    `timeout`. Other fields: `passed` and `tests` (counts), `outcome` (of the first test that fails), `forgeable` (1 if
+    a test had to be executed in the solution's own process, or that process was not isolated from the test).
     """
     settings = settings or CodeSettings()
     tests = read_tests(ground_truth)
-    found = extract_code(solution_str)
-    if found is None:
+    extracted = extract_code(solution_str)
+    if extracted is None:
         return _result(0, len(tests), "no code", continuous, any(test.forgeable for test in tests))
-    language, code = found
+    language, code = extracted
     outcomes: Iterable[Outcome]
     if language == "python":
-        outcomes = _python_outcomes(_whole(code, ground_truth), tests, timeout, settings, continuous)
+        outcomes = _python_outcomes(_with_prompt(code, ground_truth), tests, timeout, settings, continuous)
     else:
-        outcomes = _other_outcomes(language, code, tests, timeout, settings)
+        outcomes = _other_language_outcomes(language, code, tests, timeout, settings)
     outcomes = list(outcomes)
     verdicts = [_verdict(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
     failed = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
@@ -81,14 +80,14 @@ def _verdict(test: Test, outcome: Outcome) -> str:
         try:
             return "passed" if test.passed(outcome) else "wrong answer"
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            return "wrong answer"  # what cannot be compared, or what a solution wrote in its driver's place
+            return "wrong answer"  # not comparable, or written by the solution instead of the driver
     if "AssertionError" in str(outcome.get("error", "")):
         return "wrong answer"
-    return _IN_WORDS.get(status, status)
+    return _OUTCOME_NAMES.get(status, status)
 
 
-def _whole(code: str, ground_truth: Any) -> str:
-    """HumanEval's task is to go on with a text: an answer that only does that needs its beginning."""
+def _with_prompt(code: str, ground_truth: Any) -> str:
+    """HumanEval: prepend the prompt to a response that only continues it."""
     truth: Any = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, Mapping) or "prompt" not in truth or "entry_point" not in truth:
         return code
@@ -105,52 +104,52 @@ def _python_outcomes(
         "solution": code,
         "kinds": [test.kind for test in tests],
         "timeout": timeout,
-        "budget": max(0.1, settings.wall_s - _AROUND_SECONDS),
+        "budget": max(0.1, settings.wall_s - _OVERHEAD_SECONDS),
         "stop_at_failure": not continuous,
     }
     blocks = [job, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
-    limits = replace(settings.limits, output_bytes=_MOST_OUTPUT)
-    program = code_bundle.driver_program(preloaded=settings.url is None)
-    result = _ran(settings, program, "python", stdin, limits)
-    told = list(_lines(result.stdout))[: len(tests)]
-    if told and told[-1]["status"] == "syntax":
-        return [told[-1]] * len(tests)
-    # What is missing was not run: the run ended before, or there was nothing to gain any more.
-    rest = {"status": result.status if result.status in _IN_WORDS else "not run"}
-    return told + [rest] * (len(tests) - len(told))
+    limits = replace(settings.limits, output_bytes=_MAX_OUTPUT_BYTES)
+    program = bundle.driver_program(preloaded=settings.url is None)
+    result = _run(settings, program, "python", stdin, limits)
+    outcomes = list(_read_outcomes(result.stdout))[: len(tests)]
+    if outcomes and outcomes[-1]["status"] == "syntax":
+        return [outcomes[-1]] * len(tests)
+    # Missing outcomes were not run: the run ended early, or a failure had decided the score.
+    rest = {"status": result.status if result.status in _OUTCOME_NAMES else "not run"}
+    return outcomes + [rest] * (len(tests) - len(outcomes))
 
 
-def _lines(stdout: str) -> Iterator[dict[str, Any]]:
+def _read_outcomes(stdout: str) -> Iterator[dict[str, Any]]:
     for line in stdout.splitlines():
         try:
-            told = json.loads(line)
-        except (ValueError, RecursionError):  # it was killed while it wrote
+            outcome = json.loads(line)
+        except (ValueError, RecursionError):  # the driver was killed while writing
             return
-        if not isinstance(told, dict) or not isinstance(told.get("status"), str):
-            return  # not the driver's: a solution can write here, too
-        yield told
+        if not isinstance(outcome, dict) or not isinstance(outcome.get("status"), str):
+            return  # written by the solution, not by the driver
+        yield outcome
 
 
 # ---------------------------------------------------------------- other languages: a run per test
 
 
-def _other_outcomes(
+def _other_language_outcomes(
     language: str, code: str, tests: Sequence[Test], timeout: float, settings: CodeSettings
 ) -> Iterator[Outcome]:
-    limits = replace(settings.limits, wall_s=timeout, output_bytes=_MOST_OUTPUT)
+    limits = replace(settings.limits, wall_s=timeout, output_bytes=_MAX_OUTPUT_BYTES)
     for test in tests:
         if not isinstance(test, StdinTest):
             yield {"status": f"this test is for Python, not for {language}"}
             continue
-        result = _ran(settings, code, language, test.stdin, limits)
+        result = _run(settings, code, language, test.stdin, limits)
         status = "done" if result.status in ("finished", "output") else result.status
         yield {"status": status, "output": result.stdout}
 
 
-def _ran(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
-    runner = settings.runner({code_bundle.NAME: code_bundle.driver_source()})
+def _run(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
+    runner = settings.runner({bundle.NAME: bundle.driver_source()})
     result = runner.run(code, language, stdin=stdin, limits=limits)
     if result.status == "refused":
-        raise RuntimeError(f"the sandbox does not run this code: {result.stderr}")
+        raise RuntimeError(f"the sandbox refused to run this code: {result.stderr}")
     return result

@@ -1,4 +1,4 @@
-"""A language model as judge: it is asked about each answer, and a score is read from what it writes."""
+"""A language model as judge: rates each response by a template; the score is parsed from its output."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from verl.utils.reward_score.served import post, required_prompt
 
-_FILES = (".txt", ".md", ".jinja", ".j2")
-_SHOWN = 300
-_LONGEST_REASON = 400
+_FILE_SUFFIXES = (".txt", ".md", ".jinja", ".j2")
+_SHOWN_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How a judge is asked and read: the fields of `reward_model.judge`, the template's text in place of its file."""
+    """Prompt and parser of a judge: the fields of `reward_model.judge`, with the text of the template."""
 
     template: str
     system: str | None
@@ -36,22 +36,22 @@ class Judge:
     temperature: float
     model: str | None
 
-    def request(self, **facts: Any) -> dict[str, Any]:
-        """The body of the request for its judgements."""
+    def request(self, **variables: Any) -> dict[str, Any]:
+        """The body of the chat completion request; `variables` of the template."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        asked = [*system, {"role": "user", "content": compiled(self.template).render(**facts)}]
-        body: dict[str, Any] = {"messages": asked, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        messages = [*system, {"role": "user", "content": compiled(self.template).render(**variables)}]
+        body: dict[str, Any] = {"messages": messages, "max_tokens": self.max_tokens, "temperature": self.temperature}
         if self.n > 1:
             body["n"] = self.n
         if self.model is not None:
             body["model"] = self.model
         if self.parser == "json" and self.constrain:
-            described = {"name": "judgement", "schema": self.json_schema or self._usual_schema()}
+            described = {"name": "judgement", "schema": self.json_schema or self._default_schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
         return body
 
-    def _usual_schema(self) -> dict[str, Any]:
-        reason = {"type": "string", "maxLength": _LONGEST_REASON}
+    def _default_schema(self) -> dict[str, Any]:
+        reason = {"type": "string", "maxLength": _MAX_REASON_CHARACTERS}
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
         properties = {"reason": reason, self.field: number}
         return {
@@ -62,11 +62,12 @@ class Judge:
         }
 
     def read(self, judgement: str) -> float:
-        """The score in a judgement, from 0 to 1. ValueError: there is none."""
-        value = _in_json(judgement, self.field) if self.parser == "json" else _in_text(judgement, self.pattern)
+        """Parse the score of a judgement, scaled to 0…1. ValueError: there is none."""
+        is_json = self.parser == "json"
+        value = _score_in_json(judgement, self.field) if is_json else _score_in_text(judgement, self.pattern)
         if value is None:
-            where = f"a JSON object with {self.field!r}" if self.parser == "json" else f"a match of {self.pattern!r}"
-            raise ValueError(f"the judge gave no score ({where}): {judgement[-_SHOWN:]!r}")
+            expected = f"a JSON object with {self.field!r}" if is_json else f"a match of {self.pattern!r}"
+            raise ValueError(f"the judge gave no score ({expected}): {judgement[-_SHOWN_CHARACTERS:]!r}")
         if not self.low <= value <= self.high:
             raise ValueError(f"the judge's score {value:g} is not from {self.low:g} to {self.high:g}")
         return (value - self.low) / (self.high - self.low)
@@ -81,8 +82,8 @@ async def compute_score(
     reward_router_address: str,
     judge: Judge,
 ) -> dict[str, Any]:
-    """`score`: the mean of the judgements that could be read; `judge_unreadable`: the share of those that could not;
-    `judgement`: the first. ValueError: none could."""
+    """`score`: the mean of the judgements that could be parsed; `judge_unreadable`: the fraction that could not;
+    `judgement`: the first. ValueError: none could be parsed."""
     messages = required_prompt(raw_prompt)
     body = judge.request(
         prompt=str(messages[-1]["content"]),
@@ -108,24 +109,24 @@ async def compute_score(
 
 
 def template_text(template: str) -> str:
-    """The template itself, read where a file is named."""
-    if "\n" in template or not template.endswith(_FILES):
+    """The text of a template, read from a file if `template` is a file name."""
+    if "\n" in template or not template.endswith(_FILE_SUFFIXES):
         return template
     return Path(template).expanduser().read_text(encoding="utf-8")
 
 
 @functools.lru_cache
 def compiled(template: str) -> Any:
-    """jinja2.TemplateSyntaxError: it is no template. What it names and is not given raises when it is written."""
+    """Compile a template (jinja2.TemplateSyntaxError if invalid); undefined variables raise when it is rendered."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(template)
 
 
-def _in_json(text: str, field: str) -> float | None:
+def _score_in_json(text: str, field: str) -> float | None:
     """The number under `field` in the last JSON object that has one."""
-    decoder, found = json.JSONDecoder(), None
+    decoder, score = json.JSONDecoder(), None
     start = text.find("{")
     while start >= 0:
         try:
@@ -135,12 +136,12 @@ def _in_json(text: str, field: str) -> float | None:
             continue
         number = value.get(field)
         if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
-            found = float(number)
+            score = float(number)
         start = text.find("{", end)
-    return found
+    return score
 
 
-def _in_text(text: str, pattern: str) -> float | None:
+def _score_in_text(text: str, pattern: str) -> float | None:
     matches = re.findall(pattern, text)
     if not matches:
         return None

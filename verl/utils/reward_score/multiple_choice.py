@@ -1,6 +1,6 @@
 """Multiple choice: one letter, stated as `Answer: B`, `\\boxed{B}`, `(B)`, alone at the end, or by the option's text.
 
-Of several statements of a kind the last counts. One that names several letters is no answer.
+The last statement of each kind counts; a statement that names several letters is not an answer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _IN_BRACKETS = re.compile(r"[(\[]([A-J])[)\]]")
 
 
 def extract_solution(solution_str: str, choices: Any = None) -> str | None:
-    """The letter that a text settles on; None if it names none, or several at once. `choices`: the options' texts."""
+    """The letter that a response decides on; None if it names none or several. `choices`: texts of the options."""
     options = _options(choices)
     for statement in (last_tagged(solution_str, "answer"), last_boxed(solution_str)):
         if statement and (letter := _stated(statement[:_MAX_CHARACTERS], options)) is not None:
@@ -63,7 +63,7 @@ def extract_solution(solution_str: str, choices: Any = None) -> str | None:
 
 
 def answer_of(ground_truth: Any) -> str:
-    """A right answer in the right format."""
+    """A correct response in the expected format."""
     return f"Answer: {_truth(ground_truth)}"
 
 
@@ -87,17 +87,17 @@ def answer_of(ground_truth: Any) -> str:
 def compute_score(
     solution_str: str, ground_truth: Any, extra_info: Any = None, format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right letter, `format_score` for another one, 0 where none is stated.
+    """`score` for the correct letter, `format_score` for another one, 0 without one.
 
-    `ground_truth` is a letter, or the option's place from 0. With the options in `extra_info["choices"]` (a list, or
+    `ground_truth` is a letter, or the index of the option. With the options in `extra_info["choices"]` (a list, or
     texts by letter) an answer may also be the text of an option.
     """
     choices = extra_info.get("choices", extra_info.get("options")) if isinstance(extra_info, Mapping) else None
     truth = _truth(ground_truth)
-    found = extract_solution(solution_str, choices)
-    if found is None:
+    letter = extract_solution(solution_str, choices)
+    if letter is None:
         return 0.0
-    return score if found == truth else format_score
+    return score if letter == truth else format_score
 
 
 def _announced(text: str, options: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The table from `data_source` to reward function; a decorator adds to it. Names may be patterns (`aime*`)."""
+"""The registry of reward functions by `data_source`; names may be patterns (`aime*`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BUILT_IN = "verl.utils.reward_score."
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A reward function, and what tools may ask about its task."""
+    """A reward function, and helpers for checks of its task."""
 
     compute: Callable[..., Result]
-    # A right answer in the right format, made from the ground truth (None: not from this one); checks score it.
+    # Formats a ground truth as a correct response (None: not possible for this one); checks score it.
     answer: Callable[[Any], str | None] | None = None
-    # What the function takes for the answer in a text, None if it finds none; explains rewards that are always 0.
+    # Extracts the answer from a response, None without one; explains rewards that are always 0.
     extract: Callable[[str], Any] | None = None
-    # What the run's configuration adds to every call.
+    # Arguments from the configuration, added to every call.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
@@ -50,10 +50,10 @@ def register_score(
 ) -> Callable[[Function], Function]:
     """Decorate a `compute_score(solution_str, ground_truth, …)` to score the rows of these data sources.
 
-    It returns a number, or a dict with `score` and whatever else should be logged; parameters `data_source` and
-    `extra_info` are filled where it has them. In a name, `*` stands for anything; a whole name goes before patterns, a
-    longer pattern before a shorter one. `answer` makes a right answer from a ground truth, `extract` finds the answer
-    in a text: checks and explanations use them.
+    It returns a number, or a dict with `score` and other values to log; it receives `data_source` and `extra_info` if
+    it has such parameters. In a name, `*` matches anything; a full name takes precedence over patterns, a longer
+    pattern over a shorter one. `answer` formats a ground truth as a correct response, `extract` returns the answer of a
+    response: checks and explanations use them.
     """
 
     def add(function: Function) -> Function:
@@ -71,7 +71,7 @@ def register_score(
 
 
 def set_arguments(function: Callable[..., Any], **arguments: Any) -> None:
-    """From now on the rows that this function scores are scored with these arguments, in scorer processes too."""
+    """Add arguments to every call of this function, also in scorer processes."""
     for source, entry in _TABLE.items():
         if entry.compute is function:
             _TABLE[source] = replace(entry, arguments=arguments)
@@ -83,7 +83,7 @@ def known_data_sources() -> list[str]:
 
 
 def matching(data_source: str, known: Collection[str]) -> str | None:
-    """The name or pattern among `known` that a data source goes by; None if there is none."""
+    """The name or pattern among `known` that matches a data source; None without a match."""
     if data_source in known:
         return data_source
     return max((name for name in known if "*" in name and fnmatchcase(data_source, name)), key=len, default=None)
@@ -98,7 +98,7 @@ def score_function(data_source: str) -> ScoreFunction:
 
 
 def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
-    """What to tell about a data source that has no reward function."""
+    """The error message for a data source without a reward function."""
     from verl.config.problems import closest
 
     names = sorted(known)
@@ -125,7 +125,7 @@ def default_compute_score(
 def call_with_accepted(
     function: Callable[..., Result], *, data_source: str, extra_info: Any, raw_prompt: Any = None, **arguments: Any
 ) -> Result:
-    """Call a reward function; `data_source`, `extra_info` and `raw_prompt` are given where it has such parameters."""
+    """Call a reward function; `data_source`, `extra_info` and `raw_prompt` only if it has such parameters."""
     named, takes_any = _parameters(function)
     if "raw_prompt" in named:
         arguments["raw_prompt"] = raw_prompt
@@ -137,7 +137,7 @@ def call_with_accepted(
 
 
 def users_own() -> dict[str, ScoreFunction]:
-    """What was registered outside this package, or got arguments; a scorer process must be told of it."""
+    """Functions that were registered outside this package or have arguments; sent to scorer processes."""
     return {
         source: entry
         for source, entry in _TABLE.items()
@@ -146,14 +146,14 @@ def users_own() -> dict[str, ScoreFunction]:
 
 
 def add_all(entries: dict[str, ScoreFunction]) -> None:
-    """The other end of `users_own`."""
+    """Register the functions of `users_own`, in a scorer process."""
     _TABLE.update(entries)
 
 
 @functools.lru_cache
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    found = inspect.signature(function).parameters
-    return frozenset(found), any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    parameters = inspect.signature(function).parameters
+    return frozenset(parameters), any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _name(function: Callable[..., Any]) -> str:

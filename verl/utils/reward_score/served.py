@@ -1,4 +1,4 @@
-"""Scores of a reward model that lives behind a server: `reward_model.url` (docs/rewards.md)."""
+"""Scores of a reward model on a server: `reward_model.url` (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 
 from verl.utils.network import request_json
 
-# An event loop has connections of its own.
+# By event loop: connections cannot be shared between loops.
 _clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 async def compute_score(solution_str: str, ground_truth: Any, raw_prompt: Any, reward_router_address: str) -> float:
-    """What the classifier there says of the prompt's messages and this answer; a text too long loses its beginning."""
+    """The reward model's score of the prompt and this response; too long texts are truncated on the left."""
     conversation = [*required_prompt(raw_prompt), {"role": "assistant", "content": solution_str}]
-    asked = {"input": [conversation], "truncate_prompt_tokens": -1}
-    return (await post(reward_router_address, "/v1/rewards", asked))["data"][0]["reward"]
+    body = {"input": [conversation], "truncate_prompt_tokens": -1}
+    return (await post(reward_router_address, "/v1/rewards", body))["data"][0]["reward"]
 
 
 def required_prompt(raw_prompt: Any) -> list[dict[str, Any]]:
-    """The messages that are answered, as plain objects."""
+    """The messages of the prompt, as dicts; ValueError if the row has none."""
     if raw_prompt is None:
         raise ValueError("the row has no raw_prompt: let data.custom_cls keep the messages of its prompts there.")
     return [dict(message) for message in raw_prompt]
 
 
 async def post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a request; a server that cannot be reached, or has too much to do, is asked again a few times.
+    """POST a request and return the JSON response; retried if the server is unreachable or overloaded.
 
-    $VERL_API_KEY is sent where it is set. ConnectionError: it stays silent. ValueError: it refuses.
+    $VERL_API_KEY is sent if it is set. ConnectionError: the server is unreachable. ValueError: it rejects the request.
     """
     return await request_json(_client(), "reward_model.url", f"{base_url(address)}{path}", body)
 
 
 def base_url(address: str) -> str:
-    """host:port as a URL; a URL as it is."""
+    """The URL of a host:port; a URL is returned unchanged."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def require_server(address: str) -> None:
-    """ValueError if nobody answers there."""
+    """Raise ValueError if no server answers at the address."""
     import httpx
 
     try:
@@ -53,7 +53,7 @@ def require_server(address: str) -> None:
 
 
 def _client() -> Any:
-    """Of the running loop. Time limits are the reward manager's."""
+    """The client of the running event loop, without a timeout: the reward manager has one."""
     import httpx
 
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Answers whose score is known beforehand, to try a reward function on: the right one, none, and everything at once."""
+"""Responses with a known score, to check a reward function: correct, empty, and with many answers at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.reward_score.attempt import score_row
+from verl.utils.reward_score.calls import score_row
 from verl.utils.reward_score.registry import score_function
 
 EMPTY = ""
@@ -15,26 +15,26 @@ _DECOYS = 40
 
 @dataclass(frozen=True)
 class Trial:
-    """How the ground truth of a row scored against itself."""
+    """The score of a row's ground truth as a response."""
 
     score: float
     problem: str | None  # None: it scores 1, as it must
 
 
 def right_answer(data_source: str, ground_truth: Any) -> str | None:
-    """The ground truth as an answer in the right format; None where no function is known, or none can be made.
+    """Format the ground truth as a correct response; None if no function is known or it cannot be formatted.
 
-    A ValueError says what is wrong with the ground truth.
+    ValueError: the ground truth is invalid.
     """
     try:
-        make = score_function(data_source).answer
+        format_answer = score_function(data_source).answer
     except ValueError:
         return None
-    return None if make is None else make(ground_truth)
+    return None if format_answer is None else format_answer(ground_truth)
 
 
 def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None) -> Trial | None:
-    """Score the ground truth of a row against itself by the function of its data source; None: nothing to try."""
+    """Score the ground truth of a row as a response; None if it cannot be formatted as one."""
     try:
         answer = right_answer(data_source, ground_truth)
     except (ValueError, TypeError) as error:
@@ -49,9 +49,9 @@ def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None
 
 
 def everything(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) -> list[str]:
-    """Answers that name many results, the right one among them: bare, and in the right format where that can be made.
+    """Responses that list many answers, including the correct one: plain, and in the expected format if possible.
 
-    The right one stands neither first nor last. `others` are right answers of other rows.
+    The correct one is neither first nor last. `others`: correct answers of other rows.
     """
     truth = str(ground_truth)
     candidates = [*map(str, range(1, _DECOYS)), *map(str, others)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from verl.utils.process_pool import PoolClosed, ProcessPool
 from verl.utils.process_pool.processes import Done
-from verl.utils.reward_score.on_loop import answer_on_loop, message, receive
+from verl.utils.reward_score.calls import message, receive, serve_calls
 
 PER_LOOP = 256
 # Loops lost without an answer in between; then calls go to processes of their own right away.
@@ -57,7 +57,7 @@ class _Link:
 
 
 class EventLoops:
-    """Up to `most` loops in processes of `pool`, whose initializer loads what they run (`attempt.load`)."""
+    """Up to `most` loops in processes of `pool`, whose initializer loads what they run (`calls.load`)."""
 
     def __init__(self, pool: ProcessPool, most: int, timeout: float, alone: Callable[[Call], None]) -> None:
         """`alone` makes a call in a process of its own, or raises what keeps one from starting."""
@@ -115,7 +115,7 @@ class EventLoops:
 
     def _start_process(self) -> None:
         arguments = os.path.join(self._folder, "calls"), self._timeout
-        self._pool.enqueue(answer_on_loop, [arguments], self._on_end)
+        self._pool.enqueue(serve_calls, [arguments], self._on_end)
         self._running += 1  # its end is counted on this loop, so not before this
 
     def _on_end(self, number: int, value: Any, error: Exception | None) -> None:

@@ -22,16 +22,16 @@ from verl.utils.process_pool import (
 from verl.utils.process_pool.processes import Done, portable
 from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
-from verl.utils.reward_score.attempt import (
+from verl.utils.reward_score.calls import (
     DIED,
     INVALID,
     MEMORY,
     RAISED,
     TIMEOUT,
     Fields,
+    call_error,
     last_lines,
     load,
-    of_a_call,
     score_awaited,
     score_lists,
     score_loaded,
@@ -231,4 +231,4 @@ def _scores_of_call(count: int, outcome: Sequence[Fields] | Exception) -> list[S
     if not isinstance(outcome, Exception):
         return [Score(*fields) for fields in outcome]
     failed = _score(outcome)
-    return [replace(failed, error=of_a_call(count, str(failed.error)))] * count
+    return [replace(failed, error=call_error(count, str(failed.error)))] * count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.utils.reward_score.code_analysis import plan
+from verl.utils.reward_score.code_tests.analysis import plan
 
 
 @pytest.mark.parametrize(

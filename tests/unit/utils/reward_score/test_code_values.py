@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.code_rewards.wire_payloads import _VALUES
-from verl.utils.reward_score.code_channel import ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused
+from verl.utils.reward_score.code_tests.channel import ProtocolError
+from verl.utils.reward_score.code_tests.values import Decoder, Encoder, ValueRefused
 
 
 def no_object(_, value):

@@ -131,7 +131,7 @@ def test_the_docs_list_every_data_source_with_its_function():
 
 def test_scorer_processes_load_it_without_anything_heavy():
     program = (
-        "import sys, verl.utils.process_pool.fork_server, verl.utils.reward_score.attempt\n"
+        "import sys, verl.utils.process_pool.fork_server, verl.utils.reward_score.calls\n"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

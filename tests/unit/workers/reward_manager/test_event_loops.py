@@ -48,7 +48,7 @@ async def score(solution_str, ground_truth, extra_info):
 def load_unless(marker):
     if os.path.exists(marker):
         raise OSError("the model's files are gone")
-    from verl.utils.reward_score.attempt import load, score_awaited
+    from verl.utils.reward_score.calls import load, score_awaited
     load(functools.partial(score_awaited, score), {})
 """
 

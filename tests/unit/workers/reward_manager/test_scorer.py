@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, register_score, registry
-from verl.utils.reward_score.attempt import normalised
+from verl.utils.reward_score.calls import parse_result
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 # Does what the answer says.
@@ -227,7 +227,7 @@ def test_scores_are_those_of_the_plain_function_however_samples_are_sent(functio
     assert [score.kind for score in scores] == [KINDS[text] for text in texts]
     for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
         if text == "fine":
-            assert score == Score(*normalised(function("mine", text, i / 4, {})))
+            assert score == Score(*parse_result(function("mine", text, i / 4, {})))
 
 
 def test_samples_travel_together_where_calls_are_short_and_alone_where_they_are_long(shared_pool):

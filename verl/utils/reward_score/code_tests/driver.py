@@ -5,7 +5,7 @@ while the solution runs in a candidate process, one per test, that shares only a
 This process forks both. It reads no statements before the last candidate is forked, so no candidate inherits any.
 
 stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
-test. stdout: a line of JSON per test. `code_bundle` combines this file with the modules that it imports.
+test. stdout: a line of JSON per test. `bundle` combines this file with the modules that it imports.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from verl.utils.reward_score.code_candidate import defines, serve_candidate
-from verl.utils.reward_score.code_isolation import can_read, confine, keep_descriptors, kill_all, protect
-from verl.utils.reward_score.code_judge import Judge, execute_test
+from verl.utils.reward_score.code_tests.candidate import defines, serve_candidate
+from verl.utils.reward_score.code_tests.isolation import can_read, confine, keep_descriptors, kill_all, protect
+from verl.utils.reward_score.code_tests.judge import Judge, execute_test
 
 # Names that solutions of programming exercises use without importing them.
 PRELUDE = """

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from verl.utils.reward_score.code_driver import PRELUDE
-from verl.utils.reward_score.code_judge import ARRAY_METHODS
+from verl.utils.reward_score.code_tests.driver import PRELUDE
+from verl.utils.reward_score.code_tests.judge import ARRAY_METHODS
 
 # Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
 _INTERPRETER_NAMES = (

@@ -14,8 +14,8 @@ import time
 from types import CodeType
 from typing import Any
 
-from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoder, ValueRefused, changed
+from verl.utils.reward_score.code_tests.channel import Channel, ChannelClosed, ProtocolError
+from verl.utils.reward_score.code_tests.values import Decoder, Encoder, ValueRefused, changed
 
 # Special methods that a judge may use on an object of the candidate: none of them takes an operand to compare with.
 _SPECIAL_METHODS = (

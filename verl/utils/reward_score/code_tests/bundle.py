@@ -6,9 +6,9 @@ import functools
 from pathlib import Path
 
 NAME = "verl_code_driver"
-"""Name of the module in the local sandbox, whose programs find it imported."""
-_PACKAGE = "verl.utils.reward_score"
-_MODULES = ("code_values", "code_channel", "code_candidate", "code_judge", "code_isolation", "code_driver")
+"""Name under which programs of the local sandbox find the module imported."""
+_PACKAGE = "verl.utils.reward_score.code_tests"
+_MODULES = ("values", "channel", "candidate", "judge", "isolation", "driver")
 _LOADER = """
 import sys, types
 def _load(package, sources):
@@ -41,5 +41,5 @@ def driver_source() -> str:
 
 
 def driver_program(preloaded: bool) -> str:
-    """A program that runs the driver. `preloaded`: the module `NAME` is there."""
+    """A program that runs the driver. `preloaded`: the module `NAME` can be imported."""
     return f"from {NAME} import main\nmain()\n" if preloaded else driver_source() + "main()\n"

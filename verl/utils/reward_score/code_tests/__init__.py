@@ -1,4 +1,9 @@
-"""Tests of a programming task: read from a row's ground truth, and what their outcomes are worth."""
+"""Tests of a programming task, read from the ground truth of a row; which outcomes pass.
+
+The other modules of this package execute them: `driver` in the sandbox runs a `judge` process, which executes a test,
+and a `candidate` process, which executes the solution; they exchange `values` over a `channel`. `analysis` decides
+from a test's source whether it can be executed apart from the solution.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from verl.utils.reward_score.code_analysis import Plan, plan
+from verl.utils.reward_score.code_tests.analysis import Plan, plan
 
-# Names that datasets have for a list of assertions (MBPP: test_list).
-_ASSERTS = ("asserts", "test_list", "assert_case")
-_SETUP = ("test_imports", "test_setup_code")
+# Field names of datasets for a list of assertions (MBPP: test_list).
+_ASSERT_FIELDS = ("asserts", "test_list", "assert_case")
+_SETUP_FIELDS = ("test_imports", "test_setup_code")
 _TOLERANCE = 1e-6
 # Output limits are powers of two from here on: a solution that sees its limit learns little about the expected output.
-_LEAST_OUTPUT = 1 << 16
+_MIN_OUTPUT_LIMIT = 1 << 16
 Outcome = Mapping[str, Any]
 
 
 class Test(Protocol):
-    """One test, run as `blocks` of the driver say (`code_driver`).
+    """One test; `blocks` are sent to the driver (`driver.py`), which runs it.
 
     `forgeable`: a solution can make it pass, because it has to be executed in the solution's own process.
     """
@@ -37,7 +42,7 @@ class Test(Protocol):
 
 @dataclass(frozen=True)
 class StdinTest:
-    """A whole program: what it prints for what it reads."""
+    """A whole program: its output for an input."""
 
     stdin: str
     expected: str
@@ -45,8 +50,8 @@ class StdinTest:
     forgeable = False
 
     def blocks(self) -> list[dict[str, Any]]:
-        most = _output_limit(2 * len(self.expected.encode()))
-        return [{"kind": "stdin", "stdin": self.stdin, "most": most}]
+        limit = _output_limit(2 * len(self.expected.encode()))
+        return [{"kind": "stdin", "stdin": self.stdin, "most": limit}]
 
     def passed(self, outcome: Outcome) -> bool:
         return same_output(outcome["output"], self.expected)
@@ -54,7 +59,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function: what it returns for its arguments."""
+    """A function: its result for arguments."""
 
     name: str
     arguments: list[Any]
@@ -63,8 +68,8 @@ class CallTest:
     forgeable = False
 
     def blocks(self) -> list[dict[str, Any]]:
-        most = _output_limit(4 * len(json.dumps(self.expected)))
-        return [{"kind": "call", "name": self.name, "arguments": self.arguments, "most": most}]
+        limit = _output_limit(4 * len(json.dumps(self.expected)))
+        return [{"kind": "call", "name": self.name, "arguments": self.arguments, "most": limit}]
 
     def passed(self, outcome: Outcome) -> bool:
         try:
@@ -106,15 +111,15 @@ class AssertTest:
 
 
 def _output_limit(expected: int) -> int:
-    return max(_LEAST_OUTPUT, 1 << (2 * expected).bit_length())
+    return max(_MIN_OUTPUT_LIMIT, 1 << (2 * expected).bit_length())
 
 
 def read_tests(ground_truth: Any) -> list[Test]:
-    """The tests that a ground truth holds; a ValueError says what is wrong with it.
+    """The tests of a ground truth; ValueError, with the reason, if there are none.
 
     `{"inputs": […], "outputs": […]}`, with `fn_name` of a function (APPS, TACO, CodeContests); a list of `{"input": …,
     "output": …}` (LiveCodeBench); assertions as a list, or under `asserts` or `test_list` (MBPP); `{"test": "def
-    check(candidate): …", "entry_point": …}` (HumanEval). All of it as JSON or as it is.
+    check(candidate): …", "entry_point": …}` (HumanEval). As JSON text or as objects.
     """
     truth = _loaded(ground_truth)
     if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
@@ -127,7 +132,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
         return _in_out(truth["inputs"], truth["outputs"], _name(truth))
     if "test" in truth and "entry_point" in truth:
         return [_humaneval(truth)]
-    for name in _ASSERTS:
+    for name in _ASSERT_FIELDS:
         if truth.get(name):
             return _asserts(truth[name], _setup(truth))
     raise ValueError(
@@ -150,7 +155,7 @@ def _name(truth: Mapping[str, Any]) -> str | None:
 
 
 def _setup(truth: Mapping[str, Any]) -> str:
-    parts = [truth[name] for name in _SETUP if truth.get(name)]
+    parts = [truth[name] for name in _SETUP_FIELDS if truth.get(name)]
     return "\n".join("\n".join(part) if not isinstance(part, str) else part for part in parts)
 
 

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from verl.utils.reward_score.code_candidate import FORWARDED, STANDARD_MODULES
-from verl.utils.reward_score.code_channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_values import Decoder, Encoded, Encoder, ValueRefused, changed
+from verl.utils.reward_score.code_tests.candidate import FORWARDED, STANDARD_MODULES
+from verl.utils.reward_score.code_tests.channel import Channel, ChannelClosed, ProtocolError
+from verl.utils.reward_score.code_tests.values import Decoder, Encoded, Encoder, ValueRefused, changed
 
 ARRAY_METHODS = [
     "all",

@@ -1,0 +1,183 @@
+"""Calls of a reward function in a scorer process: one row, rows of an async function, or a list of rows.
+
+A call returns a value, extra fields, or an error, unless it ends its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import pickle
+import struct
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.utils.concurrency import SharedEventLoop
+from verl.utils.process_pool.errors import TaskTimeout
+from verl.utils.reward_score import registry
+
+# Kinds of errors, counted as reward/errors/<kind>.
+RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
+# value, extra fields, error message, kind of error
+Fields = tuple[float, dict[str, Any], str | None, str | None]
+Row = Mapping[str, Any]
+
+# Before each message: the number of the call, and the size of its content. The first message has the process id.
+HEADER = struct.Struct("<QI")
+_TRACE_LINES = 6
+_loaded: Callable[[Any], Any]
+_loop = SharedEventLoop("rewards")
+
+
+def load(score: Callable[[Any], Any], users_own: dict[str, registry.ScoreFunction]) -> None:
+    """In a scorer process: set the function that `score_loaded` calls, and register the functions of users."""
+    global _loaded
+    _loaded = score
+    registry.add_all(users_own)
+
+
+def score_loaded(row: Any) -> Any:
+    return _loaded(row)
+
+
+def score_row(function: Callable[..., Any], row: Row) -> Fields:
+    """Call the function for one row. What it raises is the row's error, except MemoryError, which ends the process."""
+    try:
+        return parse_result(_awaited(registry.call_with_accepted(function, **row)))
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
+
+
+async def score_awaited(function: Callable[..., Any], row: Row) -> Fields:
+    """`score_row` of an async function, in an event loop."""
+    try:
+        call: Any = registry.call_with_accepted(function, **row)
+        return parse_result(await call)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
+
+
+def score_together(function: Callable[..., Any], rows: Sequence[Row]) -> list[Fields]:
+    """Call an async function for all rows concurrently."""
+
+    async def score_all() -> list[Fields]:
+        return await asyncio.gather(*(score_awaited(function, row) for row in rows))
+
+    return _loop.run(score_all())
+
+
+def _awaited(result: Any) -> Any:
+    """Run a coroutine to its end; return anything else as it is."""
+    return _loop.run(result) if inspect.iscoroutine(result) else result
+
+
+def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:
+    """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
+
+    It may omit parameters. If the call raises, all its rows have the error.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+    try:
+        returned = _awaited(
+            function(**{name: values for name, values in lists.items() if takes_any or name in parameters})
+        )
+        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+            raise TypeError(
+                f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}"
+            )
+        if len(returned) != len(rows):
+            raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} answers")
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return ((0.0, {}, call_error(len(rows), last_lines(traceback.format_exc())), RAISED),) * len(rows)
+    return tuple(map(parse_result, returned))
+
+
+def call_error(count: int, error: str) -> str:
+    """The error of each row of a call."""
+    return f"the call with its {count} answers failed: {error}"
+
+
+def last_lines(trace: str) -> str:
+    return "".join(trace.splitlines(keepends=True)[-_TRACE_LINES:]).strip()
+
+
+def parse_result(result: Any) -> Fields:
+    """Convert the result of a reward function: a finite number, or a dict with one under `score`."""
+    extra: dict[str, Any] = {}
+    number = result
+    if type(result) is not float and isinstance(result, Mapping):
+        extra = {str(name): value for name, value in result.items()}
+        if "score" not in extra:
+            return invalid(f"the reward function returned a dict without 'score' (it has: {', '.join(extra)})")
+        number = extra["score"]
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError("a text is not a number")
+        value = float(number)
+    except (TypeError, ValueError, OverflowError):
+        return invalid(f"the reward function returned a {type(number).__name__}, not a number: {str(number)[:80]!r}")
+    return (value, extra, None, None) if math.isfinite(value) else invalid(f"the reward function returned {value}")
+
+
+def invalid(error: str) -> Fields:
+    """The fields of a row without a valid score."""
+    return 0.0, {}, error, INVALID
+
+
+# -- an event loop in a scorer process that starts every call that arrives on a socket, and replies as they end -----
+
+
+def serve_calls(address: str, timeout: float) -> None:
+    """Run the loaded function for each row that arrives at the socket `address`, until it is closed."""
+    asyncio.run(_serve_calls(address, timeout))
+
+
+def message(number: int, content: Any) -> bytes:
+    """Pack a message; raises what pickling raises."""
+    data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(number, len(data)) + data
+
+
+async def receive(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """The number and content of the next message. IncompleteReadError: the connection is closed."""
+    number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return number, pickle.loads(await reader.readexactly(size))
+
+
+async def _serve_calls(address: str, timeout: float) -> None:
+    reader, writer = await asyncio.open_unix_connection(address)
+    writer.write(message(0, os.getpid()))
+    running: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            number, row = await receive(reader)
+            task = asyncio.ensure_future(_serve_call(number, row, timeout, writer))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return  # the reward manager has closed the connection
+
+
+async def _serve_call(number: int, row: Any, timeout: float, writer: asyncio.StreamWriter) -> None:
+    try:
+        outcome: Any = await asyncio.wait_for(score_loaded(row), timeout)
+    except asyncio.TimeoutError:
+        outcome = TaskTimeout(f"took longer than {timeout:g} s and was stopped")
+    except MemoryError as error:
+        outcome = error
+    try:
+        reply = message(number, outcome)
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything when it is pickled
+        reply = message(number, invalid(f"the result of the reward function cannot be pickled: {error}"))
+    writer.write(reply)
