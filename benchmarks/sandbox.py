@@ -72,13 +72,13 @@ def _plain() -> None:
 
 
 def _seconds(action: Callable[[], object], runs: int, pause: float = 0.0) -> list[float]:
-    found = []
+    seconds = []
     for _ in range(runs):
         time.sleep(pause)
         began = time.perf_counter()
         action()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _row(what: str, seconds: list[float], total: bool = False) -> dict[str, Any]:

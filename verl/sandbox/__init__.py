@@ -1,6 +1,6 @@
 """Runs code that a model wrote, on this machine or on a SandboxFusion server, isolated from everything else.
 
-`Sandbox` runs programs, each in a process tree of its own that is used once; `Session` is a Python that keeps its
+`Sandbox` runs programs, each in its own process tree that is used once; `Session` is a Python process that keeps its
 variables from cell to cell. `SandboxClient` makes the same calls to a server; `python -m verl.sandbox.server` is one.
 `available()` returns what this host can isolate; `python -m verl.sandbox` prints it.
 """

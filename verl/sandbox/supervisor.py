@@ -200,7 +200,7 @@ class _Supervisor:
                 problem, message = self._wait_for_message(pipes, [self._link, self._program], None)
                 if message is not None and "cell" in message:
                     streams.send(self._link, *self._serve_cell(message, cells, pipes))
-                elif message is not None and "interrupt" not in message:  # an interrupt came after its cell had ended
+                elif message is not None and "interrupt" not in message:  # late interrupts are ignored
                     problem = message.get("refused", "it ended between two cells")
             if problem is not None:
                 self.kill_run()

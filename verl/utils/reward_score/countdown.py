@@ -89,21 +89,21 @@ def _solution(terms: list[_Term], target: int, results: Callable[[_Term, _Term],
     for i, j in combinations(range(len(terms)), 2):
         rest = [term for k, term in enumerate(terms) if k not in (i, j)]
         for result in results(terms[i], terms[j]):
-            if (found := _solution([*rest, result], target, results)) is not None:
-                return found
+            if (solution := _solution([*rest, result], target, results)) is not None:
+                return solution
     return None
 
 
 def _integer_results(one: _Term, other: _Term) -> list[_Term]:
     """Without fractions and negative numbers: enough for most puzzles, and integers are fast."""
     (b, right), (a, left) = sorted((one, other), key=lambda term: term[0])
-    found = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})"), (a - b, f"({left} - {right})")]
-    return [*found, (a // b, f"({left} / {right})")] if b and a % b == 0 else found
+    results = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})"), (a - b, f"({left} - {right})")]
+    return [*results, (a // b, f"({left} / {right})")] if b and a % b == 0 else results
 
 
 def _all_results(one: _Term, other: _Term) -> list[_Term]:
     (a, left), (b, right) = one, other
-    found = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
-    found += [(a - b, f"({left} - {right})"), (b - a, f"({right} - {left})")]
-    found += [(Fraction(a) / b, f"({left} / {right})")] if b else []
-    return [*found, (Fraction(b) / a, f"({right} / {left})")] if a else found
+    results = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
+    results += [(a - b, f"({left} - {right})"), (b - a, f"({right} - {left})")]
+    results += [(Fraction(a) / b, f"({left} / {right})")] if b else []
+    return [*results, (Fraction(b) / a, f"({right} / {left})")] if a else results

@@ -76,23 +76,23 @@ def compute_score_f1(solution_str: str, ground_truth: Any, format_score: float =
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
     """Whether a text equals one of the golden answers after normalisation."""
-    found = _comparable(prediction)
-    return any(found == _comparable(one) for one in golden_answers(golden))
+    text = _comparable(prediction)
+    return any(text == _comparable(answer) for answer in golden_answers(golden))
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
     """Whether a text contains one of the golden answers as whole words after normalisation."""
-    found = f" {_comparable(prediction)} "
-    return any(f" {_comparable(one)} " in found for one in golden_answers(golden))
+    text = f" {_comparable(prediction)} "
+    return any(f" {_comparable(answer)} " in text for answer in golden_answers(golden))
 
 
 def f1_score(prediction: str, golden: str | Iterable[str]) -> float:
     """The F1 (harmonic mean of precision and recall) of words, with the best golden answer."""
-    found = Counter(_comparable(prediction).split())
+    words = Counter(_comparable(prediction).split())
     best = 0.0
-    for one in golden_answers(golden):
-        wanted = Counter(_comparable(one).split())
-        common, total = (found & wanted).total(), found.total() + wanted.total()
+    for answer in golden_answers(golden):
+        golden_words = Counter(_comparable(answer).split())
+        common, total = (words & golden_words).total(), words.total() + golden_words.total()
         best = max(best, 2 * common / total if total else 0.0)
     return best
 
@@ -101,8 +101,9 @@ def golden_answers(ground_truth: Any) -> list[str]:
     """The golden answers of a text, a list of texts, or `{"target": …}`; empty ones are dropped."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth.get("target", ground_truth.get("golden_answers"))
-    given = [ground_truth] if isinstance(ground_truth, str | int | float) or ground_truth is None else ground_truth
-    answers = [str(one) for one in given if one is not None and str(one).strip()]
+    is_single = isinstance(ground_truth, str | int | float) or ground_truth is None
+    values = [ground_truth] if is_single else ground_truth
+    answers = [str(value) for value in values if value is not None and str(value).strip()]
     if not answers:
         raise ValueError("ground_truth: no golden answer. Write a text, a list of texts, or {'target': [texts]}.")
     return answers

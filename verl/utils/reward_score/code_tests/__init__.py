@@ -170,7 +170,7 @@ def _humaneval(truth: Mapping[str, Any]) -> Test:
     return AssertTest(source, secrets.token_hex(16), _plan(source, "", entry_point, str(truth.get("prompt") or "")))
 
 
-# A group of answers has the same tests.
+# Cached: a group of responses has the same tests.
 _plan = functools.lru_cache(maxsize=4096)(plan)
 
 
@@ -179,20 +179,20 @@ def _in_out(inputs: Any, outputs: Any, name: str | None) -> list[Test]:
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"ground_truth: {len(inputs)} inputs and {len(outputs)} outputs. Each input needs its output.")
     if name is None:
-        return [StdinTest(_lines(given), _lines(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-    return [CallTest(name, _arguments(given), _value(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+        return [StdinTest(_lines(stdin), _lines(output)) for stdin, output in zip(inputs, outputs, strict=True)]
+    return [CallTest(name, _arguments(values), _value(result)) for values, result in zip(inputs, outputs, strict=True)]
 
 
 def _lines(text: Any) -> str:
-    """Some datasets write a list of lines."""
+    """A text; some datasets have a list of lines."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """A list of them, or a line of JSON for each."""
-    if isinstance(given, str):
-        return [_value(line) for line in given.splitlines() if line.strip()]
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _arguments(values: Any) -> list[Any]:
+    """The arguments of a call, from a list or from one line of JSON per argument."""
+    if isinstance(values, str):
+        return [_value(line) for line in values.splitlines() if line.strip()]
+    return list(values) if isinstance(values, list | tuple) else [values]
 
 
 def _value(text: Any) -> Any:
@@ -204,12 +204,12 @@ def _value(text: Any) -> Any:
     return text
 
 
-# ---------------------------------------------------------------- what is the same
+# ---------------------------------------------------------------- comparison
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Line by line, less white space around; words of a line that differ may still be the same number."""
-    ours, theirs = _stripped(found), _stripped(expected)
+def same_output(output: str, expected: str) -> bool:
+    """Compare line by line without surrounding white space; words of a line may be equal as numbers."""
+    ours, theirs = _stripped(output), _stripped(expected)
     return len(ours) == len(theirs) and all(
         one == other or _same_words(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True)
     )
@@ -219,40 +219,40 @@ def _stripped(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
-def _same_words(found: list[str], expected: list[str]) -> bool:
-    return len(found) == len(expected) and all(
-        one == other or _same_number(one, other) for one, other in zip(found, expected, strict=True)
+def _same_words(words: list[str], expected: list[str]) -> bool:
+    return len(words) == len(expected) and all(
+        one == other or _same_number(one, other) for one, other in zip(words, expected, strict=True)
     )
 
 
-def _same_number(found: str, expected: str) -> bool:
-    """A whole number must be met to the letter: 10000000000000001 is not 1e16."""
+def _same_number(word: str, expected: str) -> bool:
+    """Integers must be equal as text: 10000000000000001 is not 1e16."""
     if expected.lstrip("+-").isdigit():
         return False
     try:
-        wanted = float(expected)
-        if math.isinf(wanted) and expected[-1].isdigit():  # 1e999 is a number, and not the infinite one
+        number = float(expected)
+        if math.isinf(number) and expected[-1].isdigit():  # 1e999 is not infinity
             return False
-        return _close(float(found), wanted)
+        return _close(float(word), number)
     except ValueError:
         return False
 
 
-def _close(found: float, expected: float) -> bool:
-    return found == expected or math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+def _close(number: float, expected: float) -> bool:
+    return number == expected or math.isclose(number, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-def same_value(found: Any, expected: Any) -> bool:
-    """Values as JSON has them; numbers that are not whole may differ by rounding, and true is not 1."""
-    if isinstance(found, bool) or isinstance(expected, bool):
-        return found is expected
-    if isinstance(found, int | float) and isinstance(expected, int | float):
-        return found == expected or (isinstance(expected, float) and _close(found, expected))
+def same_value(value: Any, expected: Any) -> bool:
+    """Compare JSON values; floats may differ by rounding, and true is not 1."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected or (isinstance(expected, float) and _close(value, expected))
     if isinstance(expected, tuple):
         expected = list(expected)
-    if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(found, dict) and isinstance(expected, Mapping):
-        wanted = {str(name): value for name, value in expected.items()}
-        return found.keys() == wanted.keys() and all(same_value(found[name], wanted[name]) for name in wanted)
-    return type(found) is type(expected) and found == expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        fields = {str(name): item for name, item in expected.items()}
+        return value.keys() == fields.keys() and all(same_value(value[name], fields[name]) for name in fields)
+    return type(value) is type(expected) and value == expected

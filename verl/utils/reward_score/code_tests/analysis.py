@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verl.utils.reward_score.code_tests.driver import PRELUDE
-from verl.utils.reward_score.code_tests.judge import ARRAY_METHODS
+from verl.utils.reward_score.code_tests.proxies import ARRAY_METHODS
 
 # Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
 _INTERPRETER_NAMES = (
@@ -105,12 +105,12 @@ def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: s
         return Plan()  # it fails in the judge as well
     helpers = _definitions(prompt, without=entry_point)
     broadcasts = _broadcasts(tree)
-    found = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
+    usage = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
     return Plan(
-        reason=_needs_interpreter(tree) or found.problem() or (_empty_display(tree) if broadcasts else None),
-        names=sorted(found.provided),
-        class_instances=sorted(found.classes | found.class_instances),
-        modules=found.modules,
+        reason=_needs_interpreter(tree) or usage.problem() or (_empty_display(tree) if broadcasts else None),
+        names=sorted(usage.provided),
+        class_instances=sorted(usage.classes | usage.class_instances),
+        modules=usage.modules,
         definitions=_text(_definitions(setup)),
         refuse_empty=broadcasts,
         prompt=_text(helpers),
@@ -323,13 +323,13 @@ class _Names:
     def _parameters(self, entry_point: str | None) -> set[str]:
         """The names under which functions of the test know the entry point."""
         functions = {node.name: node for node in self._tree.body if isinstance(node, ast.FunctionDef)}
-        found = set()
+        parameters = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
                 for argument, parameter in zip(node.args, functions[node.func.id].args.args, strict=False):
                     if isinstance(argument, ast.Name) and argument.id == entry_point:
-                        found.add(parameter.arg)
-        return found
+                        parameters.add(parameter.arg)
+        return parameters
 
     def _find_instances(self) -> None:
         """Find the variables that hold objects of the solution's classes, or containers of them."""
@@ -359,15 +359,15 @@ class _Names:
 
     def _class_instances(self) -> set[str]:
         """Functions, and so classes in lower case, on whose results the test uses methods that plain values lack."""
-        made = {}
+        constructors = {}
         for targets, value in _assignments(self._tree):
             if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-                made[targets.id] = value.func.id
+                constructors[targets.id] = value.func.id
         functions = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and node.attr not in _PLAIN_ATTRIBUTES:
                 if isinstance(node.value, ast.Name):
-                    functions.add(made.get(node.value.id, node.value.id))
+                    functions.add(constructors.get(node.value.id, node.value.id))
                 elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
                     functions.add(node.value.func.id)
         return functions & self.provided

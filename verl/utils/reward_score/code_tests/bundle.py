@@ -8,7 +8,7 @@ from pathlib import Path
 NAME = "verl_code_driver"
 """Name under which programs of the local sandbox find the module imported."""
 _PACKAGE = "verl.utils.reward_score.code_tests"
-_MODULES = ("values", "channel", "candidate", "judge", "isolation", "driver")
+_MODULES = ("values", "channel", "candidate", "proxies", "judge", "isolation", "driver")
 _LOADER = """
 import sys, types
 def _load(package, sources):

@@ -8,7 +8,6 @@ an exception that the test could catch. Standard library only: this file also ru
 from __future__ import annotations
 
 import builtins
-import collections
 import importlib
 import itertools
 import math
@@ -20,35 +19,9 @@ from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_tests.candidate import FORWARDED, STANDARD_MODULES
 from verl.utils.reward_score.code_tests.channel import Channel, ChannelClosed, ProtocolError
+from verl.utils.reward_score.code_tests.proxies import Mirror, Proxy, forward_method
 from verl.utils.reward_score.code_tests.values import Decoder, Encoded, Encoder, ValueRefused, changed
 
-ARRAY_METHODS = [
-    "all",
-    "any",
-    "item",
-    "tolist",
-    "equals",
-    "astype",
-    "mean",
-    "std",
-    "min",
-    "max",
-    "sum",
-    "argmax",
-    "argmin",
-    "round",
-    "dot",
-    "flatten",
-    "reshape",
-]
-# Methods of plain values. A function that must return a plain value cannot return an object that has them.
-_PLAIN_METHODS = frozenset(
-    name
-    for kind in (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, collections.deque)
-    for name in dir(kind)
-    if not name.startswith("__")
-) | set(ARRAY_METHODS)
-_VISIBLE = ("__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__annotations__", "__wrapped__")
 _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
 _MISSING: Any = object()
 _SINGLE_ITEMS, _MAX_BATCH = 16, 256
@@ -286,7 +259,7 @@ class Judge:
             if errors:
                 content["__str__"] = lambda error: getattr(error, "_proxy_text", "")
             else:
-                content |= {method: _forward(method) for method in FORWARDED if method in special}
+                content |= {method: forward_method(method) for method in FORWARDED if method in special}
             parents: tuple[type, ...] = tuple(base for base in bases if isinstance(base, Mirror)) or (Proxy,)
             parents = errors or parents
             self._mirrors[number] = Mirror(name, parents, content)
@@ -310,117 +283,6 @@ class Judge:
         if isinstance(cls, Mirror):
             error._proxy_text = text  # type: ignore[attr-defined]
         return error
-
-
-class Mirror(type):
-    """The class of proxies to objects of one class of the candidate.
-
-    `_proxy_constructs`: the test uses it as a class.
-    """
-
-    _proxy_number: int
-    _proxy_judge: Judge
-    _proxy_constructs: bool
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        own = cls.__dict__["_proxy_constructs"]
-        return cls._proxy_judge.call(cls, args, kwargs, own)
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") and name not in _VISIBLE:
-            raise AttributeError(name)
-        if name in _PLAIN_METHODS and not cls.__dict__["_proxy_constructs"]:
-            raise AttributeError(name)
-        return cls._proxy_judge.request("get", cls, name)
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        cls._proxy_judge.request("set", cls, name, value)
-
-    def __iter__(cls) -> Any:
-        return cls._special("__iter__")
-
-    def __len__(cls) -> int:
-        return int(cls._special("__len__"))
-
-    def __bool__(cls) -> bool:
-        return True
-
-    def __getitem__(cls, key: Any) -> Any:
-        return cls._special("__getitem__", key)
-
-    def _special(cls, method: str, *args: Any) -> Any:
-        if not cls.__dict__["_proxy_constructs"]:
-            raise TypeError(f"{cls.__name__} has no {method}")
-        return cls._proxy_judge.request("special", cls, method, list(args))
-
-
-class Proxy:
-    """An object of the candidate. It equals itself only.
-
-    `_proxy_is_instance`: the test uses it as an object of a class, so it has methods and conversions. Others have
-    nothing that a plain value has: they can be called, iterated over once, passed back, and have other attributes.
-    """
-
-    _proxy_number: int
-    _proxy_judge: Judge
-    _proxy_constructs = False
-    _proxy_is_instance = False
-    _proxy_items: Any = None
-    _proxy_truth: Any = None
-    __hash__ = object.__hash__
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_proxy_") or name == "__class__":
-            return object.__getattribute__(self, name)
-        if name.startswith("__") and name.endswith("__") and name not in _VISIBLE:
-            return object.__getattribute__(self, name)
-        if not self._proxy_is_instance and name in _PLAIN_METHODS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._proxy_judge.request("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._proxy_judge.request("set", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._proxy_judge.request("delete", self, name)
-
-    def __bool__(self) -> bool:
-        if self._proxy_truth is None or self._proxy_is_instance:
-            object.__setattr__(self, "_proxy_truth", self._proxy_judge.request("truth", self) is True)
-        return bool(self._proxy_truth)
-
-
-def _forward(method: str) -> Callable[..., Any]:
-    def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
-        if method == "__call__":
-            fields = object.__getattribute__(self, "__dict__")
-            own = fields.get("_proxy_constructs", False)
-            return type(self)._proxy_judge.call(Encoded(["object", fields["_proxy_number"]]), args, kwargs, own)
-        judge, instance = self._proxy_judge, self._proxy_is_instance
-        if method == "__next__":
-            return judge.request("special", self, method, [], may_stop=True)
-        if not instance:
-            if method == "__iter__":
-                return _same_items(self)
-            if method in ("__str__", "__repr__"):
-                return object.__repr__(self)
-            raise TypeError(f"{type(self).__name__!r} object has no {method}")
-        return judge.request("special", self, method, list(args))
-
-    call.__name__ = method
-    return call
-
-
-def _same_items(proxy: Proxy) -> Iterator[Any]:
-    """An iterator over the items of an object, which are the same every time."""
-    items = proxy._proxy_items
-    if items is None:
-        items = proxy._proxy_judge.request("special", proxy, "__iter__", [])
-        if items is proxy:
-            return proxy  # it is an iterator itself
-    ours, later = itertools.tee(items)
-    object.__setattr__(proxy, "_proxy_items", later)
-    return ours
 
 
 def _is_empty(value: Any) -> bool:
