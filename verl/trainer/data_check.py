@@ -38,7 +38,7 @@ from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_s
 from verl.utils.reward_score.trial import try_ground_truth
 
 if TYPE_CHECKING:
-    from verl.workers.reward_manager.check import RewardReport, Row
+    from verl.workers.reward_manager.check import RewardReport, RewardRow
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ def check_reward_function(
         chosen = _sample_rows(Rows(find_files(data_files)), data.reward_fn_key, n, seed)
         rows = [_reward_row(row, data.reward_fn_key, own_function, data.ground_truth_key) for row in chosen]
         _check_sources(rows, own_function)
-        return CheckReport(reward=check_reward(manager.submit, rows, own_function=own_function))
+        return CheckReport(reward=check_reward(manager.submit, rows, is_user_function=own_function))
     finally:
         manager.close()
 
@@ -358,12 +358,14 @@ def check_reward_at_start(manager: Any, dataset: Any, reward_fn_key: str, defaul
     if not rows:
         return
     _check_sources(rows, own_function)
-    report = check_reward(manager.submit, rows, own_function=own_function, budget_seconds=_START_SECONDS, quick=True)
-    if report.hopeless is not None:
+    report = check_reward(
+        manager.submit, rows, is_user_function=own_function, budget_seconds=_START_SECONDS, quick=True
+    )
+    if report.fatal_error is not None:
         manager.close()
         raise ValueError(
             f"custom_reward_function: none of the responses to {len(rows)} rows could be scored."
-            f" The first error:\n{report.hopeless}\nTry it alone: python -m verl.utils.reward_check FILE."
+            f" The first error:\n{report.fatal_error}\nTry it alone: python -m verl.utils.reward_check FILE."
         )
     passed = [f"{finding.question}: {finding.answer}" for finding in report.findings if finding.verdict == "ok"]
     logger.info("reward check, %d rows: %s", len(rows), "; ".join(passed))
@@ -383,8 +385,8 @@ def _sample_rows(rows: Rows, key: str, n: int, seed: int) -> list[dict[str, Any]
     return [rows[number] for number in order[:n]]
 
 
-def _reward_row(row: Mapping[str, Any], key: str, own_function: bool, truth_key: str = GROUND_TRUTH) -> Row:
-    from verl.workers.reward_manager.check import Row
+def _reward_row(row: Mapping[str, Any], key: str, own_function: bool, truth_key: str = GROUND_TRUTH) -> RewardRow:
+    from verl.workers.reward_manager.check import RewardRow
 
     source = value_at(row, key) if row.get(key) is None else row[key]
     if source is None and not own_function:
@@ -392,10 +394,10 @@ def _reward_row(row: Mapping[str, Any], key: str, own_function: bool, truth_key:
             f"data.reward_fn_key: rows have no {key!r}. Set it to the column that names the data source, or set "
             f"custom_reward_function.path. Columns: {', '.join(row)}."
         )
-    return Row(source or UNKNOWN_SOURCE, ground_truth_of(row, truth_key), dict(row.get("extra_info") or {}))
+    return RewardRow(source or UNKNOWN_SOURCE, ground_truth_of(row, truth_key), dict(row.get("extra_info") or {}))
 
 
-def _check_sources(rows: Sequence[Row], own_function: bool) -> None:
+def _check_sources(rows: Sequence[RewardRow], own_function: bool) -> None:
     """Raise ValueError for a data source without a reward function."""
     known = known_data_sources()
     for row in rows:

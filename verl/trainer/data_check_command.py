@@ -202,8 +202,8 @@ def _show_reward(report: RewardReport, console: Console) -> None:
         color = _COLORS[finding.verdict]
         table.add_row(finding.question, escape(finding.answer), f"[{color}]{finding.verdict}[/{color}]")
     console.print(table)
-    if report.hopeless is not None:
-        console.print(escape(f"no answer could be scored. The first error:\n{report.hopeless}"), soft_wrap=True)
+    if report.fatal_error is not None:
+        console.print(escape(f"no answer could be scored. The first error:\n{report.fatal_error}"), soft_wrap=True)
     console.print("not to be trusted" if report.failed else "ok: this reward tells right from wrong")
 
 

@@ -15,7 +15,7 @@ from verl.trainer.common.guard import NoSamplesError
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, differing_trajectories
 from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.workers.reward_manager.naive import FAILED
+from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
 
@@ -160,7 +160,7 @@ def test_an_outage_is_three_generation_batches_that_nobody_could_score(unscored:
     class Failing(Run):
         def roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
             rows = super().roll_out(prompts, metrics)
-            rows.non_tensor_batch[FAILED] = object_array([uid in unscored for uid in uids(rows)])
+            rows.non_tensor_batch[FAILED_COLUMN] = object_array([uid in unscored for uid in uids(rows)])
             return rows
 
     scores = {uid: ALL_WRONG if uid in unscored else MIXED for uid in "abcdefghijkl"}

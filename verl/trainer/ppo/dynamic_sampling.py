@@ -24,7 +24,7 @@ from verl.trainer.common.guard import no_samples_error
 from verl.trainer.ppo.advantage import trajectory_values
 from verl.trainer.ppo.row_balancing import concat_rows
 from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS
-from verl.workers.reward_manager.naive import FAILED
+from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class _KeptGroups:
         self.prompts += len(uids)
         self.differing += len(differing)
         self.taken += len(chosen)
-        failed = batch.non_tensor_batch.get(FAILED)
+        failed = batch.non_tensor_batch.get(FAILED_COLUMN)
         self.unscored_prompts = self.unscored_prompts + len(uids) if failed is not None and all(failed) else 0
         self.prompts_without_group = 0 if len(differing) else self.prompts_without_group + len(uids)
         scores = trajectory_values(batch, "score", "algorithm.filter_groups.metric").numpy()

@@ -40,7 +40,7 @@ from verl.trainer.ppo.scoring import (
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.schema import columns_read_by
-from verl.workers.reward_manager.naive import ROW
+from verl.workers.reward_manager.naive import ROW_COLUMN
 from verl.workers.rollout.prompts import with_row_names
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class RewardOverlap:
         """Use the results of these scorers, of `size` rows each, when `reward_fn` scores `batch`."""
         self.share = None
         if scorers and all(scorer is not None for scorer in scorers) and hasattr(reward_fn, "use_ahead"):
-            batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
+            batch.non_tensor_batch[ROW_COLUMN] = object_array(list(range(len(batch))))
             self.share = reward_fn.use_ahead(scorers, size) / max(1, len(batch))
 
     @contextmanager
@@ -278,7 +278,7 @@ class RewardOverlap:
             yield lambda finished: None
             return
         numbers = {name: number for number, name in enumerate(trajectory_names(with_row_names(batch)))}
-        batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
+        batch.non_tensor_batch[ROW_COLUMN] = object_array(list(range(len(batch))))
         lock, finished_count = threading.Lock(), 0  # collector threads call `score` concurrently
 
         def score(finished: Sequence[FinishedTrajectory]) -> None:

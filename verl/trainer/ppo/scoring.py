@@ -19,7 +19,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import NoSamplesError
 from verl.types.schema import RESERVED
-from verl.workers.reward_manager.naive import ERROR, FAILED
+from verl.workers.reward_manager.naive import ERROR_COLUMN, FAILED_COLUMN
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ def score_responses(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[tor
         info = {
             name: _scatter(unscored, values, len(trajectories)) for name, values in result["reward_extra_info"].items()
         }
-        if FAILED in info:
-            info[FAILED] = [value or 0.0 for value in info[FAILED]]
+        if FAILED_COLUMN in info:
+            info[FAILED_COLUMN] = [value or 0.0 for value in info[FAILED_COLUMN]]
     if agent_scores:
         scores = scores + place_scores(agent_scores, data, trajectories)
     for name, values in _agent_reward_info(data, trajectories).items():
@@ -115,9 +115,9 @@ def score_responses(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[tor
         f"reward_{name}" if name in taken else name: [values[number] for number in trajectories.of_row]
         for name, values in info.items()
     }
-    if getattr(reward_fn, "on_error", None) == "mask" and any(extra.get(FAILED, ())):
+    if getattr(reward_fn, "on_error", None) == "mask" and any(extra.get(FAILED_COLUMN, ())):
         mask = data.batch["response_mask"]
-        kept = 1 - torch.tensor(extra[FAILED], device=mask.device)
+        kept = 1 - torch.tensor(extra[FAILED_COLUMN], device=mask.device)
         data.batch["response_mask"] = mask * kept[:, None].to(mask.dtype)
     return scores, extra
 
@@ -171,8 +171,8 @@ def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
         numbers = [number for number in numbers if math.isfinite(number)]
         if numbers:
             metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
-    if ERROR in extra:
-        kinds = Counter(kind for kind in extra[ERROR] if kind is not None)
+    if ERROR_COLUMN in extra:
+        kinds = Counter(kind for kind in extra[ERROR_COLUMN] if kind is not None)
         metrics["reward/errors"] = float(kinds.total())
         metrics |= {f"reward/errors/{kind}": float(count) for kind, count in kinds.items()}
     return metrics
@@ -250,7 +250,7 @@ def log_step_accuracy(
     rows = trajectories.last_rows
     sources = columns[source_key][rows].tolist() if source_key in columns else ["unknown"] * len(trajectories)
     accuracies = columns["acc"][rows].tolist() if "acc" in extra else None
-    scores = response_scores(batch.batch["answer_scores"], trajectories, columns.get(FAILED))
+    scores = response_scores(batch.batch["answer_scores"], trajectories, columns.get(FAILED_COLUMN))
     unfinished = unfinished_agents(batch, trajectories)
     log_accuracy(correct_responses(sources, scores, accuracies, scores_are_degrees, unfinished), f"step {step}: ")
 

@@ -27,7 +27,7 @@ from verl.trainer.ppo.scoring import (
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.recovery.failures import NonFatalFailures
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager.naive import FAILED
+from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 Samples = dict[str, list[Any]]
 """Columns of scored responses."""
@@ -118,7 +118,7 @@ class Validator:
         extra_values = {name: [values[row] for row in rows] for name, values in extra.items()}
         if "num_turns" in columns:
             extra_values["num_turns"] = columns["num_turns"][rows].tolist()
-        rewards = known_scores(trajectories.sum(scores.sum(-1)).tolist(), extra_values.get(FAILED), reward_fn)
+        rewards = known_scores(trajectories.sum(scores.sum(-1)).tolist(), extra_values.get(FAILED_COLUMN), reward_fn)
         samples = extra_values | {
             "prompt": [text.pop("input") for text in texts],
             "answer": [text.pop("output") for text in texts],
@@ -127,7 +127,7 @@ class Validator:
             "uid": columns["uid"][rows].tolist(),
             "data_source": columns[key][rows].tolist() if key in columns else ["unknown"] * len(trajectories),
             "reward": rewards,
-            "answer_score": response_scores(base_scores.sum(-1), trajectories, extra.get(FAILED)),
+            "answer_score": response_scores(base_scores.sum(-1), trajectories, extra.get(FAILED_COLUMN)),
         }
         if "agent_metrics" in columns:
             samples |= with_unfinished(samples, unfinished_agents(local, trajectories), scored_by_model(self._config))

@@ -1,4 +1,4 @@
-"""Reward managers: from a batch of answers to a batch of scores."""
+"""Reward managers: score a batch of responses."""
 
 from verl.workers.reward_manager.batch import BatchRewardManager
 from verl.workers.reward_manager.dapo import DAPORewardManager

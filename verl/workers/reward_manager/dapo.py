@@ -1,4 +1,4 @@
-"""DAPORewardManager: answers that come close to the length limit lose points (DAPO, arXiv 2503.14476, equation 13)."""
+"""DAPORewardManager: a penalty for responses close to the length limit (DAPO, arXiv 2503.14476, equation 13)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from verl.config.load import as_config
 from verl.config.reward import OverlongBufferConfig
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager, response_lengths
+from verl.workers.reward_manager.registry import register_reward_manager
 from verl.workers.reward_manager.scorer import Score
 
 
+@register_reward_manager("dapo", overlong_buffer=True)
 class DAPORewardManager(NaiveRewardManager):
-    """As `naive`, and `overlong_reward` of the response's length is added to every score.
+    """As `naive`, and adds `overlong_reward` of the response's length to every score.
 
-    `overlong_buffer_cfg` is `reward_model.overlong_buffer`, `max_resp_len` the longest response in tokens. What the
-    reward function said without the penalty is the field `acc`, unless the function returns one of that name. With
-    `overlong_buffer.log` the fields `overlong` (1.0 where there is a penalty) and `overlong_reward` come along.
+    `overlong_buffer_cfg`: `reward_model.overlong_buffer`; `max_resp_len`: the maximum response length in tokens. The
+    score without the penalty is the field `acc`, unless the reward function returns a field of that name. With
+    `overlong_buffer.log` there are also the fields `overlong` (1.0 if there is a penalty) and `overlong_reward`.
     """
 
     def __init__(
@@ -35,20 +37,20 @@ class DAPORewardManager(NaiveRewardManager):
         self.max_resp_len = max_resp_len
         if self.overlong_buffer.enable and (max_resp_len is None or max_resp_len < self.overlong_buffer.len):
             raise ValueError(
-                f"reward_model.overlong_buffer.len: {self.overlong_buffer.len} tokens before a limit of {max_resp_len}."
-                " Pass max_resp_len (data.max_response_length), and make the buffer a part of it."
+                f"reward_model.overlong_buffer.len: {self.overlong_buffer.len} tokens, but the response limit is"
+                f" {max_resp_len}. Pass max_resp_len (data.max_response_length), and a buffer of at most its length."
             )
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **others)
 
-    def shaped(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
+    def shape_scores(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
         if not self.overlong_buffer.enable:
             return scores
         return [
-            score if score.error is not None else self._shaped(score, length)
+            score if score.error is not None else self._with_penalty(score, length)
             for score, length in zip(scores, response_lengths(data).tolist(), strict=True)
         ]
 
-    def _shaped(self, score: Score, length: int) -> Score:
+    def _with_penalty(self, score: Score, length: int) -> Score:
         assert self.max_resp_len is not None
         buffer = self.overlong_buffer
         penalty = overlong_reward(length, self.max_resp_len, buffer.len, buffer.penalty_factor)
@@ -58,6 +60,6 @@ class DAPORewardManager(NaiveRewardManager):
         return dataclasses.replace(score, value=score.value + penalty, extra=extra)
 
 
-def overlong_reward(length: int, longest: int, buffer: int, factor: float) -> float:
-    """0 up to `longest - buffer` tokens, then falling in a line to `-factor` at `longest`, and no lower."""
-    return factor * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
+def overlong_reward(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """0 up to `max_length - buffer` tokens, then decreasing linearly to `-factor` at `max_length`, and not below."""
+    return factor * min(0.0, max(-1.0, (max_length - buffer - length) / buffer))

@@ -1,8 +1,8 @@
-"""EventLoops: async reward functions, hundreds of calls under way at once on the event loop of one scorer process.
+"""EventLoops: runs async reward functions, hundreds of concurrent calls on the event loop of one scorer process.
 
-A further process is started where every loop that there is has `PER_LOOP` calls. A call is cancelled when its time is
-up. A loop that dies, or that one call keeps from going on, costs nobody else: whatever was under way on it is done
-again, each call in a process of its own, where it is found out whose fault it was.
+Another process is started when every loop has `CALLS_PER_LOOP` calls. A call is cancelled when its time is up. If a
+loop dies, or one call blocks it, its unfinished calls are repeated, each in its own process, so that only the faulty
+call fails.
 """
 
 from __future__ import annotations
@@ -25,59 +25,63 @@ from verl.utils.process_pool import PoolClosed, ProcessPool
 from verl.utils.process_pool.processes import Done
 from verl.utils.reward_score.calls import message, receive, serve_calls
 
-PER_LOOP = 256
-# Loops lost without an answer in between; then calls go to processes of their own right away.
-_MOST_LOST = 3
-_LOOK_S = 1.0
-# What a loop may take beyond the time of a call, to say that it is over.
-_GRACE, _LEAST_GRACE_S = 0.2, 2.0
+CALLS_PER_LOOP = 256
+# After this many lost loops without a result in between, calls are executed in their own processes at once.
+_MAX_LOST_LOOPS = 3
+_CHECK_INTERVAL_S = 1.0
+# Additional time in which a loop must report that a call has timed out: a share of the timeout, and a minimum.
+_GRACE, _MIN_GRACE_S = 0.2, 2.0
 
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """A call for one row, and who is told what became of it."""
+class ScoreCall:
+    """One call of the reward function."""
 
     row: Any
     number: int
-    done: Done
-    began: float = 0.0
-    apart: bool = False  # its loop was lost
+    on_done: Done
+    started: float = 0.0
+    isolated: bool = False
+    """Its loop was lost: it is repeated in its own process."""
 
-    def tell(self, value: Any, error: Exception | None = None) -> None:
-        self.done(self.number, value, error)
+    def finish(self, value: Any, error: Exception | None = None) -> None:
+        self.on_done(self.number, value, error)
 
 
 @dataclass(eq=False, slots=True)
-class _Link:
-    """A loop that has connected, and what it works on, the oldest first."""
+class _LoopConnection:
+    """A connected event loop."""
 
     writer: asyncio.StreamWriter
     pid: int
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ScoreCall] = field(default_factory=dict)
+    """Its unfinished calls, the oldest first."""
 
 
 class EventLoops:
-    """Up to `most` loops in processes of `pool`, whose initializer loads what they run (`calls.load`)."""
+    """Up to `max_loops` event loops in processes of `pool`, whose initializer loads the function (`calls.load`)."""
 
-    def __init__(self, pool: ProcessPool, most: int, timeout: float, alone: Callable[[Call], None]) -> None:
-        """`alone` makes a call in a process of its own, or raises what keeps one from starting."""
-        self._pool, self._most, self._timeout, self._alone = pool, most, timeout, alone
+    def __init__(
+        self, pool: ProcessPool, max_loops: int, timeout: float, run_isolated: Callable[[ScoreCall], None]
+    ) -> None:
+        """`run_isolated` executes a call in its own process, or raises if none can be started."""
+        self._pool, self._max_loops, self._timeout, self._run_isolated = pool, max_loops, timeout, run_isolated
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count(1)
         self._reset()
 
-    def enqueue(self, rows: Sequence[Any], done: Done) -> None:
-        """Make these calls some time soon; `done` as of `ProcessPool.enqueue`. Raises what keeps the first loop from
-        starting."""
-        calls = [Call(row, number, done) for number, row in enumerate(rows)]
+    def enqueue(self, rows: Sequence[Any], on_done: Done) -> None:
+        """Queue one call per row; `on_done` is as in `ProcessPool.enqueue`. Raises if the first loop cannot be
+        started."""
+        calls = [ScoreCall(row, number, on_done) for number, row in enumerate(rows)]
         with self._lock:
             if self._thread is None:
                 self._start()
-        self._loop.call_soon_threadsafe(self._take, calls)
+        self._loop.call_soon_threadsafe(self._add_calls, calls)
 
     def close(self) -> None:
-        """End the processes; calls that are not over are a PoolClosed. May be used again."""
+        """End the processes; unfinished calls fail with PoolClosed. The object may be used again."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:
@@ -88,14 +92,16 @@ class EventLoops:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._reset()
 
-    # ---------------------------------------------------------------- starting and stopping
+    # ---------------------------------------------------------------- start and stop
 
     def _reset(self) -> None:
-        self._waiting: deque[Call] = deque()
-        self._links: list[_Link] = []
+        self._waiting: deque[ScoreCall] = deque()
+        self._connections: list[_LoopConnection] = []
         self._writers: set[asyncio.StreamWriter] = set()
-        self._running = 0  # processes, those included that have not connected yet
-        self._lost = 0  # since the last answer
+        self._processes = 0
+        """Number of loop processes, including those that have not connected yet."""
+        self._lost_loops = 0
+        """Number of loops lost since the last result."""
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="verl-rewards-")
@@ -115,121 +121,121 @@ class EventLoops:
 
     def _start_process(self) -> None:
         arguments = os.path.join(self._folder, "calls"), self._timeout
-        self._pool.enqueue(serve_calls, [arguments], self._on_end)
-        self._running += 1  # its end is counted on this loop, so not before this
+        self._pool.enqueue(serve_calls, [arguments], self._on_process_end)
+        self._processes += 1  # not a race: `_count_process_end` runs on this event loop
 
-    def _on_end(self, number: int, value: Any, error: Exception | None) -> None:
-        """In the pool's thread: a loop's process has ended."""
-        with contextlib.suppress(RuntimeError):  # this loop is closed: nobody starts another
-            self._loop.call_soon_threadsafe(self._count_end)
+    def _on_process_end(self, number: int, value: Any, error: Exception | None) -> None:
+        """Called by the pool's thread when the process of a loop has ended."""
+        with contextlib.suppress(RuntimeError):  # this event loop is closed
+            self._loop.call_soon_threadsafe(self._count_process_end)
 
-    def _count_end(self) -> None:
-        self._running -= 1
-        self._lost += 1
-        self._deal()
+    def _count_process_end(self) -> None:
+        self._processes -= 1
+        self._lost_loops += 1
+        self._dispatch()
 
     def _run(self) -> None:
-        self._loop.call_later(_LOOK_S, self._look)
+        self._loop.call_later(_CHECK_INTERVAL_S, self._kill_blocked_loops)
         self._loop.run_forever()
         self._loop.close()
 
     def _stop(self) -> None:
         self._server.close()
-        unfinished = [*self._waiting, *(call for link in self._links for call in link.calls.values())]
+        unfinished = [*self._waiting, *(call for connection in self._connections for call in connection.calls.values())]
         self._waiting.clear()
-        for link in self._links:
-            link.calls.clear()
+        for connection in self._connections:
+            connection.calls.clear()
         for call in unfinished:
-            call.tell(None, PoolClosed("the scorers were closed"))
+            call.finish(None, PoolClosed("the scorers were closed"))
         for writer in set(self._writers):
             writer.close()
-        self._ending = asyncio.ensure_future(self._end())
+        self._stopping = asyncio.ensure_future(self._stop_loop())
 
-    async def _end(self) -> None:
-        """When all that serve a loop have seen that it is over."""
-        await asyncio.gather(*(asyncio.all_tasks() - {self._ending}), return_exceptions=True)
+    async def _stop_loop(self) -> None:
+        """Stop this event loop when all `_serve` tasks have ended."""
+        await asyncio.gather(*(asyncio.all_tasks() - {self._stopping}), return_exceptions=True)
         self._loop.stop()
 
-    # ---------------------------------------------------------------- on the loop of this process
+    # ---------------------------------------------------------------- on the event loop of this process
 
-    def _take(self, calls: list[Call]) -> None:
+    def _add_calls(self, calls: list[ScoreCall]) -> None:
         self._waiting += calls
-        self._deal()
+        self._dispatch()
 
-    def _deal(self) -> None:
-        """Give out what waits; if no process can be had for it, everyone who waits is told why."""
+    def _dispatch(self) -> None:
+        """Assign waiting calls to loops. If no process can be started for them, all waiting calls fail."""
         try:
-            while self._waiting and self._give_out(self._waiting[0]):
+            while self._waiting and self._assign(self._waiting[0]):
                 self._waiting.popleft()
-        except Exception as error:  # noqa: BLE001 - becomes the error of every call that waits
-            told, self._waiting = self._waiting, deque()
-            for call in told:
+        except Exception as error:  # noqa: BLE001 - becomes the error of every waiting call
+            failed, self._waiting = self._waiting, deque()
+            for call in failed:
                 closed = PoolClosed(f"no process can be started for the reward function: {error}")
                 closed.__cause__ = error
-                call.tell(None, closed)
+                call.finish(None, closed)
 
-    def _give_out(self, call: Call) -> bool:
-        """To the loop with the most room, whether there is one; start another one if none has any."""
-        link = min(self._links, key=lambda link: len(link.calls), default=None)
-        if call.apart:
-            self._alone(call)
-        elif link is not None and len(link.calls) < PER_LOOP:
-            self._send(link, call)
-        elif self._lost >= _MOST_LOST:
-            self._alone(call)
+    def _assign(self, call: ScoreCall) -> bool:
+        """Assign a call to the least loaded loop; return False if it must wait, possibly for a new process."""
+        connection = min(self._connections, key=lambda connection: len(connection.calls), default=None)
+        if call.isolated:
+            self._run_isolated(call)
+        elif connection is not None and len(connection.calls) < CALLS_PER_LOOP:
+            self._send(connection, call)
+        elif self._lost_loops >= _MAX_LOST_LOOPS:
+            self._run_isolated(call)
         else:
-            if self._running < self._most and self._running == len(self._links):
+            if self._processes < self._max_loops and self._processes == len(self._connections):
                 self._start_process()
             return False
         return True
 
-    def _send(self, link: _Link, call: Call) -> None:
+    def _send(self, connection: _LoopConnection, call: ScoreCall) -> None:
         number = next(self._numbers)
         try:
-            sent = message(number, call.row)
-        except Exception:  # noqa: BLE001 - what pickle cannot send may yet travel by content
-            self._alone(call)
+            data = message(number, call.row)
+        except Exception:  # noqa: BLE001 - the pool may send by content what pickle cannot
+            self._run_isolated(call)
             return
-        call.began = time.monotonic()
-        link.calls[number] = call
-        link.writer.write(sent)
+        call.started = time.monotonic()
+        connection.calls[number] = call
+        connection.writer.write(data)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One loop, from when it connects until it ends."""
-        link = None
+        """Serve one loop, from its connection to its end."""
+        connection = None
         self._writers.add(writer)
         try:
             _, pid = await receive(reader)
-            link = _Link(writer, pid)
-            self._links.append(link)
-            self._deal()
+            connection = _LoopConnection(writer, pid)
+            self._connections.append(connection)
+            self._dispatch()
             while True:
-                number, outcome = await receive(reader)
-                self._lost = 0
-                link.calls.pop(number).tell(outcome)
-                self._deal()
+                number, result = await receive(reader)
+                self._lost_loops = 0
+                connection.calls.pop(number).finish(result)
+                self._dispatch()
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # its process has ended
+            pass  # the process has ended
         finally:
             self._writers.discard(writer)
             writer.close()
-            if link is not None:
-                self._links.remove(link)
-                self._make_apart(list(link.calls.values()))
+            if connection is not None:
+                self._connections.remove(connection)
+                self._isolate(list(connection.calls.values()))
 
-    def _make_apart(self, calls: list[Call]) -> None:
-        """Those of a lost loop, before any others: one of them may be why."""
+    def _isolate(self, calls: list[ScoreCall]) -> None:
+        """Repeat the calls of a lost loop in their own processes, first of all: one of them may be the cause."""
         for call in calls:
-            call.apart = True
+            call.isolated = True
         self._waiting.extendleft(reversed(calls))
-        self._deal()
+        self._dispatch()
 
-    def _look(self) -> None:
-        """End loops that have not said what became of a call though its time has long been up."""
-        patience = self._timeout + max(_LEAST_GRACE_S, _GRACE * self._timeout)
-        for link in self._links:
-            oldest = next(iter(link.calls.values()), None)
-            if oldest is not None and time.monotonic() - oldest.began > patience:
+    def _kill_blocked_loops(self) -> None:
+        """Kill loops that did not report the timeout of a call in time."""
+        limit = self._timeout + max(_MIN_GRACE_S, _GRACE * self._timeout)
+        for connection in self._connections:
+            oldest = next(iter(connection.calls.values()), None)
+            if oldest is not None and time.monotonic() - oldest.started > limit:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(link.pid, signal.SIGKILL)
-        self._loop.call_later(_LOOK_S, self._look)
+                    os.kill(connection.pid, signal.SIGKILL)
+        self._loop.call_later(_CHECK_INTERVAL_S, self._kill_blocked_loops)

@@ -1,7 +1,6 @@
-"""NaiveRewardManager: one call of the reward function per answer, its score on the answer's last token.
+"""NaiveRewardManager: one call of the reward function per response; the score is on the response's last token.
 
-The other managers are this one with a step replaced: how answers become scores (`score`), or what becomes of the scores
-(`shaped`).
+The other managers override one step: how responses are scored (`score`), or how scores are modified (`shape_scores`).
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ from verl.utils.progress import count_futures
 from verl.utils.resources import available_cores
 from verl.utils.reward_score import default_compute_score, score_function
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
+from verl.workers.reward_manager.registry import register_reward_manager
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
 
-# Columns that every manager adds: 1.0 where a row could not be scored, and the kind of error there.
-FAILED, ERROR = "scoring_failed", "scoring_error"
-_MOST_PROCESSES = 16
+# Columns that every manager adds: 1.0 if a row could not be scored, and the kind of the error.
+FAILED_COLUMN, ERROR_COLUMN = "scoring_failed", "scoring_error"
+# Column of the row's number in the generation request, by which scores are found after rows were reordered or filtered.
+ROW_COLUMN = "row"
+_MAX_PROCESSES = 16
 # `reward_model.on_error`
 POLICIES = {"fail": "the run stops", "zero": "they score 0", "mask": "they score 0 and are not trained on"}
 
-_SHOWN_CHARACTERS = 600
-# Where rows remember their place in the generation request, whatever becomes of the batch in between.
-ROW = "row"
-Finished = Sequence[tuple[int, np.ndarray]]
-"""(row of the batch, token ids of its answer)."""
+_LOGGED_CHARACTERS = 600
+FinishedResponses = Sequence[tuple[int, np.ndarray]]
+"""(row number in the batch, token ids of the response)."""
 
 
 class RewardError(RuntimeError):
@@ -44,59 +44,67 @@ class RewardError(RuntimeError):
 
 
 class ScoresAhead:
-    """Answers scored as they are finished, while others of their batch are still being generated.
+    """Scores responses as they finish, while others of their batch are still being generated.
 
-    `describe` makes samples of answers. A score is found again by the row whose answer it is, never by what the
-    answer says: two rows may say the same and deserve different scores.
+    Scores are looked up by row number, not by text: two rows with the same text may get different scores.
     """
 
-    def __init__(self, describe: Callable[[Finished], list[Sample]], submit: Callable[[Sample], Future[Score]]) -> None:
-        self._describe, self._submit = describe, submit
-        self._found: dict[int, tuple[np.ndarray, Sample, Future[Score]]] = {}
+    def __init__(
+        self,
+        make_samples: Callable[[FinishedResponses], list[Sample]],
+        submit: Callable[[Sample], Future[Score]],
+    ) -> None:
+        self._make_samples, self._submit = make_samples, submit
+        self._scores: dict[int, tuple[np.ndarray, Sample, Future[Score]]] = {}
+        """By row number: token ids, sample and score."""
         self.submitted = 0
+        """Number of responses submitted for scoring."""
 
-    def add(self, finished: Finished) -> None:
-        """Score these answers as soon as there is a free scorer."""
+    def add(self, finished: FinishedResponses) -> None:
+        """Submit these responses for scoring."""
         if not finished:
             return
-        for (row, tokens), sample in zip(finished, self._describe(finished), strict=True):
-            self._found[row] = tokens, sample, self._submit(sample)
+        for (row, tokens), sample in zip(finished, self._make_samples(finished), strict=True):
+            self._scores[row] = tokens, sample, self._submit(sample)
         self.submitted += len(finished)
 
     def take(self, row: int, tokens: Any) -> tuple[Sample, Future[Score]] | None:
-        """The row's sample and its score to come, if it was added and these are still the tokens of its answer."""
-        found = self._found.pop(row, None)
-        if found is None or not np.array_equal(found[0], tokens):
+        """Remove and return the sample and score of a row; None if it was not added, or its response has changed."""
+        entry = self._scores.pop(row, None)
+        if entry is None or not np.array_equal(entry[0], tokens):
             return None
-        return found[1], found[2]
+        return entry[1], entry[2]
 
     @classmethod
     def joined(cls, parts: Sequence[ScoresAhead], size: int) -> ScoresAhead:
-        """One of them all, in which the rows of each, `size` of them, come after those of the one before."""
-        whole = cls(parts[0]._describe, parts[0]._submit)
+        """The concatenation of `parts`, which have `size` rows each."""
+        whole = cls(parts[0]._make_samples, parts[0]._submit)
         for number, part in enumerate(parts):
-            whole._found |= {number * size + row: found for row, found in part._found.items()}
-        whole.submitted = len(whole._found)
+            whole._scores |= {number * size + row: entry for row, entry in part._scores.items()}
+        whole.submitted = len(whole._scores)
         return whole
 
 
+@register_reward_manager("naive")
 class NaiveRewardManager:
-    """Scores every answer with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+    """Scores every response with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-    The function runs in scorer processes (`num_processes`; 0: here, without limits), each call for at most `timeout`
-    seconds, each process with at most `memory_limit_gb` beyond what is loaded (None: no limit). A call that raises,
-    hangs, dies or returns no finite number costs its own sample: `on_error` says whether the run stops (`fail`), the
-    sample scores 0 (`zero`), or is also taken out of training (`mask`, done by
+    The function runs in scorer processes (`num_processes`; 0: in this process, without limits). Each call is limited to
+    `timeout` seconds, each process to `memory_limit_gb` beyond its memory at the start (None: no limit). If a call
+    raises, times out, crashes or returns no finite number, only its sample fails, and `on_error` decides: the run stops
+    (`fail`), the sample scores 0 (`zero`), or it is also excluded from training (`mask`, done by
     `verl.trainer.ppo.reward.compute_reward`). `num_examine` samples per data source are logged in every call.
-    `skip_special_tokens=False` keeps special tokens in the text that the function reads.
+    `skip_special_tokens=False` keeps special tokens in the text that the function gets.
     """
 
-    # Parameters of a user's function: those it must have, and those it is given if it has them.
     required_arguments: tuple[str, ...] = ("solution_str", "ground_truth")
+    """Parameters that a user's reward function must have."""
     optional_arguments: tuple[str, ...] = ("data_source", "extra_info", "raw_prompt")
-    # Whether it gets lists of answers, and of how many (None: all that there are).
+    """Parameters that are passed if the function has them."""
     takes_lists = False
+    """Whether the function gets lists of responses."""
     batch_size: int | None = 1
+    """Maximum length of the lists; None: the whole batch."""
 
     def __init__(
         self,
@@ -115,18 +123,19 @@ class NaiveRewardManager:
             raise ValueError(f"reward_model.on_error: {on_error!r} is not one of {', '.join(POLICIES)}.")
         for name, limit in {"timeout": timeout, "memory_limit_gb": memory_limit_gb}.items():
             if limit is not None and not limit > 0:
-                raise ValueError(f"reward_model.reward_kwargs.{name}: {limit} leaves nothing. Set it above 0.")
+                raise ValueError(f"reward_model.reward_kwargs.{name}: {limit} is not positive. Set it above 0.")
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.on_error = on_error
         self.skip_special_tokens = skip_special_tokens
-        self.last_failure: str | None = None  # of the last call: what could not be scored, in words
-        processes = min(_MOST_PROCESSES, available_cores()) if num_processes is None else num_processes
+        self.last_failure: str | None = None
+        """Error message of the last call about samples that could not be scored; None: all were."""
+        processes = min(_MAX_PROCESSES, available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
         self._pool = ScorerPool(self.compute_score, processes, timeout, memory_limit, self.takes_lists, self.batch_size)
-        self._in_processes = processes > 0
+        self._uses_processes = processes > 0
         self._reads_prompts = not {"raw_prompt", "raw_prompts"}.isdisjoint(
             inspect.signature(self.compute_score).parameters
         )
@@ -134,15 +143,15 @@ class NaiveRewardManager:
         self._first_call = True
 
     def submit(self, sample: Sample) -> Future[Score]:
-        """The primitive: score one answer in a scorer process. A failed call is a Score with an `error`."""
+        """Score one response in a scorer process. A failed call gives a Score with an `error`."""
         return self._pool.submit(sample)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Score answers, in order."""
+        """Score all samples and return the scores in order."""
         return self._pool.score(samples)
 
-    def shaped(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
-        """What the rows get for these scores: here, just them."""
+    def shape_scores(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
+        """The final scores of the rows; subclasses may override it."""
         return scores
 
     @overload
@@ -150,87 +159,90 @@ class NaiveRewardManager:
     @overload
     def __call__(self, data: DataProto, return_dict: Literal[True]) -> dict[str, Any]: ...
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """[batch, response] scores, each on the last token the model sampled and 0 elsewhere.
+        """Return scores [batch, response]: each on the last token that the model sampled, 0 elsewhere.
 
         With `return_dict`: `reward_tensor`, and `reward_extra_info` with a list of one value per row for every field
-        that the function returned (None where it did not), `scoring_failed` (1.0 where there is no score) and
-        `scoring_error` (what kind of error, or None). A batch with `rm_scores` was scored by a reward model; those are
-        the result.
+        that the function returned (None if it did not), `scoring_failed` (1.0 if there is no score) and `scoring_error`
+        (the kind of error, or None). If the batch has `rm_scores` from a reward model, they are the result.
         """
         if "rm_scores" in data.batch:
             reward, extra = data.batch["rm_scores"], {}
         else:
-            samples, plain = self._scored(data)
-            self._report(samples, plain)
-            scores = self.shaped(data, plain)
-            reward, extra = _place(data, scores), _columns(scores)
+            samples, function_scores = self._score_batch(data)
+            self._report(samples, function_scores)
+            scores = self.shape_scores(data, function_scores)
+            reward, extra = _reward_tensor(data, scores), _extra_columns(scores)
         return {"reward_tensor": reward, "reward_extra_info": extra} if return_dict else reward
 
     def samples(self, data: DataProto) -> list[Sample]:
-        """What the reward function is told of each row; text is decoded from the tokens that are there, no padding."""
-        return self._samples(data.non_tensor_batch, list(enumerate(_answer_tokens(data))))
+        """The input of the reward function for each row; the text is decoded from the response without padding."""
+        return self._samples(data.non_tensor_batch, list(enumerate(_response_tokens(data))))
 
     def score_ahead(self, columns: Mapping[str, Any]) -> ScoresAhead | None:
-        """Where answers to rows with these columns can be scored as they are finished; the next call finds them there,
-        by its column `row`: the place of each row in `columns`.
+        """Begin to score responses to rows with these columns as they finish. The next call of the manager uses these
+        scores; its batch must have the column `row`: the number of each row in `columns`.
 
-        None where answers are not scored one by one in processes, or a subclass does it in its own way.
+        None if responses are not scored one by one in processes, or if a subclass overrides how they are scored.
         """
-        own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
+        overridden = [
+            name for name in _SINGLE_SCORING if getattr(type(self), name) is not getattr(NaiveRewardManager, name)
+        ]
         self._ahead = None
-        named = self.reward_fn_key in columns or self.compute_score is not default_compute_score
-        if not (own or self.takes_lists) and self._in_processes and named:
+        has_source = self.reward_fn_key in columns or self.compute_score is not default_compute_score
+        if not (overridden or self.takes_lists) and self._uses_processes and has_source:
             self._ahead = ScoresAhead(functools.partial(self._samples, columns), self.submit)
         return self._ahead
 
     def use_ahead(self, parts: Sequence[ScoresAhead], size: int) -> int:
-        """The next call finds its scores in these, each of which is of `size` rows; how many there are."""
+        """Use the scores of `parts`, of `size` rows each, in the next call; return the number of scores."""
         self._ahead = ScoresAhead.joined(parts, size)
         return self._ahead.submitted
 
     @property
     def scored_again(self) -> int:
-        """Samples that lost their scorer to somebody else and were scored by another, so far."""
+        """Total number of samples scored again because their scorer process was killed or stopped from outside."""
         return self._pool.scored_again
 
     def bind(self, **arguments: Any) -> None:
-        """From now on the reward function gets these, too, as far as it has such parameters."""
-        known = inspect.signature(self.compute_score).parameters
-        given = {name: value for name, value in arguments.items() if name in known}
-        if given:
-            self.compute_score = functools.partial(self.compute_score, **given)
-            self._pool = self._pool.of(self.compute_score)
+        """Pass these arguments to the reward function from now on, if it has such parameters."""
+        parameters = inspect.signature(self.compute_score).parameters
+        bound = {name: value for name, value in arguments.items() if name in parameters}
+        if bound:
+            self.compute_score = functools.partial(self.compute_score, **bound)
+            self._pool = self._pool.with_function(self.compute_score)
 
     def close(self) -> None:
         """End the scorer processes. The next call starts new ones."""
         self._pool.close()
 
-    def _scored(self, data: DataProto) -> tuple[list[Sample], list[Score]]:
-        """The rows' samples and scores; what was scored ahead is only waited for."""
+    def _score_batch(self, data: DataProto) -> tuple[list[Sample], list[Score]]:
+        """The samples and scores of all rows; scores that were started ahead are only waited for."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ROW not in data.non_tensor_batch:
+        if ahead is None or ROW_COLUMN not in data.non_tensor_batch:
             samples = self.samples(data)
             return samples, self.score(samples)
-        rows = data.non_tensor_batch[ROW]
-        known = [ahead.take(int(row), tokens) for row, tokens in zip(rows, _answer_tokens(data), strict=True)]
-        early = count_futures([found[1] for found in known if found is not None], len(known) - known.count(None))
-        late = [row for row, found in enumerate(known) if found is None]
-        late_samples = self.samples(data.select_idxs(late)) if late else []
-        rest = iter(zip(late_samples, self.score(late_samples), strict=True))
-        values = iter([future.result() for future in early])
-        pairs = [next(rest) if found is None else (found[0], next(values)) for found in known]
+        rows = data.non_tensor_batch[ROW_COLUMN]
+        entries = [ahead.take(int(row), tokens) for row, tokens in zip(rows, _response_tokens(data), strict=True)]
+        submitted = count_futures(
+            [entry[1] for entry in entries if entry is not None], len(entries) - entries.count(None)
+        )
+        missing = [row for row, entry in enumerate(entries) if entry is None]
+        missing_samples = self.samples(data.select_idxs(missing)) if missing else []
+        scored_now = iter(zip(missing_samples, self.score(missing_samples), strict=True))
+        scored_ahead = iter([future.result() for future in submitted])
+        pairs = [next(scored_now) if entry is None else (entry[0], next(scored_ahead)) for entry in entries]
         return [sample for sample, _ in pairs], [score for _, score in pairs]
 
-    def _samples(self, columns: Mapping[str, Any], answers: Finished) -> list[Sample]:
-        tokens = [each for _, each in answers]
+    def _samples(self, columns: Mapping[str, Any], responses: FinishedResponses) -> list[Sample]:
+        tokens = [token_ids for _, token_ids in responses]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=self.skip_special_tokens)
-        return [self._sample(columns, row, text) for (row, _), text in zip(answers, texts, strict=True)]
+        return [self._sample(columns, row, text) for (row, _), text in zip(responses, texts, strict=True)]
 
     def _sample(self, columns: Mapping[str, Any], row: int, text: str) -> Sample:
         if self.reward_fn_key not in columns and self.compute_score is default_compute_score:
             raise ValueError(
-                f"data.reward_fn_key: the batch has no {self.reward_fn_key!r}. Set it to the column that says which "
-                f"reward function scores a row. Columns: {', '.join(columns)}."
+                f"data.reward_fn_key: the batch has no {self.reward_fn_key!r} column. Set it to the column that selects"
+                f" the reward function of a row. Columns: {', '.join(columns)}."
             )
         source = columns[self.reward_fn_key][row] if self.reward_fn_key in columns else UNKNOWN_SOURCE
         reward = columns["reward_model"][row] if "reward_model" in columns else None
@@ -242,7 +254,7 @@ class NaiveRewardManager:
         return Sample(source, text, truth, dict(extra or {}), messages)
 
     def _report(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        """Log failures with one example, a few samples, and at the first call why all scores are 0, if they are."""
+        """Log failures with one example, `num_examine` samples, and, in the first call, why all scores are 0."""
         failed = sum(score.error is not None for score in scores)
         self.last_failure = None
         if failed:
@@ -250,33 +262,35 @@ class NaiveRewardManager:
             if self.on_error == "fail":
                 raise RewardError(message)
             logger.warning("%s", message)
-        shown: Counter[str] = Counter()
+        logged: Counter[str] = Counter()
         for sample, score in zip(samples, scores, strict=True):
-            shown[sample.data_source] += 1
-            if shown[sample.data_source] <= self.num_examine:
+            logged[sample.data_source] += 1
+            if logged[sample.data_source] <= self.num_examine:
                 logger.info("score %g %s\n%s", score.value, score.extra or "", describe_sample(sample))
         if self._first_call and scores and failed < len(scores) and not any(score.value for score in scores):
-            logger.warning("%s", why_all_zero(samples, own_function=self.compute_score is not default_compute_score))
+            logger.warning(
+                "%s", explain_zero_scores(samples, is_user_function=self.compute_score is not default_compute_score)
+            )
         self._first_call = False
 
 
-# What answers go through, one by one, on the way to their scores.
-_ONE_BY_ONE = ("__call__", "samples", "score", "submit")
+# Methods that must not be overridden if responses are scored as they finish.
+_SINGLE_SCORING = ("__call__", "samples", "score", "submit")
 
 
-def _answer_tokens(data: DataProto) -> list[np.ndarray]:
-    """The token ids of each row's answer, without padding. (A tokenizer reads arrays faster than lists.)"""
+def _response_tokens(data: DataProto) -> list[np.ndarray]:
+    """The token ids of each response, without padding. (Tokenizers decode arrays faster than lists.)"""
     lengths = response_lengths(data).tolist()
     return [row[:length] for row, length in zip(data.batch["responses"].cpu().numpy(), lengths, strict=True)]
 
 
 def response_lengths(data: DataProto) -> torch.Tensor:
-    """[batch] tokens of each response, those of tools and environments included."""
+    """[batch]: number of tokens of each response, including those of tools and environments."""
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).long()
 
 
-def _place(data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
-    """[batch, response]: each score on the last token that the model sampled; a row without any gets nothing."""
+def _reward_tensor(data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
+    """[batch, response]: each score on the last token that the model sampled; rows without one are 0."""
     responses = data.batch["responses"]
     width = responses.shape[1]
     mask = (data.batch["response_mask"] if "response_mask" in data.batch else data.batch["attention_mask"])[:, -width:]
@@ -289,25 +303,24 @@ def _place(data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
     return reward
 
 
-def _columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
+def _extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for score in scores for name in score.extra)
     columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
-    columns[FAILED] = [float(score.error is not None) for score in scores]
-    columns[ERROR] = [score.kind for score in scores]
+    columns[FAILED_COLUMN] = [float(score.error is not None) for score in scores]
+    columns[ERROR_COLUMN] = [score.kind for score in scores]
     return columns
 
 
 def describe_sample(sample: Sample) -> str:
-    """Data source, answer (its end, where the result stands) and ground truth, on lines of their own."""
+    """Data source, response (its end, which has the answer) and ground truth, one per line."""
     text = sample.solution_str
-    shown = text if len(text) <= _SHOWN_CHARACTERS else "…" + text[-_SHOWN_CHARACTERS:]
-    return (
-        f"  data_source: {sample.data_source}\n  answer: {shown!r}\n  ground_truth: {str(sample.ground_truth)[:200]!r}"
-    )
+    excerpt = text if len(text) <= _LOGGED_CHARACTERS else "…" + text[-_LOGGED_CHARACTERS:]
+    truth = str(sample.ground_truth)[:200]
+    return f"  data_source: {sample.data_source}\n  answer: {excerpt!r}\n  ground_truth: {truth!r}"
 
 
 def describe_failures(samples: Sequence[Sample], scores: Sequence[Score], on_error: str) -> str:
-    """How many samples of a batch could not be scored, by kind, what becomes of them, and the first of them."""
+    """The number of samples that could not be scored, by kind of error, the consequence, and the first of them."""
     failed = [row for row, score in enumerate(scores) if score.error is not None]
     kinds = Counter(str(scores[row].kind) for row in failed)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -319,22 +332,21 @@ def describe_failures(samples: Sequence[Sample], scores: Sequence[Score], on_err
     )
 
 
-def why_all_zero(samples: Sequence[Sample], own_function: bool) -> str:
-    """Whether the answers could not be read, or were read and are wrong; with one sample."""
-    if own_function:
-        cause = "they come from custom_reward_function; try it on the sample below"
+def explain_zero_scores(samples: Sequence[Sample], is_user_function: bool) -> str:
+    """A message that all scores are 0, the likely cause (no answer was found in the texts, or the answers are wrong),
+    and one sample."""
+    if is_user_function:
+        cause = "they come from custom_reward_function; try it with the sample below"
     else:
         extractors = [score_function(sample.data_source).extract for sample in samples]
-        read = [
+        extracted = [
             extract is not None and extract(sample.solution_str) is not None
             for sample, extract in zip(samples, extractors, strict=True)
         ]
         if not any(extractors):
-            cause = "the answers are wrong, or not in the format the reward function looks for"
-        elif not any(read):
-            cause = "no answer was found in any text: the model does not use the format that the prompt must ask for"
+            cause = "the answers are wrong, or not in the format that the reward function expects"
+        elif not any(extracted):
+            cause = "no text has an answer in the expected format, which the prompt must request"
         else:
-            cause = (
-                f"answers were found in {sum(read)} texts, and all are wrong: the task may be too hard for the model"
-            )
+            cause = f"{sum(extracted)} texts have an answer, and all are wrong: the task may be too hard for the model"
     return f"reward: all {len(samples)} scores are 0: {cause}. One sample:\n{describe_sample(samples[0])}"

@@ -1,7 +1,7 @@
-"""PrimeRewardManager: the naive manager with tight limits, for reward functions that run what a model wrote.
+"""PrimeRewardManager: the naive manager with tight limits, for reward functions that execute model output.
 
-Every limit is enforced by the system, on a process per core: the time of a call by SIGKILL to its process and all it
-started, the memory by RLIMIT_DATA. A scorer that was killed or crashed is replaced in milliseconds.
+The limits are enforced by the operating system: the time of a call by SIGKILL to its process and all descendants, the
+memory by RLIMIT_DATA. A killed or crashed scorer process is replaced within milliseconds.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.registry import register_reward_manager
 
 
+@register_reward_manager("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """As `naive`, with 10 s per answer and 4 GB per scorer unless told otherwise."""
+    """As `naive`, but with defaults of 10 s per response and 4 GB per scorer process."""
 
     def __init__(
         self,

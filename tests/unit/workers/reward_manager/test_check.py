@@ -9,29 +9,29 @@ import pytest
 
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager import ScorerPool
-from verl.workers.reward_manager.check import Row, check_reward
+from verl.workers.reward_manager.check import RewardRow, check_reward
 
-ROWS = [Row("openai/gsm8k", str(truth), {}) for truth in (72, 5, 18, 1000, 3, 40)]
+ROWS = [RewardRow("openai/gsm8k", str(truth), {}) for truth in (72, 5, 18, 1000, 3, 40)]
 
 
 def verdicts(compute, rows=ROWS, **options):
     """Question -> verdict, with the function called here, in this process."""
     with ScorerPool(compute, processes=0, timeout=60.0) as pool:
-        report = check_reward(pool.submit, rows, **{"own_function": True, **options})
+        report = check_reward(pool.submit, rows, **{"is_user_function": True, **options})
     return report, {finding.question: finding.verdict for finding in report.findings}
 
 
 def test_our_functions_pass_in_scorer_processes():
     rows = [
         *ROWS,
-        Row("math", r"\frac{1}{2}", {}),
-        Row("math_dapo", "34", {}),
-        Row("hotpotqa", {"target": ["Paris", "Paris, France"]}, {}),
-        Row("countdown", {"target": 98, "numbers": [44, 19, 35]}, {}),
-        Row("mmlu", "B", {"choices": ["Rome", "Paris"]}),
+        RewardRow("math", r"\frac{1}{2}", {}),
+        RewardRow("math_dapo", "34", {}),
+        RewardRow("hotpotqa", {"target": ["Paris", "Paris, France"]}, {}),
+        RewardRow("countdown", {"target": 98, "numbers": [44, 19, 35]}, {}),
+        RewardRow("mmlu", "B", {"choices": ["Rome", "Paris"]}),
     ]
     with ScorerPool(default_compute_score, processes=1, timeout=60.0) as pool:
-        report = check_reward(pool.submit, rows, own_function=False)
+        report = check_reward(pool.submit, rows, is_user_function=False)
     assert {finding.verdict for finding in report.findings if finding.question != "speed"} == {"ok"}, report
     assert len(report.findings) == 6
     assert not report.failed
@@ -64,7 +64,7 @@ def test_a_function_that_rewards_silence_is_doubted_and_one_that_prefers_it_fail
         return 1.0 if solution_str == f"#### {ground_truth}" else 0.1 if not solution_str else 0.0
 
     assert verdicts(short)[1]["empty answer"] == "warning"
-    assert verdicts(short, own_function=False)[1]["empty answer"] == "failed"
+    assert verdicts(short, is_user_function=False)[1]["empty answer"] == "failed"
 
     def silent(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if not solution_str or solution_str == f"#### {ground_truth}" else 0.0
@@ -79,29 +79,29 @@ def test_a_function_with_a_format_of_its_own_is_only_doubted():
     report, told = verdicts(own_format)
     assert told["ground truth as the answer"] == "warning"
     assert not report.failed
-    report, told = verdicts(own_format, own_function=False)
+    report, told = verdicts(own_format, is_user_function=False)
     assert told["ground truth as the answer"] == "failed"
 
 
-def test_failing_calls_are_counted_and_shown_and_no_score_at_all_is_hopeless():
+def test_failing_calls_are_counted_and_shown_and_no_score_at_all_is_fatal():
     def sometimes(data_source, solution_str, ground_truth, extra_info):
         return 1 / len(solution_str)
 
     report, told = verdicts(sometimes)
     assert told["failed calls"] == "failed"
     assert "ZeroDivisionError" in report.findings[0].answer
-    assert report.hopeless is None
+    assert report.fatal_error is None
 
     def never(data_source, solution_str, ground_truth, extra_info):
         raise KeyError("answer")
 
     report, _ = verdicts(never)
-    assert "KeyError: 'answer'" in report.hopeless
+    assert "KeyError: 'answer'" in report.fatal_error
     assert report.failed
 
 
 def test_ground_truths_that_cannot_be_compared_with_are_told():
-    report, told = verdicts(default_compute_score, [*ROWS, Row("math", "", {})], own_function=False)
+    report, told = verdicts(default_compute_score, [*ROWS, RewardRow("math", "", {})], is_user_function=False)
     assert told["ground truths"] == "failed"
     assert "is empty" in report.findings[0].answer
 
@@ -113,5 +113,5 @@ def test_a_budget_ends_the_check_whatever_the_function_does():
         return 1.0
 
     with ScorerPool(slow, processes=1, timeout=3600.0) as pool:
-        report = check_reward(pool.submit, ROWS, own_function=True, budget_seconds=0.5)
+        report = check_reward(pool.submit, ROWS, is_user_function=True, budget_seconds=0.5)
     assert [finding.verdict for finding in report.findings if finding.question == "speed"] == ["warning"]

@@ -66,5 +66,5 @@ def test_the_penalty_is_logged_only_if_asked_for_and_off_by_default(manager, bat
 
 @pytest.mark.parametrize("longest", [None, 7])
 def test_a_buffer_needs_a_limit_that_it_fits_into(manager, longest):
-    with pytest.raises(ValueError, match=rf"overlong_buffer\.len: 8 tokens before a limit of {longest}"):
+    with pytest.raises(ValueError, match=r"reward_model\.overlong_buffer\.len"):
         manager("dapo", max_resp_len=longest, overlong_buffer_cfg=BUFFER)

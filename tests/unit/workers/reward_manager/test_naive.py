@@ -93,8 +93,8 @@ def test_the_policy_fail_stops_with_the_example(naive, batch):
 @pytest.mark.parametrize(
     ("texts", "cause"),
     [
-        (["hm", "so"], "no answer was found in any text"),
-        (["#### 1", "hm"], "answers were found in 1 texts, and all are"),
+        (["hm", "so"], "no text has an answer in the expected format"),
+        (["#### 1", "hm"], "1 texts have an answer, and all are wrong"),
     ],
 )
 def test_a_first_batch_of_zeros_says_why(naive, caplog, texts, cause, batch):

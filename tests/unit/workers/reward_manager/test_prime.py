@@ -34,5 +34,5 @@ def test_limits_are_there_without_being_asked_for():
 
 @pytest.mark.parametrize("limit", ["timeout", "memory_limit_gb"])
 def test_limits_that_leave_nothing_are_refused(manager, limit):
-    with pytest.raises(ValueError, match=rf"reward_model\.reward_kwargs\.{limit}: 0 leaves nothing"):
+    with pytest.raises(ValueError, match=rf"reward_model\.reward_kwargs\.{limit}: 0"):
         manager("prime", **{limit: 0})
