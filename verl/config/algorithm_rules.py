@@ -168,7 +168,7 @@ def _sampling(config: PPOConfig, report: Report) -> None:
     )
     users = ["bypass_mode"] if rule.bypass_mode else [name for name in ("rollout_is", "rollout_rs") if rule[name]]
     engine, cut = config.actor_rollout_ref.rollout.name, ", ".join(truncations)
-    reports = names.ROLLOUTS[engine].reports
+    reports = names.rollout_traits(engine).reports
     if users and rule.denominator not in reports:
         why = f"{ROLLOUT}.name = {engine} reports log-probs under the {reports[0]} distribution only ({cut})"
         fix = f"Set it to {reports[0]}, or leave out {_CORRECTION}.{' and '.join(users)}"
@@ -209,7 +209,8 @@ def _trains_on_stale(config: PPOConfig) -> bool:
 
 def _resolve_denominator(config: PPOConfig) -> bool:
     """Whether the engine reports log-probs of the denominator; an unset one is set to what the engine reports."""
-    rule, reports = config.algorithm.rollout_correction, names.ROLLOUTS[config.actor_rollout_ref.rollout.name].reports
+    rule = config.algorithm.rollout_correction
+    reports = names.rollout_traits(config.actor_rollout_ref.rollout.name).reports
     if not _truncations(config) or rule.denominator in reports:
         return True
     if f"{_CORRECTION}.denominator" in config.changed:

@@ -36,7 +36,7 @@ def engine_pauses_in_updates(config: PPOConfig) -> bool:
     """Whether an in-process engine of one rank pauses from the start of an update to the weight sync."""
     rollout = config.actor_rollout_ref.rollout
     alternates = not config.trainer.overlap and async_settings(config.trainer).partial
-    return alternates and rollout.tensor_model_parallel_size == 1 and not names.ROLLOUTS[rollout.name].foreign
+    return alternates and rollout.tensor_model_parallel_size == 1 and not names.rollout_traits(rollout.name).third_party
 
 
 def resolve_asynchronous(config: PPOConfig, report: Report) -> None:

@@ -16,7 +16,7 @@ from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, entries, join, pick
 from verl.config.trainer import RunConfig
 
-_EXTERNAL_ENGINES = tuple(name for name, row in names.ROLLOUTS.items() if row.foreign)
+_EXTERNAL_ENGINES = tuple(name for name, row in names.ROLLOUTS.items() if row.third_party)
 # Keys that only some engines support: neutral value, engines, remedy.
 _PARTLY_SUPPORTED = {
     "expert_parallel_size": (1, ("vllm", "sglang"), "Leave it out: experts are sharded like other layers"),
@@ -29,7 +29,7 @@ _SEPARATE_PROCESS = {"sglang": "SGLang kills all child processes of the process 
 def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
     """Report keys of the rollout block at `path` that its engine does not support."""
     name, size = rollout.name, rollout.tensor_model_parallel_size
-    external = names.ROLLOUTS[name].foreign
+    external = names.rollout_traits(name).third_party
     by_name = (f"{path}.name",)
     for key, (neutral, engines, fix) in _PARTLY_SUPPORTED.items():
         if rollout[key] != neutral and name not in engines:
@@ -49,7 +49,7 @@ def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
 
 def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
     urls = rollout.server_urls
-    if not names.ROLLOUTS[rollout.name].foreign:
+    if not names.rollout_traits(rollout.name).third_party:
         why = f"{path}.name = {rollout.name} runs in this process"
         fix = f"Set the engine that runs there: {path}.name={'|'.join(_EXTERNAL_ENGINES)}"
         report.problem(f"{path}.server_urls", urls, why, fix, (f"{path}.name",))
@@ -70,7 +70,7 @@ def is_installed(package: str) -> bool:
 
 def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
     """Report a rollout engine whose package is not installed; engines at server_urls need none."""
-    row = names.ROLLOUTS[rollout.name]
+    row = names.rollout_traits(rollout.name)
     if not rollout.server_urls and not is_installed(row.package):
         why, fix = f"{row.package} is not installed", f"Run {row.install}; or set {path}.name=native"
         report.broken(f"{path}.name", rollout.name, why, f"{fix}, which is built in")

@@ -40,8 +40,9 @@ class ExtensionTable(dict[str, T], Generic[T]):
     def __init__(self, package: str, decorator: str, traits: type[T]) -> None:
         self._decorator, self._traits = decorator, traits
         self._users: dict[str, T] = {}
-        for file in sorted((_VERL / package.replace(".", "/")).glob("*.py")):
-            self.update(self._declared(file, f"verl.{package}.{file.stem}"))
+        for file in sorted((_VERL / package.replace(".", "/")).rglob("*.py")):
+            module = ".".join(file.relative_to(_VERL.parent).with_suffix("").parts)
+            self.update(self._declared(file, module))
         _TABLES.append(self)
 
     def of(self, name: str, default: T) -> T:

@@ -58,20 +58,14 @@ def loss_traits(name: str) -> LossTraits:
 
 
 @dataclass(frozen=True)
-class Manager:
-    """A reward manager."""
+class RewardManagerTraits(Traits):
+    """Traits of a reward manager (`register_reward_manager`)."""
 
-    at: str
     overlong_buffer: bool = False
-    """It knows `reward_model.overlong_buffer`."""
+    """It reads `reward_model.overlong_buffer`."""
 
 
-REWARD_MANAGERS = {
-    "naive": Manager("verl.workers.reward_manager.naive:NaiveRewardManager"),
-    "batch": Manager("verl.workers.reward_manager.batch:BatchRewardManager"),
-    "prime": Manager("verl.workers.reward_manager.prime:PrimeRewardManager"),
-    "dapo": Manager("verl.workers.reward_manager.dapo:DAPORewardManager", overlong_buffer=True),
-}
+REWARD_MANAGERS = ExtensionTable("workers.reward_manager", "register_reward_manager", RewardManagerTraits)
 
 
 @dataclass(frozen=True)
@@ -125,36 +119,29 @@ STRATEGIES = tuple(TRAINING_ENGINES)
 
 
 @dataclass(frozen=True)
-class RolloutEngine:
-    """A row of the table of rollout engines."""
+class RolloutTraits(Traits):
+    """Traits of a rollout engine (`register_rollout`)."""
 
-    at: str
-    """Its `BaseRollout`, imported when it is chosen."""
     package: str = ""
-    """What must be installed for it; "" where nothing has to be."""
+    """The third-party package that it needs; "": none."""
     install: str = ""
-    """How."""
+    """The commands that install the package."""
     reports: tuple[str, ...] = ("full", "drawn")
-    """Of tokens drawn from a part of the distribution (top_p, top_k, min_p): log-probs under the full one, or under
-    what they were drawn from; values of `rollout_correction.denominator`."""
+    """Log-probs that it reports for tokens sampled with top_p, top_k or min_p: of the full distribution, or of the
+    truncated one that was sampled from; values of `rollout_correction.denominator`."""
 
     @property
-    def foreign(self) -> bool:
-        """Another project's engine: in a process of its own, with keys that are forwarded to it."""
+    def third_party(self) -> bool:
+        """Whether it is a third-party engine: it runs in its own process, and `engine_kwargs` are passed to it."""
         return bool(self.package)
 
 
-def _foreign(name: str, rollout: str, package: str, install: str, reports: str) -> RolloutEngine:
-    return RolloutEngine(f"verl.workers.rollout.{name}_rollout.{name}_rollout:{rollout}", package, install, (reports,))
+ROLLOUTS = ExtensionTable("workers.rollout", "register_rollout", RolloutTraits)
 
 
-ROLLOUTS = {
-    "native": RolloutEngine("verl.workers.rollout.native_rollout:NativeRollout"),
-    "hf": RolloutEngine("verl.workers.rollout.hf_rollout:HFRollout"),
-    "vllm": _foreign("vllm", "vLLMRollout", "vllm", _extra("vllm"), "drawn"),
-    "sglang": _foreign("sglang", "SGLangRollout", "sglang", _extra("sglang"), "full"),
-    "trtllm": _foreign("trtllm", "TRTLLMRollout", "tensorrt_llm", "pip install tensorrt-llm", "drawn"),
-}
+def rollout_traits(name: str) -> RolloutTraits:
+    """Traits of a rollout engine; a user's that declares none runs in the rank's process."""
+    return ROLLOUTS.of(name, RolloutTraits(""))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class PrometheusConfig(Block):
 class GeneratorConfig(Block):
     """Engine and sampling keys, shared by training and generation."""
 
-    name: str = key("Rollout engine; native is built in.", choices=names.ROLLOUTS)
+    name: str = key("Rollout engine; native is built in.", choices=names.ROLLOUTS, extendable=True)
     temperature: float = key("Sampling temperature; 0: greedy.", min=0)
     top_p: float = key("Nucleus sampling (top-p).", above=0, max=1)
     top_k: int = key("Top-k; -1: off.", min=-1)

@@ -25,7 +25,7 @@ from verl.config.schema import Block, join, pick, walk
 
 # Keys named in one notice; scripts set whole blocks.
 _MAX_NAMED = 5
-_EXTERNAL_ENGINES = [name for name, row in names.ROLLOUTS.items() if row.foreign]
+_EXTERNAL_ENGINES = [name for name, row in names.ROLLOUTS.items() if row.third_party]
 _LOAD_FORMATS = ("auto", "dummy")
 _TEACHER = "distillation.teacher"
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
@@ -104,7 +104,7 @@ def _engine_keys(config: PPOConfig, report: Report) -> None:
     others = [name for name in rollout.engine_kwargs if name != rollout.name or name == "hf"]
     for name in others:
         report.notice(f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name = {rollout.name}.")
-    if rollout.load_format not in _LOAD_FORMATS and not names.ROLLOUTS[rollout.name].foreign:
+    if rollout.load_format not in _LOAD_FORMATS and not names.rollout_traits(rollout.name).third_party:
         report.notice(
             f"{ROLLOUT}.load_format = {rollout.load_format} is treated as auto: {rollout.name} supports auto and dummy."
         )
@@ -359,7 +359,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),
-        lambda config: names.ROLLOUTS[config.actor_rollout_ref.rollout.name].foreign,
+        lambda config: names.rollout_traits(config.actor_rollout_ref.rollout.name).third_party,
         f"only {ROLLOUT}.name={', '.join(_EXTERNAL_ENGINES)} read it",
     ),
     Rule(

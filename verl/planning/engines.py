@@ -30,7 +30,7 @@ def samples(config: PPOConfig) -> int:
 
 def beside(rollout: RolloutConfig) -> bool:
     """Whether the engine has processes of its own on the worker's devices."""
-    return names.ROLLOUTS[rollout.name].foreign and not rollout.in_process and not rollout.server_urls
+    return names.rollout_traits(rollout.name).third_party and not rollout.in_process and not rollout.server_urls
 
 
 def engine_bytes(
@@ -45,7 +45,7 @@ def engine_bytes(
     running = min(rollout.max_num_seqs, math.ceil(batches * samples(config) / layout_of(config, "rollout").dp_size))
     parts = engine_parts(rollout, shape, running, on_gpu, device, resting)
     held = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
-    if names.ROLLOUTS[rollout.name].foreign and on_gpu and device is not None:
+    if names.rollout_traits(rollout.name).third_party and on_gpu and device is not None:
         c = BYTES[rollout.dtype]
         bucket = _bucket(rollout, c * shape.parameters, c * shape.largest_parameters)
         layer = c * shape.layer_parameters / shape.layers / rollout.tensor_model_parallel_size

@@ -79,3 +79,30 @@ def test_a_module_that_does_not_exist_is_left_to_the_import():
 def test_reading_the_tables_imports_no_torch():
     code = "import sys; from verl.config import names; assert names.ADV_ESTIMATORS['gae'].needs_critic; "
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+ENGINE = """
+import torch_is_not_needed_to_read_this
+from verl.workers.rollout import register_rollout
+
+@register_rollout("{name}", reports=("full",){more})
+class MyRollout: ...
+"""
+
+
+def test_a_users_rollout_engine_is_selected_by_name(module):
+    """With a `package` it is a third-party engine, which gets its own process."""
+    lib = module(ENGINE.format(name="my_engine", more=""))
+    overrides = ["actor_rollout_ref.rollout.name=my_engine", *REQUIRED]
+    config = load_config({"external_libs": [lib]}, overrides, check_files=False)
+    assert config.actor_rollout_ref.rollout.name == "my_engine"
+    assert names.rollout_traits("my_engine").reports == ("full",)
+    assert not names.rollout_traits("my_engine").third_party
+    read_user_declarations([module(ENGINE.format(name="their_engine", more=", package='json'"))])
+    assert names.rollout_traits("their_engine").third_party
+
+
+def test_reward_managers_and_rollout_engines_declare_their_traits_in_their_files():
+    assert {name for name, traits in names.REWARD_MANAGERS.items() if traits.overlong_buffer} == {"dapo"}
+    assert {name for name, traits in names.ROLLOUTS.items() if traits.third_party} == {"vllm", "sglang", "trtllm"}
+    assert names.ROLLOUTS["vllm"].at == "verl.workers.rollout.vllm_rollout.vllm_rollout:vLLMRollout"

@@ -10,7 +10,7 @@ from verl.config import ConfigError, GenerationConfig, load_config, names
 
 ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=2"]
-FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
+THIRD_PARTY = [name for name, row in names.ROLLOUTS.items() if row.third_party]
 
 
 def load(*overrides: str, check_files: bool = False):
@@ -23,7 +23,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", THIRD_PARTY)
 def test_an_engine_that_is_not_installed_is_refused_with_how_to_install_it(name, none_installed):
     chosen = f"{ROLLOUT}.name={name}"
     assert load(chosen).actor_rollout_ref.rollout.name == name

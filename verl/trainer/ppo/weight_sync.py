@@ -155,7 +155,7 @@ class EngineProbe:
         """`enabled`: whether to check the engine; None: only third-party engines (tests cover the others)."""
         self._config, self._tokenizer, self._groups, self._rollouts = config, tokenizer, groups, rollouts
         self._rollout = config.actor_rollout_ref.rollout
-        self._enabled = names.ROLLOUTS[self._rollout.name].foreign if enabled is None else enabled
+        self._enabled = names.rollout_traits(self._rollout.name).third_party if enabled is None else enabled
         self._checked_starts = 0
 
     def __call__(self) -> None:

@@ -9,6 +9,6 @@ from verl.utils.registry import Registry
 
 REWARD_MANAGER_REGISTRY: Registry[type[Any]] = Registry("reward_model.reward_manager", names.REWARD_MANAGERS)
 
-# `@register("mine")` over a class `(tokenizer, num_examine, compute_score, reward_fn_key, …)`.
+# `@register("mine")` decorates a class with the arguments `(tokenizer, num_examine, compute_score, reward_fn_key, …)`.
 register = register_reward_manager = REWARD_MANAGER_REGISTRY.register
 get_reward_manager_cls = REWARD_MANAGER_REGISTRY.lookup

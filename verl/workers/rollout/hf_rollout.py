@@ -27,6 +27,7 @@ from verl.types.request import Request, check_request
 from verl.utils.device import resolve_dtype
 from verl.utils.progress import pulse
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 __all__ = ["HFEngine", "HFRollout", "HFRunner"]
@@ -41,6 +42,7 @@ SampledTokens = list[tuple[Sequence, int, float, float, float]]
 """Sequence, token, and its log-probs: at the row's temperature, at temperature 1, and as sampled."""
 
 
+@register_rollout("hf")
 class HFRollout(EmbeddedRollout):
     """An engine with its own copy of the model in `dtype` on `device`, decoded by its own thread."""
 

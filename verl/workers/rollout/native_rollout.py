@@ -6,11 +6,13 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.build import build_engine
+from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 __all__ = ["NativeRollout"]
 
 
+@register_rollout("native")
 class NativeRollout(EmbeddedRollout):
     """An engine with its own copy of the model in `dtype` on `device`: paged KV, continuous batching, one thread."""
 

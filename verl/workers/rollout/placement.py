@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.config.names import ROLLOUTS
+from verl.config.extensions import read_user_declarations
+from verl.config.names import ROLLOUTS, rollout_traits
 from verl.single_controller.base.worker import RankInfo
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout import get_rollout_class
@@ -36,10 +37,12 @@ def open_rollout(
     device = torch.device(device)
     if config.server_urls:
         return _open_server(model_path, model_config, config, device)
-    row = ROLLOUTS.get(config.name)
+    if config.name not in ROLLOUTS:  # a user's engine: only the driver has read its traits
+        read_user_declarations([get_rollout_class(config.name).__module__])
+    traits = rollout_traits(config.name)
     size = config.tensor_model_parallel_size
-    if row is None or not row.foreign or config.in_process:
-        if row is not None and row.foreign and size > 1:
+    if not traits.third_party or config.in_process:
+        if traits.third_party and size > 1:
             raise ValueError(
                 f"in_process: {config.name} runs in the worker's process at tensor_model_parallel_size 1 only, not at"
                 f" {size}. Set in_process=False."
@@ -51,8 +54,8 @@ def open_rollout(
     if rank % size:
         return FollowerRollout(config, resolve_dtype(config.dtype, device))
     devices = _devices_of_group(placements[rank : rank + size], size)
-    spec = EngineSpec(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
-    return ProcessRollout(spec, _process_environment(row.at, config, device, devices), device)
+    spec = EngineSpec(traits.at, model_path, model_config, config, device.type, torch.get_num_threads())
+    return ProcessRollout(spec, _process_environment(traits.at, config, device, devices), device)
 
 
 def _open_server(

@@ -1,4 +1,4 @@
-"""`rollout.prometheus`: what a replica counts, as text for a Prometheus server, at http://<node>:<port>/metrics."""
+"""`rollout.prometheus`: the load and counters of a replica for Prometheus, at http://<node>:<port>/metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
-    """Serve them from a thread for as long as the rollout lives, and return the port (0 takes a free one)."""
+    """Serve the metrics of a replica in a thread until the rollout is garbage-collected. Returns the port; `port=0`
+    chooses a free one."""
     try:
         address = bind_socket("0.0.0.0", port)
     except ValueError as error:
@@ -46,15 +47,15 @@ def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
 
 
 def exposition(load: Load, labels: dict[str, str]) -> str:
-    """Prometheus' text format; what an engine does not count is left out."""
-    inside = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    """The load in Prometheus' text format; values that the engine does not report are left out."""
+    label_text = ",".join(f'{name}="{value}"' for name, value in labels.items())
     lines = []
     for item in fields(load):
         value = getattr(load, item.name)
         if value is not None:
             kind, meaning = ("counter" if item.name.endswith("_total") else "gauge"), item.metadata["meaning"]
             name = f"verl_rollout_{item.name}"
-            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name}{{{inside}}} {value:.12g}"]
+            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name}{{{label_text}}} {value:.12g}"]
     return "\n".join([*lines, ""])
 
 

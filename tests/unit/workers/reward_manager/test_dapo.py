@@ -23,7 +23,7 @@ BUFFER = {"enable": True, "len": 8, "penalty_factor": 0.5, "log": True}
     ],
 )
 def test_the_penalty_by_hand(length, penalty):
-    assert overlong_reward(length, longest=20, buffer=8, factor=0.5) == pytest.approx(penalty)
+    assert overlong_reward(length, max_length=20, buffer=8, factor=0.5) == pytest.approx(penalty)
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 100), st.floats(0, 10))

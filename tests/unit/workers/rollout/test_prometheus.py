@@ -62,7 +62,7 @@ def test_the_text_has_types_labels_and_only_what_is_known():
         "# HELP verl_rollout_generated_tokens_total Tokens sampled since the engine was started.\n"
         "# TYPE verl_rollout_generated_tokens_total counter\n"
         'verl_rollout_generated_tokens_total{engine="hf",replica="0"} 12345678\n'
-        "# HELP verl_rollout_weight_version Version of the weights that generate.\n"
+        "# HELP verl_rollout_weight_version Version of the current weights.\n"
         "# TYPE verl_rollout_weight_version gauge\n"
         'verl_rollout_weight_version{engine="hf",replica="0"} 2\n'
     )

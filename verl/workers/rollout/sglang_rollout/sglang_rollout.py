@@ -18,6 +18,7 @@ from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
@@ -28,6 +29,9 @@ from verl.workers.rollout.weights import dtype_name
 __all__ = ["SGLangRollout", "engine_arguments"]
 
 
+@register_rollout(
+    "sglang", package="sglang", install="make setup-sglang, or pip install -e .[sglang]", reports=("full",)
+)
 class SGLangRollout(EmbeddedRollout):
     """An engine in `dtype` on `device` and the following ones. SGLang starts processes for its ranks."""
 

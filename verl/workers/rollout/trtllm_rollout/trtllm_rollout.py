@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.config.names import ROLLOUTS
+from verl.config.names import rollout_traits
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.device import resolve_dtype
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
 from verl.workers.rollout.server_step_engine import OnChunks
 from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0
 
 
+@register_rollout("trtllm", package="tensorrt_llm", install="pip install tensorrt-llm", reports=("drawn",))
 class TRTLLMRollout(EmbeddedRollout):
     """An engine in `dtype` on the devices of this process; its workers are Ray actors that it starts."""
 
@@ -51,7 +53,7 @@ class TRTLLMRollout(EmbeddedRollout):
         dtype: torch.dtype | None = None,
     ) -> None:
         if find_spec("tensorrt_llm") is None:
-            raise ImportError(f"TRTLLMRollout: tensorrt_llm is not installed. Run {ROLLOUTS['trtllm'].install}.")
+            raise ImportError(f"TRTLLMRollout: tensorrt_llm is not installed. Run {rollout_traits('trtllm').install}.")
         device = torch.device(device)
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
         hf_config = read_model_config(model_path, model_config)

@@ -21,6 +21,7 @@ from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
 from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
@@ -36,6 +37,7 @@ _TESTED_VERSIONS = ("0.24.0", "0.32.0")
 _EXPERTS_ARGUMENT = "enable_return_routed_experts"
 
 
+@register_rollout("vllm", package="vllm", install="make setup-vllm, or pip install -e .[vllm]", reports=("drawn",))
 class vLLMRollout(EmbeddedRollout):
     """vLLM's model in `dtype` on `device`. vLLM starts processes for tensor-parallel ranks."""
 
