@@ -112,7 +112,7 @@ def failed_saves(engine, folder):
 def without_room(act):
     if dist.get_rank() > 0:
         return act()
-    with patch.object(HostSnapshot, "_make_room", side_effect=MemoryError("no room")):
+    with patch.object(HostSnapshot, "_allocate", side_effect=MemoryError("no room")):
         return act()
 
 
