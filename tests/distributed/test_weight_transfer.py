@@ -237,7 +237,7 @@ def test_a_trainer_whose_receiver_dies_in_the_middle_goes_on_with_new_ones(tmp_p
         address = trainers[0].answer()
         second = [start(mortal_rollout, rank, address, path, False, 60) for rank in range(2)]
         (lost, sent), others = trainers[0].answer(), trainers[1].answer()
-        assert lost.startswith("TransferLostError: weights: the transfer between trainer and rollouts was lost")
+        assert lost.startswith("TransferLostError: weights: ")
         assert sent == "succeeded"
         assert others == ["succeeded"] * 2, "the other training ranks walk on to the end"
         assert [rollout.answer() for rollout in second] == ["succeeded"] * 2
