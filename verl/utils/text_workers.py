@@ -29,7 +29,7 @@ MEMORY_LIMIT = 2 * 2**30
 _PROCESSES = 4
 _MAX_HEAVY = 2
 # A process that holds more after a task is replaced.
-_MAX_GROWTH = 4 * 2**20
+_MAX_GROWTH = 8 * 2**20
 _MAX_WAITING = 64
 
 # In a worker process: the tokenizer.
