@@ -144,21 +144,9 @@ def rollout_traits(name: str) -> RolloutTraits:
     return ROLLOUTS.of(name, RolloutTraits(""))
 
 
-@dataclass(frozen=True)
-class AgentLoop:
-    """How a trajectory comes about."""
-
-    at: str
-
-
 # The loop with one model call per trajectory: its rows need no loop worker.
 SINGLE_TURN = "single_turn_agent"
-
-AGENT_LOOPS = {
-    SINGLE_TURN: AgentLoop("verl.agent.single_turn:SingleTurnAgentLoop"),
-    "tool_agent": AgentLoop("verl.agent.tool_loop:ToolAgentLoop"),
-    "search_agent": AgentLoop("verl.agent.search_loop:SearchAgentLoop"),
-}
+AGENT_LOOPS = ExtensionTable("agent", "register", Traits)
 
 
 @dataclass(frozen=True)
