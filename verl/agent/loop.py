@@ -35,6 +35,7 @@ __all__ = [
     "listed_loops",
     "read_loop_file",
     "register",
+    "register_agent_loop",
 ]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -195,7 +196,7 @@ class AgentLoopBase(ABC):
 
 
 AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry("agent_name", names.AGENT_LOOPS)
-register = AGENT_LOOPS.register
+register = register_agent_loop = AGENT_LOOPS.register
 
 
 @dataclass(frozen=True, slots=True)
