@@ -7,7 +7,7 @@ import time
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
 from verl.agent.search_protocol import STOPS, Action, Information, parse_action
 from verl.config import PPOConfig
 from verl.search.client import RetrieverError
@@ -20,7 +20,7 @@ TOOL = "search"
 logger = logging.getLogger(__name__)
 
 
-@register("search_agent")
+@register_agent_loop("search_agent")
 class SearchAgentLoop(AgentLoopBase):
     """One trajectory. All of a process share the searcher: its memory, its connections, its circuit breaker."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput, register
+from verl.agent.loop import AgentLoopBase, AgentLoopOutput, register_agent_loop
 
 __all__ = ["SingleTurnAgentLoop"]
 
 
-@register("single_turn_agent")
+@register_agent_loop("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Generates a response to the tokenized prompt of the dataset."""
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from verl.agent.agent_data import AgentData, answer_message
 from verl.agent.chat import Chat, tool_message
 from verl.agent.chat_writer import ChatWriter
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput, register
+from verl.agent.loop import AgentLoopBase, AgentLoopOutput, register_agent_loop
 from verl.agent.reply_tokens import reply_tokens
 from verl.agent.toolbox import Toolbox, ToolSession
 from verl.config import PPOConfig
@@ -35,7 +35,7 @@ _TURNS = "actor_rollout_ref.rollout.multi_turn"
 _NAMED, _NAME = 8, 64
 
 
-@register("tool_agent")
+@register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """`agent_name: tool_agent`; its keys are `rollout.multi_turn.*`."""
 

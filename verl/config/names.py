@@ -146,7 +146,7 @@ def rollout_traits(name: str) -> RolloutTraits:
 
 # The loop with one model call per trajectory: its rows need no loop worker.
 SINGLE_TURN = "single_turn_agent"
-AGENT_LOOPS = ExtensionTable("agent", "register", Traits)
+AGENT_LOOPS = ExtensionTable("agent", "register_agent_loop", Traits)
 
 
 @dataclass(frozen=True)
