@@ -60,7 +60,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "FolderTakenError": lambda kind: kind(Path("/checkpoints"), None),
     "HttpError": lambda kind: kind(404, "no such path"),
     "PromptRejected": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
-    "Unreadable": lambda kind: kind("is no number", "Set a number"),
+    "InvalidValue": lambda kind: kind("is no number", "Set a number"),
     "ApiError": lambda kind: kind("no such model", "model", 404, "model_not_found"),
     "_Refused": lambda kind: kind(413, "too long"),
     "WorkerError": lambda kind: kind("it failed", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),

