@@ -150,8 +150,8 @@ class RunStatus:
 class Phases:
     """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, the final value as `name/after`.
 
-    Only the workers of a phase are asked for memory, after it: a request costs the controller milliseconds. The peak of
-    a phase includes those of nested phases.
+    Memory is requested from the workers of a phase only, at its end: a request costs the controller milliseconds. The
+    peak of a phase includes those of nested phases.
     """
 
     def __init__(

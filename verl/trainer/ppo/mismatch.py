@@ -19,7 +19,7 @@ from verl.utils.torch_functional import masked_mean
 
 logger = logging.getLogger(__name__)
 
-# With bypass_mode, the trainer computes log-probs of one in so many trajectories, to measure the mismatch.
+# With bypass_mode, the trainer computes the log-probs of every n-th trajectory to measure the mismatch.
 _SAMPLE_EVERY = 16
 # Keys that need the rollout's log-probs.
 _CORRECTION_KEYS = ("rollout_is", "rollout_rs", "bypass_mode")

@@ -45,7 +45,7 @@ _POLL_S = 1.0
 # Ranks are not asked before a phase has made no progress for this long.
 _QUIET_S = 3.0
 _ANSWER_TIMEOUT_S = 1.0
-# Asking a rank costs the controller about 0.3 ms: with many ranks, they are asked less often.
+# A poll of one rank costs the controller about 0.3 ms: the interval grows with the number of ranks.
 _POLL_S_PER_RANK = 0.03
 # Seconds after which a problem of this kind is logged; other kinds are logged at half of their limit.
 _WARN_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
@@ -315,7 +315,7 @@ class HangLimits:
     def limit(self, phase: str, kind: str = "") -> float:
         """Return the limit of a phase for a diagnosis of this kind."""
         if kind == "traced":
-            return math.inf  # somebody is debugging
+            return math.inf  # a debugger is attached
         cannot_run = kind in ("stopped", "dead")
         if self._timeout is not None:
             # The configured timeout is meant for phases, not for starting processes and loading models.

@@ -267,7 +267,7 @@ class ControllerMonitor:
         reason, limit = self._processes.stopped(), self._timeout or _STOPPED_S
         if reason is None and is_local and (state := why_not_running(pid)) in _STOPPED_STATES:
             reason = f"the controller (TaskRunner, pid {pid}) is {_STOPPED_STATES[state]}"
-            limit = math.inf if state == "traced" else limit  # somebody is debugging
+            limit = math.inf if state == "traced" else limit  # a debugger is attached
         if reason is None:
             self._stopped = None
             return self._check_silence(now, pid if is_local else 0)
