@@ -166,7 +166,11 @@ def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], repo
     kind.convert_old_keys(values, report)
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
-    read_user_declarations(values.get("external_libs") or ())
+    libraries = values.get("external_libs") or []
+    try:
+        read_user_declarations([libraries] if isinstance(libraries, str) else libraries)
+    except ValueError as error:
+        report.statement("external_libs", libraries, f"external_libs: {error}")
     config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
     config.changed = _changed_keys(config, defaults, kind.yaml)
     kind.resolve(config, report)

@@ -66,6 +66,20 @@ def test_an_unknown_trait_names_the_file_and_the_known_ones(module):
         read_user_declarations([name])
 
 
+def test_a_wrong_declaration_is_a_problem_of_external_libs_beside_the_others(module):
+    name = module('@register_adv_est("another_typo", use_groups=True)\ndef compute_typo(): ...\n')
+    with pytest.raises(ConfigError) as error:
+        load_config({}, [f"external_libs=[{name}]", "algorithm.adv_estimator=another_typo"], check_files=False)
+    assert "external_libs: " in str(error.value)
+    assert "data.train_files" in str(error.value)
+
+
+def test_a_single_module_need_not_be_a_list(module):
+    name = module(ESTIMATOR.format(name="mine_alone"))
+    overrides = ["algorithm.adv_estimator=mine_alone", *REQUIRED]
+    assert load_config({"external_libs": name}, overrides, check_files=False).actor_rollout_ref.rollout.n > 1
+
+
 def test_a_trait_that_is_no_literal_names_the_line(module):
     name = module('KEYS = ()\n@register_adv_est("computed", reads=KEYS)\ndef compute_computed(): ...\n')
     with pytest.raises(ValueError, match=rf"{name}\.py: line 2"):
