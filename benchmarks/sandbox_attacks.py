@@ -94,7 +94,7 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--attack", action="store_true", help="attacks on the isolation")
     kind.add_argument("--measure", action="store_true", help="attempts to exceed the limits on memory and disk space")
-    parser.add_argument("--user", type=int, help="as root: numeric user id, for example 65534 (nobody)")
+    parser.add_argument("--user", type=int, help="as root: numeric user id, for example 65534")
     parser.add_argument("--rows", metavar="WITHOUT", help=argparse.SUPPRESS)  # one column, as JSON
     arguments = parser.parse_args()
     if arguments.rows is not None:

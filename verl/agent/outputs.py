@@ -120,19 +120,19 @@ def _metrics(outputs: Sequence[AgentLoopOutput], trace: CallTrace) -> dict[str, 
     for output in outputs:
         for kind, count in output.metrics.failures.items():
             failures[kind] += count
-        for tool, said in output.metrics.tools.items():
-            for name, value in said.items():
+        for tool, figures in output.metrics.tools.items():
+            for name, value in figures.items():
                 tools[tool][name] += value
-    told = [output.metrics for output in outputs]
+    metrics = [output.metrics for output in outputs]
     return {
-        "generate_s": sum(one.generate_sequences for one in told) or trace.generate_s,
-        "tool_s": sum(one.tool_calls for one in told),
-        "compute_score_s": sum(one.compute_score for one in told),
-        "tool_calls": sum(one.tool_call_counts for one in told),
-        "num_preempted": sum(one.num_preempted for one in told) or trace.num_preempted,
+        "generate_s": sum(one.generate_sequences for one in metrics) or trace.generate_s,
+        "tool_s": sum(one.tool_calls for one in metrics),
+        "compute_score_s": sum(one.compute_score for one in metrics),
+        "tool_calls": sum(one.tool_call_counts for one in metrics),
+        "num_preempted": sum(one.num_preempted for one in metrics) or trace.num_preempted,
         "turns": len(trace.calls),
         "failures": dict(failures),
-        "tools": {tool: dict(said) for tool, said in tools.items()},
+        "tools": {tool: dict(figures) for tool, figures in tools.items()},
         "error": None,
     }
 
