@@ -81,8 +81,8 @@ def test_real_data_becomes_rows_that_train_and_whose_ground_truths_score_one(tmp
         file = str(tmp_path / "out" / f"{split}.parquet")
         report = check_files(file, any_source=not by_rule)
         assert report.problems == []
-        assert all(wiring.right == wiring.tried for wiring in report.wiring.values())
-        assert sum(wiring.tried for wiring in report.wiring.values()) == (len(made[split]) if by_rule else 0)
+        assert all(source.correct == source.tried for source in report.sources.values())
+        assert sum(source.tried for source in report.sources.values()) == (len(made[split]) if by_rule else 0)
         dataset = RLHFDataset(file, tiny_tokenizer(), {"max_prompt_length": 8192})
         dataset.validate(data_sources=known_data_sources() if by_rule else None)
         assert dataset[0]["extra_info"]["split"] == split
