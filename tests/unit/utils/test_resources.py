@@ -47,7 +47,7 @@ def test_what_was_left_out_is_freed_when_nobody_refers_to_it():
     assert gone() is None
 
 
-def test_a_rank_settles_when_a_method_comes_for_the_second_time():
+def test_a_rank_freezes_objects_after_the_second_call_of_a_method():
     host = RayRankHost()
     host._workers["actor"] = [3, 1]
     frozen = []
@@ -62,4 +62,5 @@ def test_a_rank_settles_when_a_method_comes_for_the_second_time():
         host.call("actor", method, [3], {}, lane)
         frozen.append(gc.get_freeze_count())
     assert frozen[:3] == [0, 0, 0], "a control call may come in the middle of a step"
-    assert 0 < frozen[3] == frozen[4]
+    # Other threads of the process may free frozen objects in between; a second freeze would add thousands.
+    assert 0 < frozen[4] <= frozen[3]
