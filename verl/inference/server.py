@@ -32,7 +32,7 @@ from verl.utils.http_server.server import (
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
-from verl.utils.resources import freeze_gc
+from verl.utils.resources import freeze_gc, use_single_heap
 
 __all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
     options = options_parser().parse_args(arguments)
     setup_logging()
+    use_single_heap()
     try:
         serve(options)
     except (ValueError, OSError) as error:

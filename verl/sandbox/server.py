@@ -36,7 +36,7 @@ from verl.utils.http_server.server import (
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
-from verl.utils.resources import available_cores
+from verl.utils.resources import available_cores, use_single_heap
 
 __all__ = ["SandboxServer", "main", "serve"]
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
+    use_single_heap()
     try:
         serve(options)
     except (ValueError, OSError, IsolationMissing) as error:

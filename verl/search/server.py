@@ -37,6 +37,7 @@ from verl.utils.http_server.server import (
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
+from verl.utils.resources import use_single_heap
 
 __all__ = ["SearchServer", "main"]
 
@@ -120,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
+    use_single_heap()
     try:
         _serve(options)
     except (ValueError, OSError) as error:

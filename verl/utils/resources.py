@@ -14,6 +14,7 @@ from pathlib import Path
 _MAX_LOAD_FACTOR = 10.0
 # The first call of a method loads modules, compiles and captures graphs; the second one finds a warm process.
 _WARM_CALLS = 2
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 def available_cores() -> int:
@@ -78,13 +79,24 @@ class WarmupGcFreeze:
             freeze_gc()
 
 
+def use_single_heap() -> None:
+    """Let all threads allocate from one heap, which `trim_heap` can return completely; does nothing without glibc.
+
+    By default glibc creates heaps for threads, and keeps up to 64 MB of free memory at the end of each: `malloc_trim`
+    returns the end of the first heap only. Call it before the process starts threads.
+    """
+    mallopt = _libc_function("mallopt")
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
 def trim_heap() -> None:
     """Return freed heap memory to the operating system; does nothing without glibc."""
-    trim = _malloc_trim()
+    trim = _libc_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+def _libc_function(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None)

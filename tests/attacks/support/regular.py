@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ Work = Callable[[str], Any]
 """url -> the result, comparable with ==."""
 _PAUSE_S = 0.1
 _TIMEOUT_S = 120.0
+_BATCH = 16
+"""--max-num-seqs of the servers."""
 _numbers = itertools.count()
 
 
@@ -168,6 +171,10 @@ def _inference() -> list[Work]:
         chat(temperature=0),
         chat(temperature=0.8, seed=3, n=3),
         chat(temperature=0, response_format={"type": "json_object"}, max_tokens=8),
+        # The largest batch of the longest prompts, with every kind of sampling: the idle level includes its buffers.
+        complete(prompt=["word " * 100] * _BATCH, temperature=0.7, top_p=0.9, seed=1, logprobs=5, max_tokens=16),
+        complete(prompt="penalties", temperature=0, presence_penalty=0.5, logit_bias={"65": 1.0}, stop=["never"]),
+        complete(prompt="echo " * 100, temperature=0, echo=True, logprobs=1, max_tokens=1),
     ]
 
 
@@ -196,6 +203,20 @@ def _gateway() -> list[Work]:
         tokens = [node["token_ids"] for node in record["nodes"]]
         return first["content"], turn["choices"][0]["message"]["content"], tokens, record["reward_info"]
 
+    def crowd(url: str) -> Any:
+        """Long conversations at the same time, as many as one batch has: the idle level includes its buffers."""
+        content = {"role": "user", "content": "word " * 100}
+        given = {"model": "any", "max_tokens": 16, "temperature": 0, "messages": [content]}
+
+        def converse(_place: int) -> str:
+            name = f"regular-{next(_numbers)}"
+            answer = request(url, "POST", f"/sessions/{name}/v1/chat/completions", given, name)
+            request(url, "DELETE", f"/sessions/{name}", key=name)
+            return str(answer["choices"][0]["message"]["content"])
+
+        with ThreadPoolExecutor(_BATCH) as threads:
+            return list(threads.map(converse, range(_BATCH)))
+
     def anthropic(url: str) -> Any:
         name = f"regular-{next(_numbers)}"
         given = {"model": "any", "max_tokens": 8, "temperature": 0, "messages": messages}
@@ -212,4 +233,4 @@ def _gateway() -> list[Work]:
         return request(url, "GET", f"/sessions/{VICTIM}", key=VICTIM_SECRET)
 
     victim_exists: list[bool] = []
-    return [chat, anthropic, victim]
+    return [chat, anthropic, crowd, victim]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -64,3 +66,30 @@ def test_a_rank_freezes_objects_after_the_second_call_of_a_method():
     assert frozen[:3] == [0, 0, 0], "a control call may come in the middle of a step"
     # Other threads of the process may free frozen objects in between; a second freeze would add thousands.
     assert 0 < frozen[4] <= frozen[3]
+
+
+THREAD_ALLOCATIONS = """
+import threading
+from verl.utils.process_tree import resident_bytes
+from verl.utils.resources import trim_heap, use_single_heap
+{first}
+large = bytearray(30 << 20)
+del large  # from now on glibc keeps up to 60 MB of free memory in each heap
+def allocate():
+    blocks = [bytearray(100_000) for _ in range(500)]
+before = resident_bytes()
+thread = threading.Thread(target=allocate)
+thread.start()
+thread.join()
+trim_heap()
+print((resident_bytes() - before) >> 20)
+"""
+
+
+def test_memory_that_a_thread_has_freed_is_returned_to_the_system():
+    kept = {
+        first: int(subprocess.check_output([sys.executable, "-c", THREAD_ALLOCATIONS.format(first=first)]))
+        for first in ("", "use_single_heap()")
+    }
+    assert kept["use_single_heap()"] < 10
+    assert kept[""] > 40, "glibc returns it by itself: use_single_heap is not needed any more"

@@ -36,7 +36,7 @@ from verl.utils.http_server.server import (
     warn_if_public,
 )
 from verl.utils.logging_setup import setup_logging
-from verl.utils.resources import freeze_gc
+from verl.utils.resources import freeze_gc, use_single_heap
 from verl.utils.tool_calls import get_parser
 
 __all__ = ["main"]
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
+    use_single_heap()
     try:
         _serve(options)
     except (ValueError, OSError) as error:

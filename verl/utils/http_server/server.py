@@ -49,7 +49,7 @@ _EVENTS_AT_ONCE = 256
 # After this time a thread that computes lets the event loop run (Python's default: 5 ms).
 _SWITCH_SECONDS = 0.001
 _BACKLOG = MOST_READY
-# Every 2 s, if the memory has grown by this much since the last time.
+# Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
@@ -209,6 +209,7 @@ class _Server(uvicorn.Server):
         self._signals = _SIGNALS if signals else ()
         self._lobbies: list[Lobby] = []
         self._trimmed_to = 0
+        self._trimmed_after_requests = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -222,10 +223,16 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second. Free memory of the heap goes back to the system: malloc keeps it."""
-        if counter % _TICKS_PER_TRIM == 0 and process_tree.resident_bytes() > self._trimmed_to + _GROWTH_BYTES:
+        if counter % _TICKS_PER_TRIM == 0 and self._should_trim():
+            self._trimmed_after_requests = self.server_state.total_requests
             await asyncio.to_thread(trim_heap)
             self._trimmed_to = process_tree.resident_bytes()
         return await super().on_tick(counter)
+
+    def _should_trim(self) -> bool:
+        if process_tree.resident_bytes() > self._trimmed_to + _GROWTH_BYTES:
+            return True
+        return not self.server_state.tasks and self.server_state.total_requests > self._trimmed_after_requests
 
     def _lobby(self, bound: socket.socket) -> Lobby:
         def create_protocol() -> asyncio.Protocol:
