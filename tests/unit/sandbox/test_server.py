@@ -18,7 +18,7 @@ import pytest
 from verl.sandbox import REQUIRE, Limits, Result, SandboxClient, SandboxUnavailable, available
 from verl.sandbox.code_runner import CodeSettings
 from verl.sandbox.fusion_api import ServerFailed, result_from_json, result_to_json, run_request
-from verl.sandbox.request import RunRequest
+from verl.sandbox.server import RunRequest
 from verl.utils.http_server.app import create_app
 from verl.utils.http_server.server import serve_in_thread
 from verl.utils.reward_score.code import compute_score

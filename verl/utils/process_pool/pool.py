@@ -31,8 +31,17 @@ from verl.utils import process_tree
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
 from verl.utils.process_pool.fork_server import GROWN, IMPORTING, MEMORY, MODULES, RETURNED
-from verl.utils.process_pool.pace import LOOK_SECONDS, Pace
-from verl.utils.process_pool.processes import FROM_OUTSIDE, Done, ForkServer, Task, Worker, ending_in_words, portable
+from verl.utils.process_pool.processes import (
+    FROM_OUTSIDE,
+    LOOK_SECONDS,
+    Done,
+    ForkServer,
+    Pace,
+    Task,
+    Worker,
+    ending_in_words,
+    portable,
+)
 from verl.utils.progress import expect, tick
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("math_verify", reason="needs math-verify (pip install math-verify)")
 
-from verl.utils.reward_score import symbolic
-from verl.utils.reward_score.symbolic import symbolically_equal
+from verl.utils.reward_score import math as math_scorer
+from verl.utils.reward_score.math import symbolically_equal
 
 SLOW = r"\int_{0}^{1}\int_0^1 \sin(x^3y^2)\cos(e^{x})dxdy"
 
@@ -57,7 +57,7 @@ def test_monstrous_answers_are_wrong_answers(answer):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a lost alarm, rung again
 def test_time_is_limited_on_the_main_thread_and_the_alarm_is_put_back(monkeypatch):
-    monkeypatch.setattr(symbolic, "_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(math_scorer, "_CPU_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGVTALRM)
     assert symbolically_equal("3", SLOW) is False
     assert signal.getsignal(signal.SIGVTALRM) is before
@@ -74,8 +74,8 @@ def test_on_other_threads_a_process_compares_and_is_replaced_when_it_does_not_an
         thread.join()
 
     compare(("x^2-1", "(x-1)(x+1)"), ("4", "5"))
-    monkeypatch.setattr(symbolic, "_HELPER_SECONDS", 0.0)
+    monkeypatch.setattr(math_scorer, "_HELPER_SECONDS", 0.0)
     compare(("4", "2+2"))  # no answer in no time
-    monkeypatch.setattr(symbolic, "_HELPER_SECONDS", 60.0)
+    monkeypatch.setattr(math_scorer, "_HELPER_SECONDS", 60.0)
     compare(("4", "2+2"))
     assert results == [True, False, False, True]
