@@ -152,7 +152,7 @@ def bm25_speed(corpus: Path, folder: Path, queries: list[str]) -> None:
 
 async def ask(url: str, queries: list[str]) -> None:
     """As 256 trajectories ask that search at the same time, each one query."""
-    client, slots = RetrieverClient(url, remembered=0), asyncio.Semaphore(256)
+    client, slots = RetrieverClient(url, cache_size=0), asyncio.Semaphore(256)
 
     async def one(query: str) -> None:
         async with slots:

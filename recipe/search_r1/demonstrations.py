@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from verl.agent.search_protocol import Information
+from verl.agent.search_loop import ObservationEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.rows import Rows
 
@@ -23,7 +23,7 @@ class Demonstrations(Dataset):
     def __init__(self, data_files: Any, tokenizer: Any, config: Any, max_samples: int = -1) -> None:
         self._rows, self._tokenizer, self._longest = Rows(find_files(data_files)), tokenizer, config.max_length
         self._length = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
-        self._told = Information(tokenizer, START, END, config.max_length)
+        self._encoder = ObservationEncoder(tokenizer, START, END, config.max_length)
 
     def __len__(self) -> int:
         return self._length
@@ -34,9 +34,9 @@ class Demonstrations(Dataset):
         ids = self._ids(text)
         mask = [0] * len(ids)
         for turn in row["turns"]:
-            said = self._ids(turn["text"]) if turn["by_model"] else self._told.between(turn["text"])
-            ids += said
-            mask += [int(turn["by_model"])] * len(said)
+            token_ids = self._ids(turn["text"]) if turn["by_model"] else self._encoder.wrap(turn["text"])
+            ids += token_ids
+            mask += [int(turn["by_model"])] * len(token_ids)
         if len(ids) > self._longest:
             raise ValueError(f"data.max_length: {self._rows.where(item)} has {len(ids)} tokens. Raise it.")
         return {

@@ -22,7 +22,7 @@ from hotpotqa_search import training_rows
 
 from recipe.tiny import write_rows
 from verl.search.retriever import Retriever, open_retriever
-from verl.search.searcher import as_information
+from verl.search.searcher import format_documents
 from verl.utils.reward_score.qa_em import normalize_answer, subem_check
 
 SPLITS = {"sft": range(0, 3), "train": range(3, 7), "val": range(7, 10)}
@@ -38,7 +38,7 @@ def demonstrations(rows: Sequence[dict[str, Any]], retriever: Retriever, rng: ra
     for row in rows:
         question, golden = row["extra_info"]["question"], row["reward_model"]["ground_truth"]["target"]
         (hits,) = retriever.retrieve([question], TOPK)
-        found = as_information(hits).rstrip()
+        found = format_documents(hits).rstrip()
         readable = subem_check(found, golden) or normalize_answer(golden[0]) in ("yes", "no")
         for variant in range(VARIANTS):
             if variant >= SEARCHES * VARIANTS:

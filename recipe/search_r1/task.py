@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe.tiny import save_random_model, word_tokenizer, write_rows
-from verl.agent.search_protocol import FAILED, INVALID, NOTHING
+from verl.agent.search_loop import FAILED, INVALID
 from verl.search.corpus import Document
 from verl.search.retriever import Hit
-from verl.search.searcher import as_information
+from verl.search.searcher import NO_RESULTS, format_documents
 
 
 def words_of(text: str) -> list[str]:
@@ -80,7 +80,7 @@ def demonstration(fact: Fact, other: Fact, rng: random.Random) -> dict[str, Any]
     turns, value = [], rng.choice(VALUES[fact.kind])
     if rng.random() < SEARCHES:
         value = fact.value
-        found = as_information([Hit(one.document, 0.0) for one in (fact, other)]).rstrip()
+        found = format_documents([Hit(one.document, 0.0) for one in (fact, other)]).rstrip()
         asked = f"<search> {fact.kind} of {fact.place} {fact.name} </search>"
         turns = [{"text": asked, "by_model": True}, {"text": found, "by_model": False}]
     turns.append({"text": f"<answer> {value} </answer>", "by_model": True})
@@ -120,7 +120,7 @@ def make_task(folder: Path, seed: int = 1, rows: dict[str, int] | None = None) -
 
 def vocabulary() -> list[str]:
     """Every word and sign that a conversation may have."""
-    said = [INVALID, FAILED, NOTHING, "Doc 1(Title: The) of is. What is the of?"]
+    said = [INVALID, FAILED, NO_RESULTS, "Doc 1(Title: The) of is. What is the of?"]
     words = [word for text in said for word in re.findall(r"\w+|[^\w\s]+", text)]
     return [
         *words,

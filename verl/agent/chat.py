@@ -1,22 +1,33 @@
-"""Chat: a conversation as token ids, written by the model's chat template and extended turn by turn.
+"""Chat: a conversation as token ids, rendered by the model's chat template and extended turn by turn.
 
-The tokens of a turn stay as the model sampled them. Only what follows a turn is rendered by the template and tokenised.
-`check` compares this with the template applied to whole conversations, before anything is generated.
+The tokens of a turn stay as the model sampled them. Only the text after a turn is rendered by the template and
+tokenised. `check` compares this with the template applied to whole conversations, before anything is generated.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from verl.agent.chat_check import check_template
 from verl.utils.end_tokens import find_end_tokens
+from verl.utils.text_workers import SHORT_TEXT, TextWorkers, max_characters, text_length, tokenizer_loader
 from verl.utils.turn_template import CallStyle, Messages, TurnTemplate, tool_message
 
-__all__ = ["Chat", "tool_message"]
+__all__ = ["Chat", "ChatSettings", "cached_chat", "encode_replies", "tool_message"]
 
 # Prefix for encoding a continuation: some tokenizers put a space before every text, but not inside of one.
-_BEFORE = "!"
+_TEXT_BEFORE = "!"
+# Size of the cache of Chats per process.
+_CACHED_CHATS = 64
+# Time limit for encoding long replies.
+_ENCODE_TIMEOUT_S = 60.0
+
+_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, TextWorkers] = WeakKeyDictionary()
 
 
 class Chat:
@@ -29,7 +40,7 @@ class Chat:
         end_token_ids: Iterable[int] = (),
         **template_kwargs: Any,
     ) -> None:
-        """`tools` as the OpenAI API describes them; other keywords are those of the chat template.
+        """`tools`: in the format of the OpenAI API. `template_kwargs`: keywords of the chat template.
 
         `end_token_ids` are the ids at which the engine ends a turn (`find_end_tokens` of the model). The end tokens
         of the tokenizer and the template are added to them.
@@ -37,33 +48,33 @@ class Chat:
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, template_kwargs
         if self.template is None:
             raise ValueError(
-                "the tokenizer has no chat template, and turns need one. Take a model that has one (-Instruct, -it), or"
-                " give one in data.apply_chat_template_kwargs.chat_template."
+                "the tokenizer has no chat template, which multi-turn conversations need. Use a model that has one"
+                " (-Instruct, -it), or set data.apply_chat_template_kwargs.chat_template."
             )
         self.turns = TurnTemplate(tokenizer, self._tools, template_kwargs)
         self.style: CallStyle = self.turns.style
         template_ids = find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
-        self.ends: frozenset[int] = template_ids | frozenset(end_token_ids)
+        self.end_ids: frozenset[int] = template_ids | frozenset(end_token_ids)
         """Ids of the tokens that end a turn of the model."""
 
-    def start(self, messages: Messages) -> list[int]:
-        """The conversation up to the model's first turn."""
-        return self.encode(self.write(messages, ask=True))
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Token ids of the conversation with the generation prompt."""
+        return self.encode(self.render(messages, generation_prompt=True))
 
-    def content(self, answer: Sequence[int]) -> list[int]:
-        """The tokens of a turn without the token that ended it."""
-        return list(answer[:-1] if answer and answer[-1] in self.ends else answer)
+    def strip_end_token(self, turn: Sequence[int]) -> list[int]:
+        """The tokens of a turn without its end token, if it has one."""
+        return list(turn[:-1] if turn and turn[-1] in self.end_ids else turn)
 
     def suffix(self, messages: Messages, answer: Sequence[int] = ()) -> list[int]:
-        """The tokens after a turn of the model that these messages respond to, up to its next turn.
+        """Token ids of the replies `messages` to a turn of the model, with the generation prompt of its next turn.
 
-        `answer` are the tokens of that turn; only the last one matters. If it is one of `ends`, the template's end
+        `answer`: the tokens of that turn; only the last one matters. If it is one of `end_ids`, the template's end
         token is not written again; if it is the role token that opens the next message (GLM), the role token is not
         written again. After any other token the suffix begins with the template's end token.
         """
         turn_end = self.turns.after_turn(messages)
         rest, last = turn_end.rest, answer[-1] if answer else None
-        if last is None or (last not in self.ends and last != self._token_id(turn_end.token)):
+        if last is None or (last not in self.end_ids and last != self._token_id(turn_end.token)):
             return self.encode(turn_end.token + rest) if turn_end.token else self._encode_after_text(rest)
         if turn_end.role_token and last == self._token_id(turn_end.role_token):
             rest = rest.lstrip().removeprefix(turn_end.role_token)
@@ -82,18 +93,9 @@ class Chat:
         """
         return [] if mode == "disable" else check_template(self, mode)
 
-    def written_call(self) -> str | None:
-        """How the template writes a call of the first tool (its argument is `of`); None: it writes none."""
-        return self.turns.rendered_call()
-
-    @property
-    def tool_name(self) -> str:
-        """The name of a tool to probe templates with."""
-        return self.turns.tool_name
-
-    def write(self, messages: Messages, ask: bool) -> str:
-        """The template's text of a conversation; `ask`: with the generation prompt."""
-        return self.turns.render(messages, generation_prompt=ask)
+    def render(self, messages: Messages, generation_prompt: bool) -> str:
+        """The template's text of a conversation."""
+        return self.turns.render(messages, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -112,7 +114,7 @@ class Chat:
 
     @property
     def template(self) -> Any:
-        """The source of the template, or of several by name."""
+        """The source of the template, or a dict of templates by name."""
         return self._kwargs.get("chat_template", self._tokenizer.chat_template)
 
     def _token_id(self, token: str) -> int | None:
@@ -120,5 +122,61 @@ class Chat:
 
     def _encode_after_text(self, text: str) -> list[int]:
         """Token ids of a text that follows other text: without a space that the tokenizer puts before every text."""
-        before, both = self.encode(_BEFORE), self.encode(_BEFORE + text)
+        before, both = self.encode(_TEXT_BEFORE), self.encode(_TEXT_BEFORE + text)
         return both[len(before) :] if both[: len(before)] == before else self.encode(text)
+
+
+class ChatSettings(NamedTuple):
+    """The settings of a Chat without its tokenizer: hashable, and small enough to send to a text worker process."""
+
+    tools: str
+    """JSON, in the format of the OpenAI API."""
+    end_token_ids: tuple[int, ...]
+    template_kwargs: str
+    """JSON."""
+
+    @classmethod
+    def create(cls, tools: Any, end_token_ids: Iterable[int], template_kwargs: Mapping[str, Any]) -> ChatSettings:
+        return cls(json.dumps(tools), tuple(sorted(end_token_ids)), json.dumps(dict(template_kwargs), sort_keys=True))
+
+
+@lru_cache(_CACHED_CHATS)
+def cached_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
+    """The Chat with these settings."""
+    return Chat(tokenizer, json.loads(settings.tools), settings.end_token_ids, **json.loads(settings.template_kwargs))
+
+
+async def encode_replies(
+    chat: Chat,
+    settings: ChatSettings,
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    answer: Sequence[int],
+    max_tokens: int,
+) -> list[int]:
+    """`chat.suffix(messages, answer)`, of which only the first `max_tokens` tokens are exact: longer texts are cut to
+    the characters that can fill them.
+
+    Long texts are encoded in a worker process. If that takes more than 60 s or 2 GB, it raises TextWorkLimit, a
+    ValueError, which fails only this trajectory.
+    """
+    shortened = [_shorten(message, max_characters(tokenizer, max_tokens)) for message in messages]
+    if text_length(shortened) <= SHORT_TEXT:
+        return chat.suffix(shortened, answer)
+    loop = asyncio.get_running_loop()
+    if loop not in _workers:
+        _workers[loop] = TextWorkers(tokenizer_loader(tokenizer), _ENCODE_TIMEOUT_S)
+    return await _workers[loop].call(_encode_in_worker, settings, shortened, list(answer[-1:]))
+
+
+def _encode_in_worker(
+    tokenizer: Any, settings: ChatSettings, messages: Sequence[Mapping[str, Any]], last_token: Sequence[int]
+) -> list[int]:
+    return cached_chat(tokenizer, settings).suffix(messages, last_token)
+
+
+def _shorten(message: dict[str, Any], characters: int) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, str) or len(content) <= characters:
+        return message
+    return {**message, "content": content[:characters]}

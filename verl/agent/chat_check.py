@@ -19,7 +19,8 @@ from verl.utils.turn_template import (
 __all__ = ["check_template"]
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
-_SHOWN = 200  # characters
+# Characters of both texts in an error message.
+_SHOWN = 200
 _USER: Message = {"role": "user", "content": "Go on."}
 
 
@@ -28,16 +29,14 @@ class _Chat(Protocol):
 
     turns: TurnTemplate
     style: CallStyle
-    ends: frozenset[int]
+    end_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def suffix(self, messages: Messages, answer: Sequence[int] = ()) -> list[int]: ...
-    def write(self, messages: Messages, ask: bool) -> str: ...
+    def render(self, messages: Messages, generation_prompt: bool) -> str: ...
     @property
     def has_tools(self) -> bool: ...
-    @property
-    def tool_name(self) -> str: ...
     @property
     def template(self) -> Any: ...
 
@@ -55,14 +54,14 @@ def _missing(chat: _Chat) -> Iterator[str]:
     """Features that the template does not have."""
     if chat.has_tools and not chat.style.tool_role:
         yield "has no role for tools: tool results are sent as a user message in <tool_response> tags"
-    if chat.has_tools and chat.tool_name not in chat.write([FIRST], ask=True):
+    if chat.has_tools and chat.turns.tool_name not in chat.render([FIRST], generation_prompt=True):
         yield "does not list the tools: describe them, and how to call them, in the prompt"
 
 
 def _rewrites(chat: _Chat, mode: str) -> Iterator[str]:
     """Changes that the template makes to earlier turns."""
     user = [_USER]
-    tools = [tool_message(chat.tool_name, f"Result {number}.", number) for number in range(2)]
+    tools = [tool_message(chat.turns.tool_name, f"Result {number}.", number) for number in range(2)]
     conversations: list[tuple[str, list[Messages]]] = [("a user", [user, user])]
     if chat.has_tools:
         conversations += [
@@ -85,13 +84,13 @@ def _compare(chat: _Chat, mode: str, replier: str, rounds: Sequence[Messages]) -
     Returns the change that the template makes to earlier turns; None: it makes none.
     """
     probe = _Probe(chat)
-    messages, before = probe.first, chat.write(probe.first, ask=True)
+    messages, before = probe.first, chat.render(probe.first, generation_prompt=True)
     contexts = [_Context(chat, end, chat.encode(before)) for end in _ends_to_try(chat)]
     for number, replies in enumerate(rounds):
         answer = probe.answer(number, replies)
         turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
         earlier, messages = messages, [*messages, answer, *chat.style.written(replies)]
-        after = chat.write(messages, ask=True)
+        after = chat.render(messages, generation_prompt=True)
         change = probe.change(before, after, number)
         if turn is not None and after.startswith(before if change is None else before + turn):
             whole = chat.encode(after)
@@ -108,7 +107,7 @@ def _compare(chat: _Chat, mode: str, replier: str, rounds: Sequence[Messages]) -
 def _ends_to_try(chat: _Chat) -> list[int | None]:
     """The end tokens that are added tokens of the tokenizer, not text; None stands for a truncated turn."""
     marks = chat.turns.mark_ids
-    return [None, *sorted(chat.ends & marks)]
+    return [None, *sorted(chat.end_ids & marks)]
 
 
 def _closing_span(chat: _Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
@@ -117,10 +116,10 @@ def _closing_span(chat: _Chat, messages: Messages, answer: Message, replies: Mes
     It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `final`: see
     `TurnTemplate.turn_text`.
     """
-    start = chat.write(messages, ask=True) + (chat.turns.turn_text(messages, answer, final) or "")
+    start = chat.render(messages, generation_prompt=True) + (chat.turns.turn_text(messages, answer, final) or "")
     written = chat.style.written(replies)
-    last = chat.write([*messages, answer], ask=False).removeprefix(start)
-    after = chat.write([*messages, answer, *written], ask=True).removeprefix(start)
+    last = chat.render([*messages, answer], generation_prompt=False).removeprefix(start)
+    after = chat.render([*messages, answer, *written], generation_prompt=True).removeprefix(start)
     tokens = closing_tokens(last, after, chat.turns.marks)
     if tokens:  # written whether or not a message follows
         return after[: tokens[-1].end()]
@@ -137,11 +136,14 @@ def _span_before_user(chat: _Chat, between: str) -> str:
     The text that also precedes the first user message is removed. If no token remains, the template closes answers and
     user messages with the same token, or answers with none.
     """
-    closed, asked = (chat.turns.render_probe([FIRST], ask).rpartition(str(FIRST["content"])) for ask in (False, True))
+    closed, prompted = (
+        chat.turns.render_probe([FIRST], generation_prompt).rpartition(str(FIRST["content"]))
+        for generation_prompt in (False, True)
+    )
     shared = common_length(between[::-1], closed[0][::-1])
     before = between[: len(between) - shared]
     tokens = closing_tokens(before, before, chat.turns.marks)
-    tokens = tokens or closing_tokens(closed[2], asked[2], chat.turns.marks)
+    tokens = tokens or closing_tokens(closed[2], prompted[2], chat.turns.marks)
     span = tokens[-1].string[: tokens[-1].end()] if tokens else ""
     return span if between.startswith(span) else ""
 
@@ -204,11 +206,11 @@ class _Probe:
         self._chat = chat
         self.first: list[Message] = [{"role": "system", "content": self.SYSTEM}, FIRST]
         try:
-            text = chat.write(self.first, ask=True)
+            text = chat.render(self.first, generation_prompt=True)
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
             self.first = [FIRST]
-            text = chat.write(self.first, ask=True)
-        self._prompt = text[len(chat.write(self.first, ask=False)) :]
+            text = chat.render(self.first, generation_prompt=True)
+        self._prompt = text[len(chat.render(self.first, generation_prompt=False)) :]
         self._thinks = "think>" in str(chat.template) and "</think>" not in self._prompt
 
     def final_text(self, number: int) -> str:
@@ -227,7 +229,7 @@ class _Probe:
             return "drops the thinking of earlier turns"
         if after.startswith(before):
             return None
-        for part, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.tool_name)):
+        for part, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.turns.tool_name)):
             if text in before and before.find(text) != after.find(text):
                 return f"moves or leaves out {part}"
         start = next(index for index, (old, new) in enumerate(zip(before, after + "\0", strict=False)) if old != new)

@@ -12,14 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from verl.agent.conversation import conversation_of
 from verl.agent.loop import AgentLoopBase
-from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
+from verl.agent.outputs import RowLimits, build_trajectory, failed_trajectory
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.layout import serves_reward_model
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output
-from verl.types.trajectory import Trajectory
+from verl.types.trajectory import Row, Trajectory
 from verl.utils.end_tokens import EndTokens
 from verl.utils.progress import pulse
 from verl.workers.rollout.call_trace import CallTrace, tracing
@@ -29,11 +28,12 @@ from verl.workers.rollout.partial_outputs import output_since
 from verl.workers.rollout.prompts import sampling_params
 from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
 
-__all__ = ["AgentHost", "LoopContext"]
+__all__ = ["AgentHost", "LoopContext", "derive_messages"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Messages = Sequence[Mapping[str, Any]]
 
 # Interval of progress reports.
 _PULSE_S = 1.0
@@ -176,8 +176,8 @@ class AgentHost(LoopHost):
                         **keywords,
                     )
                     outputs = await agent.run(_loop_params(job, task), **_loop_columns(job, task))
-                limits = Limits(task.limit, context.rollout_config.max_model_len)
-                trajectory = trajectory_of(outputs, trace, row.uid, row.sample_index, limits)
+                limits = RowLimits(task.limit, context.rollout_config.max_model_len)
+                trajectory = build_trajectory(outputs, trace, row.uid, row.sample_index, limits)
                 self._set_messages(trajectory, task, trace)
             except (Exception, asyncio.CancelledError) as error:  # fails only this trajectory; counted in metrics
                 if self._closed or task.cancelled:
@@ -204,7 +204,7 @@ class AgentHost(LoopHost):
             if not self._scored_by_model:
                 row.messages = None
             elif row.messages is None and chat is not None:
-                row.messages = conversation_of(row, prompts, trace.rendered_messages, self._context.tokenizer)
+                row.messages = derive_messages(row, prompts, trace.rendered_messages, self._context.tokenizer)
 
     def _failed(self, job: RolloutJob, task: RolloutTask, trace: CallTrace, error: BaseException) -> Trajectory:
         kind = f"{type(error).__name__}: {error}"
@@ -236,7 +236,7 @@ class AgentHost(LoopHost):
         return self._client.first_outputs(traces)
 
     def _first_calls(self, job: RolloutJob) -> dict[CallTrace, RolloutTask]:
-        """Records and tasks of trajectories without a finished model call."""
+        """Traces and tasks of trajectories without a finished model call."""
         with self._changed:
             tasks = list(job.unfinished.values())
         return {trace: task for task in tasks if (trace := self._traces.get(task)) is not None and not trace.calls}
@@ -291,3 +291,33 @@ def _loop_columns(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
         "step": task.step,
         "validate": bool(job.meta.get("validate")),
     }
+
+
+def derive_messages(
+    row: Row, prompts: Mapping[tuple[int, ...], Messages], rendered: Mapping[tuple[int, ...], Messages], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """The messages of a row up to the model's last response, derived from its tokens. Reward models with their own chat
+    template need them if the loop did not return `AgentLoopOutput.messages`.
+
+    `prompts` and `rendered` map token ids to messages: of the data's prompts, and of calls of the loop's
+    `apply_chat_template`. An unknown prompt becomes one user message; replies with unknown tokens become part of the
+    surrounding response.
+    """
+
+    def text(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    start = tuple(int(token) for token in row.prompt_ids)
+    prompt = {**rendered, **prompts}.get(start, [{"role": "user", "content": text(start)}])
+    messages = [dict(message) for message in prompt]
+    last = max((index for index, turn in enumerate(row.turns) if turn.source == "model"), default=-1)
+    response: list[int] = []
+    for turn in row.turns[: last + 1]:
+        token_ids = tuple(int(token) for token in turn.token_ids)
+        replies = None if turn.source == "model" else rendered.get(token_ids)
+        if replies is None:
+            response += token_ids
+        else:
+            messages += [{"role": "assistant", "content": text(response)}, *(dict(reply) for reply in replies)]
+            response = []
+    return [*messages, {"role": "assistant", "content": text(response)}]

@@ -1,4 +1,7 @@
-"""ToolSession: the tools of one trajectory. Their state is made at the first call and released whatever happens."""
+"""ToolSession: the tool calls of one trajectory, with their limits on time, concurrency, rate and response length.
+
+A tool's per-trajectory state is created at its first call and always released at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,38 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
 from verl.agent.tool_arguments import ArgumentCheck, CallFailed
-from verl.agent.tool_limits import Gate, LimitError, truncated
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import ToolResponse
 from verl.utils.concurrency import accepted_keywords, call_user_function, wait_with_timeout
 from verl.utils.tool_calls import ToolCall
 
+__all__ = [
+    "CallLimitError",
+    "CallLimits",
+    "CallThrottle",
+    "LoadedTool",
+    "RateLimiter",
+    "ToolResult",
+    "ToolSession",
+    "truncate_text",
+]
+
 logger = logging.getLogger(__name__)
+
+_TRUNCATED = "...(truncated)..."
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The answer to one call. `failure`: unknown, malformed, arguments, exception, timeout, limit; None: it worked."""
+    """The result of one call. `failure`: unknown, malformed, arguments, exception, timeout or limit; None: success."""
 
     text: str
     reward: float | None = None
@@ -37,37 +53,37 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What every call of every tool is bound to."""
+    """Limits of every call of every tool."""
 
-    seconds: float
-    characters: int
-    side: str
-    """Which part of a longer answer the model sees, see `truncated`."""
+    timeout_s: float
+    max_characters: int
+    """Of the response that the model reads."""
+    truncate_side: str
+    """See `truncate_text`."""
 
 
 class LoadedTool:
-    """A tool with what a loop worker keeps beside it."""
+    """A tool with its argument check and throttle, shared by all trajectories of a loop worker."""
 
-    def __init__(self, tool: BaseTool, gate: Gate) -> None:
+    def __init__(self, tool: BaseTool, throttle: CallThrottle) -> None:
         self.tool = tool
         self.name = tool.name
         self.check = ArgumentCheck(tool)
-        self.gate = gate
+        self.throttle = throttle
         self.schema = tool.tool_schema.model_dump()
-        # Asked only of tools that define it: a reward of 0 is a reward too.
+        # The base class returns 0, which would count as a reward.
         self.has_reward = type(tool).calc_reward is not BaseTool.calc_reward
         self._logged: set[type] = set()
 
-    def log(self, what: str, error: BaseException) -> None:
-        """Of each kind of error the first with its traceback; thousands of samples may meet the same one."""
-        first = type(error) not in self._logged
-        self._logged.add(type(error))
-        if first:
-            logger.warning("Tool %s: %s failed: %r", self.name, what, error, exc_info=error)
+    def log_error(self, method: str, error: BaseException) -> None:
+        """Log the first error of each type, with its traceback: thousands of samples may raise the same one."""
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            logger.warning("Tool %s: %s failed: %r", self.name, method, error, exc_info=error)
 
 
 class ToolSession:
-    """Calls of one trajectory, as an async context manager. `failures` counts what failed, by kind."""
+    """Tool calls of one trajectory, as an async context manager. `failures`: number of failures by kind."""
 
     def __init__(
         self,
@@ -84,7 +100,7 @@ class ToolSession:
         self._ids: dict[str, str] = {}
         self.failures: Counter[str] = Counter()
         self.statistics: dict[str, dict[str, float]] = {}
-        """Of each tool that was called: calls, errors, seconds."""
+        """By tool: `calls`, `errors`, `seconds`."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -100,8 +116,8 @@ class ToolSession:
         await self.close()
 
     async def call(self, call: ToolCall, agent_data: Any = None) -> ToolResult:
-        """Run one call. A tool's fault, or the model's, is an answer with `failure`; it raises nothing."""
-        begun = time.monotonic()
+        """Run one call. Errors of the tool or of the model become a result with `failure`; nothing is raised."""
+        start = time.monotonic()
         try:
             result = await self._run(call, agent_data)
         except CallFailed as failed:
@@ -111,25 +127,25 @@ class ToolSession:
             counts = self.statistics.setdefault(call.name, {"calls": 0, "errors": 0, "seconds": 0.0})
             counts["calls"] += 1
             counts["errors"] += result.failure is not None
-            counts["seconds"] += time.monotonic() - begun
-        return replace(result, text=truncated(result.text, self._limits.characters, self._limits.side))
+            counts["seconds"] += time.monotonic() - start
+        limits = self._limits
+        return replace(result, text=truncate_text(result.text, limits.max_characters, limits.truncate_side))
 
-    async def finish(self) -> dict[str, float]:
-        """What each tool that was used and has a `calc_reward` says the trajectory earned."""
+    async def calc_rewards(self) -> dict[str, float]:
+        """The reward of the trajectory by tool, of all called tools that override `calc_reward`."""
         rewards = {}
         for name, task in self._instances.items():
             loaded = self._tools[name]
             if not loaded.has_reward or not _created(task):
                 continue
             try:
-                reward = await self._ask(loaded, "calc_reward", task.result())
-                rewards[name] = float(reward)
+                rewards[name] = float(await self._call_method(loaded, "calc_reward", task.result()))
             except Exception as error:  # noqa: BLE001 (counted)
-                self._count(loaded, "calc_reward", error)
+                self._count_failure(loaded, "calc_reward", error)
         return rewards
 
     async def close(self) -> None:
-        """Release every instance. A trajectory that is cancelled meanwhile leaves the rest of it to the toolbox."""
+        """Release every instance. If this is cancelled, the releases continue; `Toolbox.close` waits for them."""
         tasks = [asyncio.ensure_future(self._release(name)) for name in list(self._instances)]
         for task in tasks:
             self._releasing.add(task)
@@ -143,79 +159,82 @@ class ToolSession:
         if loaded is None:
             raise CallFailed(f"Unknown function '{call.name}'. Available tools: {sorted(self._tools)}", "unknown")
         try:
-            arguments = loaded.check.read(call.arguments)
-            async with loaded.gate.place(self._limits.seconds):
-                answer = await wait_with_timeout(self._limits.seconds, self._execute(loaded, arguments, agent_data))
-            return result_of(answer)
+            arguments = loaded.check.parse(call.arguments)
+            async with loaded.throttle.slot(self._limits.timeout_s):
+                response = await wait_with_timeout(self._limits.timeout_s, self._execute(loaded, arguments, agent_data))
+            return _as_result(response)
         except CallFailed:
             raise
-        except LimitError as error:
-            raise _failed("limit", call.name, str(error)) from error
+        except CallLimitError as error:
+            raise _call_failed("limit", call.name, str(error)) from error
         except ToolError as error:
-            raise _failed("exception", call.name, str(error)) from error
+            raise _call_failed("exception", call.name, str(error)) from error
         except (TimeoutError, asyncio.TimeoutError) as error:  # two classes before Python 3.11
-            loaded.log("execute", error)
-            raise _failed("timeout", call.name, str(error) or "it took too long") from error
+            loaded.log_error("execute", error)
+            raise _call_failed("timeout", call.name, str(error) or "it took too long") from error
         except Exception as error:
-            loaded.log("execute", error)
-            raise _failed("exception", call.name, f"{type(error).__name__}: {error}") from error
+            loaded.log_error("execute", error)
+            raise _call_failed("exception", call.name, f"{type(error).__name__}: {error}") from error
 
     async def _execute(self, loaded: LoadedTool, arguments: dict[str, Any], agent_data: Any) -> Any:
         instance = await self._instance(loaded)
-        tool = loaded.tool
-        given = {"agent_data": agent_data, **self._row_kwargs(loaded, "execute_kwargs")}
-        return await call_user_function(tool.execute, instance, arguments, **accepted_keywords(tool.execute, given))
+        execute = loaded.tool.execute
+        keywords = {"agent_data": agent_data, **self._row_kwargs(loaded, "execute_kwargs")}
+        return await call_user_function(execute, instance, arguments, **accepted_keywords(execute, keywords))
 
     async def _instance(self, loaded: LoadedTool) -> str:
-        """The trajectory's instance of the tool. One creation for calls side by side; a failed one is tried again."""
+        """The id of the trajectory's instance of the tool. Concurrent calls share one creation; a failed creation is
+        repeated by the next call."""
         task = self._instances.get(loaded.name)
         if task is None or (task.done() and not _created(task)):
             task = self._instances[loaded.name] = asyncio.ensure_future(self._create(loaded))
-        # A call that is given up leaves the creation to the next one, and to `close`.
+        # A call that times out does not cancel the creation: the next call and `close` use it.
         return await asyncio.shield(task)
 
     async def _create(self, loaded: LoadedTool) -> str:
         kwargs = self._row_kwargs(loaded, "create_kwargs")
         instance = self._ids[loaded.name] = uuid4().hex
         create = loaded.tool.create
-        given = {**_named(create, kwargs), "create_kwargs": kwargs, "instance_id": instance}
-        made = await call_user_function(create, **accepted_keywords(create, given))
-        made = made[0] if isinstance(made, tuple) else made
-        return instance if made is None else made
+        parameters = inspect.signature(create).parameters
+        named = {name: value for name, value in kwargs.items() if name in parameters}
+        keywords = {**named, "create_kwargs": kwargs, "instance_id": instance}
+        created = await call_user_function(create, **accepted_keywords(create, keywords))
+        created_id = created[0] if isinstance(created, tuple) else created
+        return instance if created_id is None else created_id
 
     async def _release(self, name: str) -> None:
         task = self._instances.pop(name)
         loaded = self._tools[name]
         if not task.done():
-            await asyncio.wait({task}, timeout=self._limits.seconds)
-        given_up = task.cancel()
-        if not given_up and not _created(task):
+            await asyncio.wait({task}, timeout=self._limits.timeout_s)
+        timed_out = task.cancel()
+        if not timed_out and not _created(task):
             return
         try:
-            await self._ask(loaded, "release", self._ids[name] if given_up else task.result())
+            await self._call_method(loaded, "release", self._ids[name] if timed_out else task.result())
         except Exception as error:  # noqa: BLE001 (counted)
-            self._count(loaded, "release", error)
+            self._count_failure(loaded, "release", error)
 
-    async def _ask(self, loaded: LoadedTool, method: str, instance: str) -> Any:
+    async def _call_method(self, loaded: LoadedTool, method: str, instance: str) -> Any:
         function = getattr(loaded.tool, method)
-        given = accepted_keywords(function, self._row_kwargs(loaded, f"{method}_kwargs"))
-        return await wait_with_timeout(self._limits.seconds, call_user_function(function, instance, **given))
+        keywords = accepted_keywords(function, self._row_kwargs(loaded, f"{method}_kwargs"))
+        return await wait_with_timeout(self._limits.timeout_s, call_user_function(function, instance, **keywords))
 
     def _row_kwargs(self, loaded: LoadedTool, kind: str) -> dict[str, Any]:
         return dict((self._kwargs.get(loaded.name) or {}).get(kind) or {})
 
-    def _count(self, loaded: LoadedTool, what: str, error: Exception) -> None:
-        self.failures[what] += 1
-        loaded.log(what, error)
+    def _count_failure(self, loaded: LoadedTool, method: str, error: Exception) -> None:
+        self.failures[method] += 1
+        loaded.log_error(method, error)
 
 
-def result_of(answer: Any) -> ToolResult:
-    """The result in whatever shape the tool has returned it; a ValueError says which there are."""
+def _as_result(response: Any) -> ToolResult:
+    """The result of a tool's return value: a response, or a tuple (response, reward[, metrics])."""
     reward, metrics = None, None
-    if isinstance(answer, tuple):
-        if not 1 <= len(answer) <= 3:
-            raise ValueError(f"it returned a tuple of {len(answer)}; expected (response, reward[, metrics])")
-        answer, reward, metrics = (*answer, None, None)[:3]
+    if isinstance(response, tuple):
+        if not 1 <= len(response) <= 3:
+            raise ValueError(f"it returned a tuple of {len(response)}; expected (response, reward[, metrics])")
+        response, reward, metrics = (*response, None, None)[:3]
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ValueError(f"its metrics are a {type(metrics).__name__}, not a dict")
     try:
@@ -224,30 +243,100 @@ def result_of(answer: Any) -> ToolResult:
         raise ValueError(f"its reward {reward!r} is not a number") from None
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"its reward {reward!r} is not finite")
-    return ToolResult(_text_of(answer), reward, dict(metrics or {}))
+    return ToolResult(_text_of(response), reward, dict(metrics or {}))
 
 
-def _text_of(answer: Any) -> str:
-    if isinstance(answer, ToolResponse):
-        return answer.text or ""
-    if isinstance(answer, str):
-        return answer
-    if isinstance(answer, Mapping) and answer and set(answer) <= {"text", "image", "video"}:
-        return str(answer.get("text") or "")
-    if answer is None:
+def _text_of(response: Any) -> str:
+    if isinstance(response, ToolResponse):
+        return response.text or ""
+    if isinstance(response, str):
+        return response
+    if isinstance(response, Mapping) and response and set(response) <= {"text", "image", "video"}:
+        return str(response.get("text") or "")
+    if response is None:
         return ""
-    return json.dumps(answer, ensure_ascii=False, default=str)
+    return json.dumps(response, ensure_ascii=False, default=str)
 
 
-def _failed(kind: str, name: str, why: str) -> CallFailed:
-    return CallFailed(f"Error executing tool '{name}': {why}", kind)
+def _call_failed(kind: str, name: str, cause: str) -> CallFailed:
+    return CallFailed(f"Error executing tool '{name}': {cause}", kind)
 
 
 def _created(task: asyncio.Task[str]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _named(function: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `keywords` that the function names as parameters."""
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in keywords.items() if name in names}
+class CallLimitError(Exception):
+    """A call did not get a slot in time."""
+
+
+class RateLimiter:
+    """At most `per_second` starts per second on average; after a pause, a burst of `per_second` starts."""
+
+    def __init__(self, per_second: float) -> None:
+        self.per_second = per_second
+        self._burst = max(per_second, 1.0) / per_second
+        self._full_at = 0.0
+
+    def reserve(self, now: float) -> float:
+        """Reserve a start; return the seconds until it."""
+        self._full_at = max(self._full_at, now) + 1 / self.per_second
+        return max(0.0, self._full_at - now - self._burst)
+
+    def cancel(self) -> None:
+        """Cancel the last reservation."""
+        self._full_at -= 1 / self.per_second
+
+
+class CallThrottle:
+    """Limits the calls of a tool by all trajectories of a loop worker: at most `rate_limit` calls start per second, at
+    most `num_workers` run at a time. Missing: no limit.
+    """
+
+    def __init__(self, limits: Mapping[str, Any]) -> None:
+        """`limits`: the tool's `config`."""
+        rate, workers = limits.get("rate_limit"), limits.get("num_workers")
+        for name, value in (("rate_limit", rate), ("num_workers", workers)):
+            if value is not None and (not isinstance(value, (int, float)) or value <= 0):
+                raise ValueError(f"{name}: {value!r} is not a number above 0.")
+        self._rate = None if rate is None else RateLimiter(rate)
+        self._slots = None if workers is None else asyncio.Semaphore(max(1, int(workers)))
+
+    @asynccontextmanager
+    async def slot(self, timeout_s: float) -> AsyncIterator[None]:
+        """Hold a slot; CallLimitError if none is free within `timeout_s`."""
+        try:
+            if self._slots is not None:
+                await asyncio.wait_for(self._slots.acquire(), timeout_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:  # two classes before Python 3.11
+            raise CallLimitError(f"too many calls at once; none ended within {timeout_s:g} s") from error
+        try:
+            await self._wait_for_start(timeout_s)
+            yield
+        finally:
+            if self._slots is not None:
+                self._slots.release()
+
+    async def _wait_for_start(self, timeout_s: float) -> None:
+        if self._rate is None:
+            return
+        delay = self._rate.reserve(time.monotonic())
+        if delay > timeout_s:
+            self._rate.cancel()
+            raise CallLimitError(
+                f"more than {self._rate.per_second:g} calls per second; no start within {timeout_s:g} s"
+            )
+        if delay:
+            await asyncio.sleep(delay)
+
+
+def truncate_text(text: str, length: int, side: str) -> str:
+    """`length` characters of a longer text and a mark: `left` keeps its beginning, `right` its end, `middle` both."""
+    if len(text) <= length:
+        return text
+    if side == "left":
+        return text[:length] + _TRUNCATED.rstrip(".")
+    if side == "right":
+        return _TRUNCATED.lstrip(".") + text[-length:]
+    tail = length // 2
+    return text[: length - tail] + _TRUNCATED + text[len(text) - tail :]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from verl.agent.dispatch import SPLIT_ROWS
+import numpy as np
+
 from verl.agent.host import AgentHost
 from verl.agent.loop import AgentLoopBase, LoopSpec, find_loop
 from verl.agent.tool_files import ToolFiles
@@ -19,6 +21,7 @@ from verl.protocol import DataProto
 from verl.sandbox.code_runner import CodeSettings, configure
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Group, PerRank, Shard, join_results
 from verl.single_controller.base.handle import RankHandle
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
@@ -26,6 +29,19 @@ from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.output import empty_experts
 
 __all__ = ["AgentLoopWorker"]
+
+
+def _split_rows(group: Group, data: DataProto, *others: Any) -> PerRank:
+    """Consecutive rows for each rank, as evenly as possible, without filler rows: agents may have side effects. Other
+    arguments go to all ranks."""
+    if not len(data):
+        raise ValueError("the batch is empty: it has no rows to split over the ranks.")
+    edges = np.linspace(0, len(data), group.world_size + 1).round().astype(int)
+    shards = [Shard(data[int(start) : int(end)]) for start, end in pairwise(edges)]
+    return [shards, *([other] * group.world_size for other in others)], {}
+
+
+_SPLIT_ROWS: Mapping[str, Callable[..., Any]] = {"dispatch_fn": _split_rows, "collect_fn": join_results}
 
 
 class AgentLoopWorker(Worker):
@@ -58,7 +74,7 @@ class AgentLoopWorker(Worker):
         asyncio.run_coroutine_threadsafe(self.toolbox.check(), self._loop).result()
         self.loop_class(self.rollout_config.agent.default_agent_loop)
 
-    @register(dispatch_mode=SPLIT_ROWS)
+    @register(dispatch_mode=_SPLIT_ROWS)
     def generate_sequences(self, prompts: DataProto, replicas: Sequence[RankHandle]) -> DataProto:
         """Generate one batch: a trajectory per row, in order; the rows of a trajectory are adjacent.
 
@@ -102,7 +118,7 @@ class AgentLoopWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def close(self) -> None:
-        """Call it at the end of a run: releases resources of tools, and stops MCP servers that the worker started."""
+        """Call this at the end of a run: it releases the tools and stops MCP servers that the worker started."""
         asyncio.run_coroutine_threadsafe(self.toolbox.close(), self._loop).result()
 
     def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:

@@ -1,1 +1,1 @@
-"""Simulated users that answer the model, and what users subclass for their own."""
+"""Simulated users that reply to the model: the base class and included ones."""

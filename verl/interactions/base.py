@@ -1,4 +1,4 @@
-"""BaseInteraction: a simulated user who answers the model. Subclass it for your own."""
+"""BaseInteraction: base class of simulated users, which reply to the model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from uuid import uuid4
 
 
 class BaseInteraction:
-    """One object serves all trajectories of a process: what belongs to one of them is kept by `instance_id`.
+    """One object serves all trajectories of a process: keep the state of a trajectory by `instance_id`.
 
-    Methods may be plain functions, which then run in threads.
+    Methods may be `async` or plain; plain ones run in threads.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -17,18 +17,18 @@ class BaseInteraction:
         self.name: str = config["name"] if "name" in config else type(self).__name__
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin a trajectory. `kwargs` are the row's `extra_info.interaction_kwargs`."""
+        """Start a trajectory; return its id. `kwargs`: the row's `extra_info.interaction_kwargs`."""
         return instance_id or str(uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """What the user says to the chat so far: (whether it ends here, text, score of the turn, anything else)."""
+        """The reply to the conversation so far: (whether the conversation ends, text, score of the turn, extra)."""
         raise NotImplementedError(f"{type(self).__name__} does not define generate_response")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """What the trajectory earned as a whole, besides its turns. Not defined: no score."""
+        """Score of the whole trajectory, in addition to those of its turns. If not overridden: no score."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a trajectory."""
+        """Release the state of a trajectory."""

@@ -1,4 +1,4 @@
-"""Gsm8kInteraction: a teacher who says whether the answer to a GSM8K question is right, and asks again if not."""
+"""Gsm8kInteraction: a teacher that scores the answer to a GSM8K question and asks for another one if it is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.utils.reward_score.gsm8k import compute_score
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """`interaction_kwargs: {name: gsm8k, ground_truth: …}` of the row holds the right answer."""
+    """`interaction_kwargs: {name: gsm8k, ground_truth: …}` of the row contains the correct answer."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -20,7 +20,7 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
         if ground_truth is None:
-            raise ValueError("extra_info.interaction_kwargs.ground_truth: the row has none")
+            raise ValueError("extra_info.interaction_kwargs.ground_truth is missing in the row")
         instance_id = instance_id or str(uuid4())
         self._truths[instance_id] = str(ground_truth)
         return instance_id
@@ -28,8 +28,8 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        said = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
-        score = compute_score(str(said or ""), self._truths[instance_id], method="flexible")
+        answer = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
+        score = compute_score(str(answer or ""), self._truths[instance_id], method="flexible")
         if score:
             return True, "Your answer is right.", score, {}
         return False, "Your answer is wrong. Think it through again and give another one.", score, {}

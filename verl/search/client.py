@@ -1,41 +1,42 @@
-"""Asking a retriever over HTTP: together, tried again, bounded in time, remembered, left alone while it is down."""
+"""RetrieverClient: queries a retriever over HTTP, with batching, retries, timeout, a cache and a circuit breaker."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from verl.search.breaker import CircuitBreaker
 from verl.search.corpus import Document
 from verl.search.retriever import Hit
 from verl.utils.network import api_headers
 
-__all__ = ["RetrieverClient", "RetrieverError"]
+__all__ = ["CircuitBreaker", "RetrieverClient", "RetrieverError"]
 
 _BACKOFF_S = 0.2
-_BATCH = 32
+_MAX_BATCH = 32
 _Key = tuple[str, int | None]
 
 
 class RetrieverError(Exception):
-    """No answer came; the message says why. `refused`: the service is there, and did not take this question."""
+    """A query failed. `refused`: the service responded and rejected this request."""
 
-    def __init__(self, why: str, refused: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
         self.refused = refused
 
 
 class RetrieverClient:
-    """One per event loop. Queries of many callers that wait at the same time travel in one request.
+    """One per event loop. Waiting queries of concurrent callers are sent in one request.
 
-    `concurrent` requests are under way at most; `timeout_s` is how long one may take. `counts`: requests, retries,
-    failures (queries without an answer) and remembered (queries that were not asked again).
+    At most `concurrent` requests run at a time, each for at most `timeout_s`. The results of `cache_size` queries are
+    cached. `counts`: requests, retries, failures (queries without a result) and cached (queries that needed no request
+    of their own).
     """
 
     def __init__(
@@ -45,125 +46,125 @@ class RetrieverClient:
         timeout_s: float = 30.0,
         tries: int = 3,
         concurrent: int = 8,
-        remembered: int = 4096,
+        cache_size: int = 4096,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self.url = url
         self.counts: Counter[str] = Counter()
         self.breaker = breaker or CircuitBreaker()
-        self._tries, self._concurrent, self._most = tries, concurrent, remembered
-        self._remembered: OrderedDict[_Key, list[Hit]] = OrderedDict()
-        self._under_way: dict[_Key, asyncio.Future[list[Hit]]] = {}
+        self._tries, self._concurrent, self._cache_size = tries, concurrent, cache_size
+        self._cache: OrderedDict[_Key, list[Hit]] = OrderedDict()
+        self._pending: dict[_Key, asyncio.Future[list[Hit]]] = {}
         self._waiting: deque[_Key] = deque()
         self._senders: set[asyncio.Task[None]] = set()
-        # The service is named by its address; proxies of the environment are for the outside.
+        # Proxies of the environment are not used: the service is usually in the local network.
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=api_headers())
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
-        """The best documents of every query; RetrieverError where no answer comes."""
-        # Shielded: others may wait for the same query when this caller gives up.
-        return list(await asyncio.gather(*(self._answer((query, topk)) for query in queries)))
+        """The best documents of every query; RetrieverError if a query fails."""
+        return list(await asyncio.gather(*(self._result((query, topk)) for query in queries)))
 
     async def check(self) -> dict[str, Any]:
-        """What the service says of itself; RetrieverError if it is not there."""
+        """The response of the service's /health; RetrieverError if the service does not respond."""
         parts = urlsplit(self.url)
         try:
             reply = await self._http.get(urlunsplit((parts.scheme, parts.netloc, "/health", "", "")))
             if reply.status_code == httpx.codes.OK:
                 return reply.json()
-            # A server of somebody else's may know no /health: it is well if it answers a question.
-            await self._ask(["health"], 1)
+            # Third-party servers may have no /health: try a query.
+            await self._request(["health"], 1)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise RetrieverError(_named(error)) from error
+            raise RetrieverError(_describe(error)) from error
         return {"status": "ok"}
 
     async def close(self) -> None:
-        """Requests under way are dropped, connections end."""
+        """Cancel running requests and close the connections."""
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
-        for future in self._under_way.values():
-            future.cancel()  # of what no sender had taken yet
-        self._under_way.clear()
+        for future in self._pending.values():
+            future.cancel()  # queries that no sender has taken yet
+        self._pending.clear()
         await self._http.aclose()
 
-    async def _answer(self, key: _Key) -> list[Hit]:
-        if key in self._remembered:
-            self.counts["remembered"] += 1
-            self._remembered.move_to_end(key)
-            return self._remembered[key]
-        future = self._under_way.get(key)
+    async def _result(self, key: _Key) -> list[Hit]:
+        if key in self._cache:
+            self.counts["cached"] += 1
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        future = self._pending.get(key)
         if future is None:
-            future = self._under_way[key] = asyncio.get_running_loop().create_future()
+            future = self._pending[key] = asyncio.get_running_loop().create_future()
             self._waiting.append(key)
             if len(self._senders) < self._concurrent:
                 sender = asyncio.create_task(self._send())
                 self._senders.add(sender)
                 sender.add_done_callback(self._senders.discard)
         else:
-            self.counts["remembered"] += 1
-        return await asyncio.shield(future)
+            self.counts["cached"] += 1
+        return await asyncio.shield(future)  # other callers may wait for the same query
 
     async def _send(self) -> None:
-        """Take what waits, as many of one `topk` as go into a request, until nothing waits."""
+        """Send waiting queries in batches with the same `topk` until none is waiting."""
         while self._waiting:
             batch = [self._waiting.popleft()]
-            while self._waiting and self._waiting[0][1] == batch[0][1] and len(batch) < _BATCH:
+            while self._waiting and self._waiting[0][1] == batch[0][1] and len(batch) < _MAX_BATCH:
                 batch.append(self._waiting.popleft())
-            await self._settle(batch)
+            await self._send_batch(batch)
 
-    async def _settle(self, batch: list[_Key]) -> None:
-        """Every query of a batch gets its answer or the error; a refusal of several is asked one by one."""
+    async def _send_batch(self, batch: list[_Key]) -> None:
+        """Set the result or error of every query of a batch. If the service rejects the batch, its queries are sent one
+        by one."""
         try:
-            answers = await self._fetched([query for query, _ in batch], batch[0][1])
+            results = await self._request_with_retries([query for query, _ in batch], batch[0][1])
         except RetrieverError as error:
             if error.refused and len(batch) > 1:
                 for key in batch:
-                    await self._settle([key])
+                    await self._send_batch([key])
                 return
             self.counts["failures"] += len(batch)
             for key in batch:
-                future = self._under_way.pop(key)
+                future = self._pending.pop(key)
                 future.set_exception(error)
-                future.exception()  # looked at, should its caller be gone
+                future.exception()  # marks it as retrieved, in case the caller is gone
             return
         except asyncio.CancelledError:
             for key in batch:
-                self._under_way.pop(key).cancel()
+                self._pending.pop(key).cancel()
             raise
-        for key, hits in zip(batch, answers, strict=True):
-            self._under_way.pop(key).set_result(hits)
-            self._remembered[key] = hits
-        while len(self._remembered) > self._most:
-            self._remembered.popitem(last=False)
+        for key, hits in zip(batch, results, strict=True):
+            self._pending.pop(key).set_result(hits)
+            self._cache[key] = hits
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
 
-    async def _fetched(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
+    async def _request_with_retries(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
         for attempt in range(1, self._tries + 1):
             if not self.breaker.allow():
-                raise RetrieverError(f"{self.url}: it failed before; asked again in {self.breaker.waits():.0f} s")
+                raise RetrieverError(f"{self.url}: paused after failures; next try in {self.breaker.wait_s():.0f} s")
             try:
-                found = await self._ask(queries, topk)
+                results = await self._request(queries, topk)
             except httpx.HTTPError as error:
                 self.breaker.failed()
                 if attempt == self._tries or isinstance(error, httpx.TimeoutException):
-                    raise RetrieverError(f"{self.url}: {_named(error)}") from error
+                    raise RetrieverError(f"{self.url}: {_describe(error)}") from error
             except RetrieverError:
                 self.breaker.succeeded()
                 raise
             except asyncio.CancelledError:
                 self.breaker.abandoned()
                 raise
-            except Exception as error:  # a question that cannot be sent
+            except Exception as error:  # a query that cannot be sent
                 self.breaker.abandoned()
-                raise RetrieverError(f"{self.url}: {_named(error)}", refused=True) from error
+                raise RetrieverError(f"{self.url}: {_describe(error)}", refused=True) from error
             else:
                 self.breaker.succeeded()
-                return found
+                return results
             self.counts["retries"] += 1
             await asyncio.sleep(_BACKOFF_S * 2**attempt * random.random())
-        raise AssertionError("a try returns or raises")
+        raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _ask(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
+    async def _request(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
         self.counts["requests"] += 1
         reply = await self._http.post(self.url, json={"queries": queries, "topk": topk, "return_scores": True})
         if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
@@ -171,19 +172,70 @@ class RetrieverClient:
         if reply.is_error:
             raise RetrieverError(f"{self.url}: status {reply.status_code}: {reply.text[:200]}", refused=True)
         try:
-            found = [[_read(entry) for entry in entries] for entries in reply.json()["result"]]
+            results = [[_parse_hit(entry) for entry in entries] for entries in reply.json()["result"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RetrieverError(f"{self.url}: no answer of a retriever: {reply.text[:200]!r}", refused=True) from error
-        if len(found) != len(queries):
-            raise RetrieverError(f"{self.url}: {len(found)} results for {len(queries)} queries", refused=True)
-        return found
+            raise RetrieverError(
+                f"{self.url}: not the response of a retriever: {reply.text[:200]!r}", refused=True
+            ) from error
+        if len(results) != len(queries):
+            raise RetrieverError(f"{self.url}: {len(results)} results for {len(queries)} queries", refused=True)
+        return results
 
 
-def _read(entry: dict[str, Any]) -> Hit:
-    """An entry of a result, with or without a score."""
+def _parse_hit(entry: dict[str, Any]) -> Hit:
+    """A hit from an entry with or without a score."""
     document = entry.get("document", entry)
     return Hit(Document(str(document["id"]), document["contents"]), float(entry.get("score", 0.0)))
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class CircuitBreaker:
+    """Stops requests to a failing service: closed (all requests allowed) → open after `failures` in a row → half-open
+    after `cooldown_s`, when the result of one probe request decides.
+
+    Call `allow` before a request, and then `succeeded`, `failed`, or `abandoned` if the request has no outcome.
+    """
+
+    def __init__(self, failures: int = 5, cooldown_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._cooldown, self._clock = failures, cooldown_s, clock
+        self._consecutive_failures = 0
+        self._opened_at: float | None = None
+        self._probing = False
+
+    @property
+    def state(self) -> str:
+        """closed, open or half-open."""
+        if self._opened_at is None:
+            return "closed"
+        return "half-open" if self._probing or self.wait_s() == 0 else "open"
+
+    def wait_s(self) -> float:
+        """Seconds until the next request is allowed."""
+        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._cooldown - self._clock())
+
+    def allow(self) -> bool:
+        """Whether a request may be sent; in the half-open state only one at a time."""
+        if self._opened_at is None:
+            return True
+        if self._probing or self.wait_s() > 0:
+            return False
+        self._probing = True
+        return True
+
+    def succeeded(self) -> None:
+        """The request succeeded: close the breaker."""
+        self._consecutive_failures, self._opened_at, self._probing = 0, None, False
+
+    def failed(self) -> None:
+        """The request failed. A failed probe restarts the cool-down."""
+        self._consecutive_failures += 1
+        if self._probing or (self._opened_at is None and self._consecutive_failures >= self._limit):
+            self._opened_at = self._clock()
+        self._probing = False
+
+    def abandoned(self) -> None:
+        """The request ended without an outcome: the next one may probe."""
+        self._probing = False

@@ -1,7 +1,7 @@
-"""Dense retrieval: texts as vectors by sentence-transformers, their neighbours by an approximate index of faiss.
+"""Dense retrieval: embeddings by sentence-transformers, nearest neighbours by an approximate faiss index.
 
-The index (inverted lists, 16-bit components) is trained on a sample. Vectors pass through a file while it is built:
-memory holds a portion of them, and in the end the index itself, two bytes for each component.
+The index (inverted lists, 16-bit components) is trained on a sample. Vectors are written to a file while it is built:
+memory contains one batch of them and the index itself, two bytes per component.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from verl.search.corpus import Corpus
-from verl.search.progress import portions, reported
+from verl.search.corpus import Corpus, log_progress, text_batches
 
 __all__ = ["FAMILIES", "DenseIndex", "Encoder", "build_dense"]
 
-_PORTION = 1 << 13
-_BATCH = 128
-_VECTORS, _INDEX, _FACTS = "vectors.npy", "index.faiss", "index.json"
-# A list should have this many vectors to learn its centre from; faiss warns below 39.
+_BATCH_DOCUMENTS = 1 << 13
+_ENCODER_BATCH = 128
+_VECTORS, _INDEX, _METADATA = "vectors.npy", "index.faiss", "index.json"
+# Training vectors per inverted list; faiss warns below 39.
 _PER_LIST = 64
+# Lists that a search visits: at least this many, and one in this many.
 _PROBED = 16
 SETTINGS = {"retriever": "dense", "index": "IVF,SQfp16", "format": 1}
-# Models that were trained with words of their own before a query or a passage, by what is in their name.
+# Prefixes of queries and passages that models were trained with, by a part of the model's name.
 _PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence for searching relevant passages: ", "")}
 FAMILIES = tuple(_PREFIXES)
 
@@ -38,24 +38,25 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder:
-    """A local sentence-transformers folder (or any encoder of transformers, mean-pooled): texts to unit vectors.
+    """Encodes texts as unit vectors, with a local sentence-transformers model or any mean-pooled transformers encoder.
 
-    Its name says which words it was trained with: `called`, else the folder's.
+    `name` (default: the folder's name) determines the prefixes, unless the model defines them.
     """
 
-    def __init__(self, path: str, called: str | None = None) -> None:
+    def __init__(self, path: str, name: str | None = None) -> None:
         if not os.path.isdir(path):
-            raise ValueError(f"--retriever_model: no folder {path!r}. Give a local sentence-transformers model.")
+            raise ValueError(f"--retriever_model: no folder {path!r}. Use a local sentence-transformers model.")
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise ValueError("dense retrieval needs sentence-transformers. Run: pip install verl[search]") from error
         _refuse_code(Path(path))
         self._model = SentenceTransformer(path, local_files_only=True, trust_remote_code=False)
-        name = (called or os.path.basename(os.path.abspath(path))).lower()
-        query, passage = next((pair for word, pair in _PREFIXES.items() if word in name), ("", ""))
-        own = {kind: text for kind, text in self._model.prompts.items() if text}
-        self._query, self._passage = own.get("query", query), own.get("passage", own.get("document", passage))
+        name = (name or os.path.basename(os.path.abspath(path))).lower()
+        query, passage = next((pair for family, pair in _PREFIXES.items() if family in name), ("", ""))
+        prompts = {kind: text for kind, text in self._model.prompts.items() if text}
+        self._query = prompts.get("query", query)
+        self._passage = prompts.get("passage", prompts.get("document", passage))
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """[texts, dimensions], float32."""
@@ -67,16 +68,16 @@ class Encoder:
 
     def _encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
         return self._model.encode(
-            list(texts), prompt=prefix, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False
+            list(texts), prompt=prefix, batch_size=_ENCODER_BATCH, normalize_embeddings=True, show_progress_bar=False
         ).astype(np.float32)
 
 
 class DenseIndex:
-    """An index of `build_dense`, or a faiss file made elsewhere, and the encoder of its queries."""
+    """A faiss index, of `build_dense` or another program, with the encoder of its queries."""
 
     def __init__(self, path: Path, encoder: Encoder, on_gpu: bool = False) -> None:
-        faiss = library()
-        self._encoder, self._busy = encoder, threading.Lock()
+        faiss = import_faiss()
+        self._encoder, self._lock = encoder, threading.Lock()
         file = path if path.is_file() else path / _INDEX
         self._index = _read_index(faiss, file)
         self.documents = int(self._index.ntotal)
@@ -84,10 +85,10 @@ class DenseIndex:
             self._index = _on_gpus(faiss, self._index)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """(document, score) of the best `k` of every query; the score is the cosine."""
+        """(document, score) of the best `k` documents of every query; the score is the cosine."""
         if not queries:
             return []
-        with self._busy:
+        with self._lock:
             scores, rows = self._index.search(self._encoder.queries(queries), min(k, self.documents))
         return [
             [(number, value) for number, value in zip(*pair, strict=True) if number >= 0]
@@ -96,30 +97,32 @@ class DenseIndex:
 
 
 def build_dense(corpus: Corpus, folder: Path, encoder: Encoder) -> None:
-    """Write the index of a corpus into a folder."""
-    faiss = library()
+    """Write the index of a corpus to a new folder."""
+    faiss = import_faiss()
     folder.mkdir(parents=True)
     width = encoder.passages(["width"]).shape[1]
     vectors = np.lib.format.open_memmap(folder / _VECTORS, "w+", np.float16, (len(corpus), width))
     first = 0
-    for texts in reported(portions(corpus, _PORTION), len(corpus), "dense: encoding", size=len):
+    for texts in log_progress(text_batches(corpus, _BATCH_DOCUMENTS), len(corpus), "dense: encoding", size=len):
         vectors[first : first + len(texts)] = encoder.passages(texts)
         first += len(texts)
     lists = max(1, min(4 * math.isqrt(len(corpus)), len(corpus) // _PER_LIST))
     index = faiss.index_factory(width, f"IVF{lists},SQfp16", faiss.METRIC_INNER_PRODUCT)
     sample = np.random.default_rng(0).permutation(len(corpus))[: max(lists * _PER_LIST, 1000)]
     index.train(vectors[np.sort(sample)].astype(np.float32))
-    for first in reported(range(0, len(corpus), _PORTION), len(corpus), "dense: indexing", size=lambda _: _PORTION):
-        index.add(np.asarray(vectors[first : first + _PORTION], np.float32))
+    for first in log_progress(
+        range(0, len(corpus), _BATCH_DOCUMENTS), len(corpus), "dense: indexing", size=lambda _: _BATCH_DOCUMENTS
+    ):
+        index.add(np.asarray(vectors[first : first + _BATCH_DOCUMENTS], np.float32))
     index.nprobe = min(lists, max(_PROBED, lists // _PROBED))
     faiss.write_index(index, str(folder / _INDEX))
     (folder / _VECTORS).unlink()
-    (folder / _FACTS).write_text(json.dumps({"documents": len(corpus), "lists": lists, "probed": index.nprobe}))
-    logger.info("dense: %d documents in %d lists, of which %d are looked at", len(corpus), lists, index.nprobe)
+    (folder / _METADATA).write_text(json.dumps({"documents": len(corpus), "lists": lists, "probed": index.nprobe}))
+    logger.info("dense: %d documents in %d lists, of which a search visits %d", len(corpus), lists, index.nprobe)
 
 
-def library() -> Any:
-    """faiss, or how to get it."""
+def import_faiss() -> Any:
+    """Import faiss; a ValueError says how to install it."""
     try:
         import faiss
     except ImportError as error:
@@ -128,9 +131,9 @@ def library() -> Any:
 
 
 def _refuse_code(folder: Path) -> None:
-    """Raise ValueError where a folder of sentence-transformers names classes that are not the library's or torch's.
+    """Raise ValueError if a sentence-transformers folder names classes outside of sentence_transformers and torch.nn.
 
-    The library itself imports them in versions before 6, and modules beside the working directory are among them.
+    sentence-transformers before 6 imports any class that is named there, also from the working directory.
     """
     modules = folder / "modules.json"
     listed = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
@@ -146,31 +149,33 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _read_index(faiss: Any, file: Path) -> Any:
-    """An index of faiss. A vector that it declares is no larger than the file."""
-    with _vectors_up_to(faiss, file.stat().st_size):
+    """Read a faiss index. Vectors that declare more bytes than the file has are rejected."""
+    with _vector_byte_limit(faiss, file.stat().st_size):
         try:
             return faiss.read_index(str(file), faiss.IO_FLAG_READ_ONLY)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"--index_path: {file} is not an index of faiss ({reason}).") from error
+            raise ValueError(f"--index_path: {file} is not a faiss index ({reason}).") from error
 
 
 @contextmanager
-def _vectors_up_to(faiss: Any, limit: int) -> Iterator[None]:
+def _vector_byte_limit(faiss: Any, limit: int) -> Iterator[None]:
     if not hasattr(faiss, "set_deserialization_vector_byte_limit"):  # before 1.14
         yield
         return
-    usual = faiss.get_deserialization_vector_byte_limit()
+    previous = faiss.get_deserialization_vector_byte_limit()
     faiss.set_deserialization_vector_byte_limit(limit)
     try:
         yield
     finally:
-        faiss.set_deserialization_vector_byte_limit(usual)
+        faiss.set_deserialization_vector_byte_limit(previous)
 
 
 def _on_gpus(faiss: Any, index: Any) -> Any:
     if not hasattr(faiss, "index_cpu_to_all_gpus") or not faiss.get_num_gpus():
-        logger.warning("--faiss_gpu: this faiss sees no GPU (the package faiss-cpu never does); searching on the CPU")
+        logger.warning(
+            "--faiss_gpu: faiss finds no GPU (the package faiss-cpu has no GPU support); searching on the CPU"
+        )
         return index
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = options.shard = True

@@ -1,4 +1,7 @@
-"""The request of the search API."""
+"""The request of the search API.
+
+Not in server.py: that module runs as `__main__`, and requests are unpickled from parser processes by module name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Retriever: questions in, documents out. Its index is built once for each corpus and setting, and kept on disk."""
+"""Retriever: finds the best documents of a corpus for queries. Indices are built once per corpus and settings, and kept
+on disk."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ __all__ = [
     "open_retriever",
 ]
 
-# A family of encoders is dense retrieval with the words that they were trained with.
+# A family of encoders stands for dense retrieval with the prefixes that they were trained with.
 RETRIEVERS = ("bm25", "dense", *dense.FAMILIES)
 DEFAULT_TOPK = 3
 MAX_TOPK = 1000
 MAX_QUERIES = 1024
 MAX_QUERY_CHARACTERS = 8192
 MAX_QUERY_WORDS = 512
-"""A word is compared with every document that has it: the time of a query is proportional to its words."""
+"""Each word is compared with every document that contains it, so the time of a query grows with its words."""
 MAX_REQUEST_WORDS = 16384
 """Of all queries of a request."""
 _WORD = re.compile(r"\w\w+")
@@ -45,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 class Hit(NamedTuple):
-    """A document that was found, the better the higher its score."""
+    """A document in a search result; a higher score is better."""
 
     document: Document
     score: float
 
 
 class QueryLimit(ValueError):
-    """A query that is too long, or too many of them; the message names the field and the limit."""
+    """A request beyond the limits on queries; the message names the field and the limit."""
 
 
 class Index(Protocol):
-    """What is asked for the numbers of documents."""
+    """Finds documents by their number in the corpus."""
 
     documents: int
 
@@ -66,13 +67,13 @@ class Index(Protocol):
 
 
 class Retriever:
-    """Answers from a corpus in this process; `retrieve` may be called from any thread."""
+    """Searches a corpus in this process. `retrieve` may be called from any thread."""
 
     def __init__(self, corpus: Corpus, index: Index, topk: int = DEFAULT_TOPK) -> None:
         if index.documents != len(corpus):
             raise ValueError(
-                f"the index has {index.documents} documents and {corpus.path} has {len(corpus)}: it is of another "
-                "corpus. Give the corpus it was made from, or leave out --index_path to build one."
+                f"the index has {index.documents} documents and {corpus.path} has {len(corpus)}: it was built from "
+                "another corpus. Use that corpus, or omit --index_path to build an index."
             )
         self.corpus, self.topk = corpus, topk
         self._index = index
@@ -85,8 +86,8 @@ class Retriever:
         _check_topk(topk)
         for query in queries:
             _check_query(query)
-        found = self._index.search(queries, self.topk if topk is None else topk)
-        return [[Hit(self.corpus[row], score) for row, score in rows] for rows in found]
+        results = self._index.search(queries, self.topk if topk is None else topk)
+        return [[Hit(self.corpus[row], score) for row, score in rows] for rows in results]
 
 
 def check_queries(queries: Sequence[str], topk: int | None = None, max_queries: int = MAX_QUERIES) -> None:
@@ -129,37 +130,36 @@ def open_retriever(
     model: str | None = None,
     faiss_gpu: bool = False,
 ) -> Retriever:
-    """A retriever on a corpus, whose index is built now unless it is there.
+    """Open a retriever for a corpus; its index is built if it does not exist.
 
-    `index_path`: a folder to keep indices in (else `search/` under $VERL_CACHE or ~/.cache/verl), or a file of faiss
-    that was made elsewhere, document by document in the corpus' order. `model`: the encoder of `dense`, a folder or a
-    hub name.
+    `index_path`: a folder for indices (default: `search/` under $VERL_CACHE or ~/.cache/verl), or a faiss file of
+    another program with the documents in the order of the corpus. `model`: the encoder of `dense`, a folder or a hub
+    name.
     """
     if name not in RETRIEVERS:
-        raise ValueError(f"retriever_name: {name!r} is not known. Use {' or '.join(RETRIEVERS)}.")
-    given = None if index_path is None else Path(expand_path(index_path)).absolute()
-    home = cache_root() / "search" if given is None or given.is_file() else given
-    _refuse_lucene(given)
+        raise ValueError(f"retriever_name: {name!r} is unknown. Use {' or '.join(RETRIEVERS)}.")
+    index = None if index_path is None else Path(expand_path(index_path)).absolute()
+    home = cache_root() / "search" if index is None or index.is_file() else index
+    _reject_lucene(index)
     corpus = Corpus(corpus_path, home)
     if name == "bm25":
-        folder = _built(home, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
+        folder = _build_once(home, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
         return Retriever(corpus, bm25.BM25Index(folder), topk)
     if model is None:
-        raise ValueError(f"retriever_name={name} needs an encoder: give --retriever_model, a folder or a hub name.")
+        raise ValueError(f"retriever_name={name} needs an encoder. Set --retriever_model to a folder or a hub name.")
     files, family = copy_to_local(model, key="--retriever_model"), {"family": name} if name in dense.FAMILIES else {}
-    from_hub = not Path(expand_path(model)).exists()  # into a folder whose name is a hash
-    encoder = dense.Encoder(
-        files, called=name if family else model.rstrip("/").rpartition("/")[2] if from_hub else None
-    )
-    if given is not None and given.is_file():
-        return Retriever(corpus, dense.DenseIndex(given, encoder, faiss_gpu), topk)
-    settings = dense.SETTINGS | {"model": _files_of(Path(files))} | family
-    folder = _built(home, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
+    from_hub = not Path(expand_path(model)).exists()  # then the name of the local folder is a hash
+    hub_name = model.rstrip("/").rpartition("/")[2] if from_hub else None
+    encoder = dense.Encoder(files, name=name if family else hub_name)
+    if index is not None and index.is_file():
+        return Retriever(corpus, dense.DenseIndex(index, encoder, faiss_gpu), topk)
+    settings = dense.SETTINGS | {"model": _file_stats(Path(files))} | family
+    folder = _build_once(home, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
     return Retriever(corpus, dense.DenseIndex(folder, encoder, faiss_gpu), topk)
 
 
-def _built(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
-    """The folder of the index with this content and these settings; one process builds it, the others wait."""
+def _build_once(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
+    """The folder of the index of this corpus and settings. If it is missing, one process builds it and others wait."""
     key = hashlib.sha256(json.dumps([corpus.digest, settings], sort_keys=True).encode()).hexdigest()[:24]
     target = home / f"{settings['retriever']}-{key}"
     if target.exists():
@@ -167,24 +167,24 @@ def _built(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable
         return target
 
     def timed(partial: Path) -> None:
-        begin = time.monotonic()
+        start = time.monotonic()
         logger.info("indexing %d documents of %s into %s", len(corpus), corpus.path, target)
         build(partial)
-        logger.info("indexed in %.1f s", time.monotonic() - begin)
+        logger.info("indexed in %.1f s", time.monotonic() - start)
 
     home.mkdir(parents=True, exist_ok=True)
     return Path(create_once(target, timed))
 
 
-def _files_of(folder: Path) -> list[Any]:
-    """Changes when the model in a folder does."""
+def _file_stats(folder: Path) -> list[Any]:
+    """Names, sizes and times of a model's files: they change when the model does."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _refuse_lucene(index_path: Path | None) -> None:
+def _reject_lucene(index_path: Path | None) -> None:
     if index_path is not None and index_path.is_dir() and any(index_path.glob("segments_*")):
         raise ValueError(
-            f"--index_path: {index_path} is an index of Lucene (pyserini), which is not read here. Leave it out: BM25 "
-            "is built from --corpus_path once, and kept."
+            f"--index_path: {index_path} is a Lucene index (pyserini), which is not supported. Omit --index_path: "
+            "the BM25 index is built once from --corpus_path, and kept."
         )

@@ -1,4 +1,4 @@
-"""What a search agent asks: a service over HTTP, or a retriever in this process."""
+"""Searcher: the retriever of a search agent, a service over HTTP or an index in this process."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from verl.search.client import RetrieverClient, RetrieverError
 from verl.search.corpus import title_and_text
 from verl.search.retriever import Hit, QueryLimit, Retriever, check_queries, open_retriever
 
-__all__ = ["LocalSearcher", "Searcher", "as_information", "check_retriever", "open_searcher"]
+__all__ = ["NO_RESULTS", "LocalSearcher", "Searcher", "check_retriever", "format_documents", "open_searcher"]
 
 logger = logging.getLogger(__name__)
 
+# Text for the model instead of an empty list of documents.
+NO_RESULTS = "Nothing was found."
+
 
 class Searcher(Protocol):
-    """Belongs to one event loop."""
+    """Use each instance in one event loop only."""
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
-        """The best documents of every query; RetrieverError where no answer comes."""
+        """The best documents of every query; RetrieverError if a query fails."""
         ...
 
     async def check(self) -> dict[str, Any]:
-        """What it says of itself; RetrieverError if it does not answer."""
+        """Status, and the number of documents if it is known; RetrieverError if the retriever does not respond."""
         ...
 
     async def close(self) -> None:
-        """Nothing is asked any more."""
+        """Release connections or threads."""
         ...
 
 
 class LocalSearcher:
-    """A retriever in this process, in a thread of its own."""
+    """A retriever in a thread of this process."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
@@ -50,38 +53,38 @@ class LocalSearcher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._retriever.retrieve, queries, topk)
 
     async def check(self) -> dict[str, Any]:
-        """How many documents there are."""
+        """Status and number of documents."""
         return {"status": "ok", "documents": len(self._retriever.corpus)}
 
     async def close(self) -> None:
-        """The thread ends."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False)
 
 
 def open_searcher(config: RetrieverConfig) -> Searcher:
-    """The service at `retriever.url`; without one BM25 on `retriever.corpus_path`, in this process."""
+    """The service at `retriever.url`; if it is not set, a BM25 index of `retriever.corpus_path` in this process."""
     if config.url:
         return RetrieverClient(config.url, timeout_s=config.timeout)
-    assert config.corpus_path is not None, "the rules of the configuration want one of the two"
+    assert config.corpus_path is not None, "validated: url or corpus_path is set"
     return LocalSearcher(open_retriever(config.corpus_path, topk=config.topk))
 
 
 def check_retriever(config: RetrieverConfig) -> None:
-    """Ask once, before anything is loaded, and tell what answers. Builds the index of a local corpus."""
+    """Check the retriever before models are loaded, and log what it searches. Builds the index of a local corpus."""
     try:
-        facts = asyncio.run(_check(config))
+        status = asyncio.run(_check(config))
     except RetrieverError as error:
         raise ValueError(
-            f"retriever.url: nothing that searches answers at {config.url} ({error}). Start it: python -m "
-            "verl.search.server --corpus_path corpus.jsonl --port 8000. Or search in the run itself: "
+            f"retriever.url: no search service responds at {config.url} ({error}). Start it: python -m "
+            "verl.search.server --corpus_path corpus.jsonl --port 8000. Or search inside the run: "
             "retriever.corpus_path=corpus.jsonl."
         ) from error
-    documents = f"{facts['documents']} documents" if "documents" in facts else "a search service"
+    documents = f"{status['documents']} documents" if "documents" in status else "a search service"
     logger.info("search: %s at %s", documents, config.url or config.corpus_path)
 
 
-def as_information(hits: Sequence[Hit]) -> str:
-    """Documents as a model reads them: `Doc 1(Title: …) text`, a line each."""
+def format_documents(hits: Sequence[Hit]) -> str:
+    """Format documents for a model: `Doc 1(Title: …) text`, one per line."""
     parts = (title_and_text(hit.document.contents) for hit in hits)
     return "".join(f"Doc {number}(Title: {title}) {text}\n" for number, (title, text) in enumerate(parts, 1))
 

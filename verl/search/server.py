@@ -1,4 +1,4 @@
-"""`python -m verl.search.server --corpus_path FILE`: a retriever behind HTTP, as search agents ask for it.
+"""`python -m verl.search.server --corpus_path FILE`: an HTTP server for search agents.
 
 POST /retrieve {"queries": [text], "topk": number | null, "return_scores": bool}
 -> {"result": [[{"document": {"id", "contents"}, "score"}]]}, without scores {"result": [[{"id", "contents"}]]}
@@ -42,23 +42,23 @@ from verl.utils.resources import use_single_heap
 __all__ = ["SearchServer", "main"]
 
 DEFAULT_PORT = 8000
-_BATCH = 256
-_MOST_WAITING = 8192
+_MAX_BATCH = 256
+_MAX_WAITING = 8192
 _Waiting = tuple[list[str], int, "asyncio.Future[list[list[Hit]]]"]
 
 logger = logging.getLogger("verl.search.server")  # not "__main__", which is outside the one logging setup
 
 
 class SearchServer:
-    """Queries that arrive while others are searched wait and are searched together."""
+    """Serves a retriever. Queries that arrive during a search are searched together in the next batch."""
 
     def __init__(self, retriever: Retriever, name: str) -> None:
         self._retriever, self._name = retriever, name
         self._parser = BodyParser(RetrieveRequest)
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._searching: asyncio.Task[None] | None = None
-        self._answered = 0
+        self._search_task: asyncio.Task[None] | None = None
+        self._query_count = 0
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route("/retrieve", self._retrieve, methods=["POST"])]
@@ -69,26 +69,26 @@ class SearchServer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _health(self) -> dict[str, Any]:
-        facts = {"retriever": self._name, "documents": len(self._retriever.corpus), "topk": self._retriever.topk}
-        return {"status": "ok", **facts, "queries": self._answered}
+        fields = {"retriever": self._name, "documents": len(self._retriever.corpus), "topk": self._retriever.topk}
+        return {"status": "ok", **fields, "queries": self._query_count}
 
     async def _retrieve(self, request: Request) -> Response:
         query = await self._parser.parse(RetrieveRequest, request_body(request))
-        results = await self._look_up(query.queries, query.topk or self._retriever.topk)
-        self._answered += len(query.queries)
-        return StreamingResponse(_pieces(results, query.return_scores), media_type="application/json")
+        results = await self._search(query.queries, query.topk or self._retriever.topk)
+        self._query_count += len(query.queries)
+        return StreamingResponse(_response_chunks(results, query.return_scores), media_type="application/json")
 
-    async def _look_up(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        if sum(len(waiting) for waiting, _, _ in self._waiting) > _MOST_WAITING:
+    async def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
+        if sum(len(waiting) for waiting, _, _ in self._waiting) > _MAX_WAITING:
             raise HttpError(503, "too many queries are waiting. Try again later.")
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
         self._waiting.append((queries, topk, answer))
-        if self._searching is None:
-            self._searching = asyncio.create_task(self._work())
+        if self._search_task is None:
+            self._search_task = asyncio.create_task(self._search_waiting())
         return await answer
 
-    async def _work(self) -> None:
-        """Look up what waits, as many queries of one `topk` at a time as fit, until nothing waits."""
+    async def _search_waiting(self) -> None:
+        """Search waiting queries in batches with the same `topk` until none is waiting."""
         loop = asyncio.get_running_loop()
         while batch := self._next_batch():
             queries = [query for batched, _, _ in batch for query in batched]
@@ -101,15 +101,15 @@ class SearchServer:
                 continue
             for batched, _, future in batch:
                 answer = [next(results) for _ in batched]
-                if not future.done():  # else its client has left
+                if not future.done():  # otherwise its client has disconnected
                     future.set_result(answer)
-        self._searching = None
+        self._search_task = None
 
     def _next_batch(self) -> list[_Waiting]:
-        """Requests of disconnected clients are dropped."""
+        """The next requests with the same `topk`, without those of disconnected clients."""
         batch: list[_Waiting] = []
         size = 0
-        while self._waiting and size < _BATCH and (not batch or self._waiting[0][1] == batch[0][1]):
+        while self._waiting and size < _MAX_BATCH and (not batch or self._waiting[0][1] == batch[0][1]):
             queries, topk, answer = self._waiting.popleft()
             if not answer.done():
                 batch.append((queries, topk, answer))
@@ -149,16 +149,16 @@ def _serve(options: argparse.Namespace) -> None:
             run_event_loop(create_server(app, name, limits, "/retrieve").serve([bound]))
 
 
-async def _pieces(results: list[list[Hit]], scores: bool) -> AsyncIterator[str]:
-    """The response, one query at a time: other clients are served in between."""
+async def _response_chunks(results: list[list[Hit]], scores: bool) -> AsyncIterator[str]:
+    """The response body, in one chunk per query so that other requests can run in between."""
     yield '{"result": ['
     for number, hits in enumerate(results):
-        yield f"{', ' if number else ''}{json.dumps([_shown(hit, scores) for hit in hits], ensure_ascii=False)}"
+        yield f"{', ' if number else ''}{json.dumps([_hit_as_dict(hit, scores) for hit in hits], ensure_ascii=False)}"
         await asyncio.sleep(0)
     yield "]}"
 
 
-def _shown(hit: Hit, scores: bool) -> dict[str, Any]:
+def _hit_as_dict(hit: Hit, scores: bool) -> dict[str, Any]:
     document = hit.document._asdict()
     return {"document": document, "score": hit.score} if scores else document
 
@@ -168,10 +168,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--corpus_path", required=True, help='JSON lines of {"id", "contents"}')
     add("--retriever_name", default="bm25", choices=RETRIEVERS, help="(default: %(default)s)")
-    add("--index_path", help="folder to keep the index in (default: the cache), or a faiss file made elsewhere")
-    add("--topk", type=positive, default=DEFAULT_TOPK, help="documents where a request names no number (default: 3)")
+    add("--index_path", help="folder for the index (default: the cache), or a faiss file of another program")
+    add(
+        "--topk",
+        type=positive,
+        default=DEFAULT_TOPK,
+        help="documents per query if a request does not set topk (default: 3)",
+    )
     add("--retriever_model", help="dense: a sentence-transformers folder or hub name")
-    add("--faiss_gpu", action="store_true", help="dense: search on the GPUs, where faiss has them")
+    add("--faiss_gpu", action="store_true", help="dense: search on GPUs, if faiss supports them")
     add_server_options(parser, DEFAULT_PORT, max_body_mb=8)
     return parser
 

@@ -1,1 +1,1 @@
-"""Tools that a model may call, and what users subclass for their own."""
+"""Tools that models call: base classes and included tools."""

@@ -1,4 +1,4 @@
-"""CodeSessionTool: a Python for each trajectory that remembers from call to call, like a notebook."""
+"""CodeSessionTool: a Python interpreter per trajectory that keeps its variables between calls, like a notebook."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from verl.sandbox import Session
 from verl.sandbox.code_runner import CodeSettings, configured
-from verl.tools.sandbox_fusion_tools import SandboxFusionTool, code_schema, in_words
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool, code_schema, result_text
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 _LOST = "The interpreter was restarted: what it remembered is lost."
 
 
 class CodeSessionTool(SandboxFusionTool):
-    """As `SandboxFusionTool`, always in the local sandbox. An interpreter starts with the trajectory's first call and
-    ends with the trajectory; one that had to be killed is replaced, which the model is told.
+    """Like `SandboxFusionTool`, but always in the local sandbox. An interpreter starts with the trajectory's first call
+    and ends with the trajectory. If it was killed, the next call starts another one, and the response says so.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         if self.config["sandbox_fusion_url"]:
-            raise ValueError("sandbox_fusion_url: the API of a server knows no sessions. Leave it out.")
+            raise ValueError("sandbox_fusion_url: the server API has no sessions. Remove the key.")
         self._sessions: dict[str, Session] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
     @property
     def settings(self) -> CodeSettings:
@@ -37,28 +37,28 @@ class CodeSessionTool(SandboxFusionTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id, response = await super().create(instance_id, **kwargs)
-        self._turns[instance_id] = asyncio.Lock()
+        self._locks[instance_id] = asyncio.Lock()
         return instance_id, response
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, None]:
-        async with self._turns[instance_id]:  # calls of one turn come side by side
+        async with self._locks[instance_id]:  # calls of one turn run concurrently
             return await super().execute(instance_id, parameters, **kwargs)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
         session = self._sessions.get(instance_id)
         if session is None:
             session = self._sessions[instance_id] = self.settings.sandbox().session(self.limits)
-        text = in_words(session.execute(code, wall_s=float(timeout)), self.limits)
-        released = instance_id not in self._turns  # meanwhile: nobody waits for this any more
+        text = result_text(session.execute(code, wall_s=float(timeout)), self.limits)
+        released = instance_id not in self._locks  # during this call
         if released or not session.alive:
             self._sessions.pop(instance_id, session).close()
             text = f"{text}\n{_LOST}"
         return text
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        self._turns.pop(instance_id, None)
+        self._locks.pop(instance_id, None)
         session = self._sessions.pop(instance_id, None)
         if session is not None:
             session.close()

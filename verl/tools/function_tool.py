@@ -1,20 +1,38 @@
-"""function_tool: a decorator that makes a tool of a Python function, its schema taken from the function itself."""
+"""function_tool: a decorator that makes a Python function a tool. Its JSON Schema is derived from the type hints, the
+descriptions from the docstring."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, TypeVar, overload
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, TypeVar, Union, overload
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.tools.signature import function_schema, parameters, value_of
 from verl.utils.concurrency import call_user_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__verl_function_tool__"
+# Parameters that the loop passes, not the model.
+_LOOP_PARAMETERS = ("agent_data",)
+_PLAIN_TYPES: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    type(None): {"type": "null"},
+    Any: {},
+    object: {},
+}
+_TYPE_OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Params|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
+_PARAMETER_SECTIONS = ("Args", "Arguments", "Parameters", "Params")
+_PARAMETER = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 @overload
@@ -28,11 +46,11 @@ def function_tool(
 
 
 def function_tool(name: Any = None, *, schema: Any = None) -> Any:
-    """`@function_tool`, `@function_tool("name")` or `@function_tool(schema={…})`: models may call the function.
+    """Make a function a tool: `@function_tool`, `@function_tool("name")` or `@function_tool(schema={…})`.
 
-    It stays the function that it was. Its parameters' type hints and its Google docstring make the schema; a parameter
-    `agent_data` is not told to the model but given by the loop. It may be async; if not, it runs in a thread. It
-    returns a text, a dict, a ToolResponse, or (one of these, reward[, metrics]).
+    Returns the function unchanged. The schema is derived from type hints and the Google docstring, without the
+    parameter `agent_data`, which the loop passes. The function may be async; if not, it runs in a thread. It returns a
+    text, a dict, a ToolResponse, or (one of these, reward[, metrics]).
     """
     if callable(name):
         return _mark(name, None, schema)
@@ -40,45 +58,224 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 
 class FunctionTool(BaseTool):
-    """A marked function as a tool."""
+    """A tool that calls a function."""
 
     def __init__(self, function: Callable[..., Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         marked: _Mark | None = getattr(function, _MARK, None)
         schema = tool_schema or (marked.schema if marked else None) or function_schema(function)
         super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
         self.function = function
-        # With a schema of their own the parameters need no hints.
-        self.hints = {} if marked and marked.own else {each.name: hint for each, hint in parameters(function).items()}
-        kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+        # With a schema of the user the parameters need no hints.
+        self.hints = {} if marked and marked.is_custom else _hints_by_name(function)
+        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         self.refuses_unknown_arguments = inspect.Parameter.VAR_KEYWORD not in kinds
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        values = {name: value_of(self.hints.get(name, Any), value) for name, value in parameters.items()}
-        # Only by name: a function that takes any keyword means those of the model.
-        given = {name: kwargs[name] for name in inspect.signature(self.function).parameters if name in kwargs}
-        return await call_user_function(self.function, **{**values, **given})
+        values = {name: convert_value(self.hints.get(name, Any), value) for name, value in parameters.items()}
+        # Only parameters that the function names: its `**kwargs` are arguments of the model.
+        loop_kwargs = {name: kwargs[name] for name in inspect.signature(self.function).parameters if name in kwargs}
+        return await call_user_function(self.function, **{**values, **loop_kwargs})
 
 
-def marked_functions(module: ModuleType) -> list[FunctionTool]:
-    """The tools of a module: its functions marked with `@function_tool`, in the order in which they are defined."""
+def marked_functions(module: types.ModuleType) -> list[FunctionTool]:
+    """The tools of a module: its functions decorated with `@function_tool`, in the order of definition."""
     marked = [value for value in vars(module).values() if isinstance(getattr(value, _MARK, None), _Mark)]
-    return [FunctionTool(function) for function in dict.fromkeys(marked)]  # one that has two names is one tool
+    return [FunctionTool(function) for function in dict.fromkeys(marked)]  # a function with two names is one tool
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Mark:
     schema: dict[str, Any]
-    own: bool
+    is_custom: bool
     """Whether the user wrote the schema."""
 
 
 def _mark(function: F, name: str | None, schema: Any) -> F:
     if schema is None:
-        mark = _Mark(function_schema(function, name), own=False)
+        mark = _Mark(function_schema(function, name), is_custom=False)
     else:
-        told = OpenAIFunctionToolSchema.model_validate(schema).model_dump()
+        custom = OpenAIFunctionToolSchema.model_validate(schema).model_dump()
         if name:
-            told["function"]["name"] = name
-        mark = _Mark(told, own=True)
+            custom["function"]["name"] = name
+        mark = _Mark(custom, is_custom=True)
     setattr(function, _MARK, mark)
     return function
+
+
+def function_schema(function: Callable[..., Any], name: str | None = None) -> dict[str, Any]:
+    """The OpenAI schema of a function. A ValueError names a parameter whose type cannot be expressed in JSON."""
+    description, descriptions = parse_docstring(inspect.getdoc(function) or "")
+    properties: dict[str, Any] = {}
+    required = []
+    for param, hint in _model_parameters(function).items():
+        try:
+            schema = type_schema(hint)
+        except ValueError as error:
+            raise ValueError(f"{function.__name__}({param.name}): {error}") from error
+        if "description" not in schema and param.name in descriptions:
+            schema["description"] = descriptions[param.name]
+        properties[param.name] = schema
+        if param.default is param.empty:
+            required.append(param.name)
+    return {
+        "type": "function",
+        "function": {
+            "name": name or function.__name__,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+def _hints_by_name(function: Callable[..., Any]) -> dict[str, Any]:
+    return {parameter.name: hint for parameter, hint in _model_parameters(function).items()}
+
+
+def _model_parameters(function: Callable[..., Any]) -> dict[inspect.Parameter, Any]:
+    """The parameters that are arguments of the model, with their type hints."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"{function.__name__}: a type hint cannot be resolved: {error}. Pass schema=….") from error
+    hints_by_parameter = {}
+    for param in inspect.signature(function).parameters.values():
+        if param.name in _LOOP_PARAMETERS or param.kind is param.VAR_KEYWORD:
+            continue
+        if param.kind in (param.VAR_POSITIONAL, param.POSITIONAL_ONLY):
+            raise ValueError(
+                f"{function.__name__}({param.name}): models pass arguments by name. Make it a keyword parameter."
+            )
+        if param.name not in hints:
+            raise ValueError(
+                f"{function.__name__}({param.name}): it has no type hint, which the schema needs. "
+                f"Write {param.name}: str (or another type)."
+            )
+        hints_by_parameter[param] = hints[param.name]
+    return hints_by_parameter
+
+
+def type_schema(hint: Any) -> dict[str, Any]:
+    """JSON Schema of a type hint. `nullable` marks optional values, as chat templates expect."""
+    try:
+        if hint in _PLAIN_TYPES:
+            return dict(_PLAIN_TYPES[hint])
+    except TypeError:  # not hashable: Literal of a list, …
+        pass
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        described = next((extra for extra in args[1:] if isinstance(extra, str)), None)
+        return {**type_schema(args[0]), **({"description": described} if described else {})}
+    if origin is Literal:
+        return _enum_schema(list(args))
+    if origin in (Union, types.UnionType):
+        return _union_schema(args)
+    if isinstance(hint, typing.NewType):
+        return type_schema(hint.__supertype__)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _enum_schema([member.value for member in hint])
+    if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
+        return _object_schema(hint)
+    return _container_schema(origin or hint, args)
+
+
+def convert_value(hint: Any, value: Any) -> Any:
+    """Convert a validated JSON value to the type of the hint."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return convert_value(args[0], value)
+    if origin in (Union, types.UnionType):
+        members = [member for member in args if member is not type(None)]
+        return convert_value(members[0], value) if value is not None and len(members) == 1 else value
+    if hint is int and isinstance(value, float):
+        return int(value)  # 3.0 is an integer in JSON Schema
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return hint(**{name: convert_value(hints.get(name, Any), item) for name, item in value.items()})  # type: ignore[operator]
+    if isinstance(value, list):
+        return _convert_sequence(origin or hint, args, value)
+    if isinstance(value, dict) and len(args) == 2:
+        return {name: convert_value(args[1], item) for name, item in value.items()}
+    return value
+
+
+def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The text of a Google docstring before its first section, and the descriptions of the parameters."""
+    description: list[str] = []
+    descriptions: dict[str, str] = {}
+    section, current, indent = "", "", 0
+    for line in text.splitlines():
+        heading = _SECTION.match(line)
+        if heading:
+            section = heading.group(1)
+        elif not section:
+            description.append(line.strip())
+        elif section in _PARAMETER_SECTIONS and line.strip():
+            depth = len(line) - len(line.lstrip())
+            entry = _PARAMETER.match(line.strip())
+            if entry and (not current or depth <= indent):
+                current, indent = entry.group(1), depth
+                descriptions[current] = entry.group(2).strip()
+            elif current:
+                descriptions[current] = f"{descriptions[current]} {line.strip()}".strip()
+    return "\n".join(description).strip(), descriptions
+
+
+def _enum_schema(values: list[Any]) -> dict[str, Any]:
+    kinds = {type(value) for value in values if value is not None}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    schema: dict[str, Any] = {"type": _TYPE_OF_VALUE[kind]} if kind in _TYPE_OF_VALUE else {}
+    schema["enum"] = [value for value in values if value is not None]
+    return {**schema, "nullable": True} if None in values else schema
+
+
+def _union_schema(members: Sequence[Any]) -> dict[str, Any]:
+    schemas = [type_schema(member) for member in members if member is not type(None)]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return schema if len(schemas) == len(members) else {**schema, "nullable": True}
+
+
+def _object_schema(hint: Any) -> dict[str, Any]:
+    """JSON Schema of a dataclass or a TypedDict."""
+    hints = typing.get_type_hints(hint, include_extras=True)
+    if typing.is_typeddict(hint):
+        required = sorted(hint.__required_keys__, key=list(hints).index)
+        names = list(hints)
+    else:
+        fields = [item for item in dataclasses.fields(hint) if item.init]
+        missing = dataclasses.MISSING
+        required = [item.name for item in fields if item.default is missing and item.default_factory is missing]
+        names = [item.name for item in fields]
+    properties = {name: type_schema(hints[name]) for name in names}
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _container_schema(kind: Any, args: Sequence[Any]) -> dict[str, Any]:
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        if args and args[0] is not str:
+            raise ValueError(
+                f"{kind.__name__} with keys of {args[0]}: keys of JSON objects are strings. Use dict[str, …]."
+            )
+        return {"type": "object", **({"additionalProperties": type_schema(args[1])} if args else {})}
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        items = [type_schema(arg) for arg in args]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    if isinstance(kind, type) and issubclass(kind, (Sequence, Set)) and not issubclass(kind, (str, bytes)):
+        unique = {"uniqueItems": True} if issubclass(kind, Set) else {}
+        return {"type": "array", "items": type_schema(args[0]) if args else {}, **unique}
+    raise ValueError(
+        f"the type {getattr(kind, '__name__', kind)} cannot be expressed in JSON Schema. Use str, int, float, "
+        "bool, list, dict, Literal, an Enum or a dataclass, or pass schema=…."
+    )
+
+
+def _convert_sequence(kind: Any, args: Sequence[Any], values: list[Any]) -> Any:
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        return tuple(convert_value(hint, value) for hint, value in zip(args, values, strict=True))
+    items = [convert_value(args[0], value) for value in values] if args else values
+    if kind is tuple:
+        return tuple(items)
+    if isinstance(kind, type) and issubclass(kind, Set):
+        return frozenset(items) if kind is frozenset else set(items)
+    return items

@@ -1,4 +1,4 @@
-"""Gsm8kTool: the model hands in its answer to a GSM8K question, hears whether it is right, and may try again."""
+"""Gsm8kTool: the model submits an answer to a GSM8K question, reads whether it is right, and may try again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.utils.reward_score.gsm8k import answer_of, compute_score
 
 
 class Gsm8kTool(BaseTool):
-    """`create_kwargs: {ground_truth: …}` of the row holds the right answer. The reward is the best score."""
+    """`create_kwargs: {ground_truth: …}` of the row contains the correct answer. The reward is the best score."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
@@ -31,7 +31,7 @@ class Gsm8kTool(BaseTool):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
         if ground_truth is None:
-            raise ValueError(f"extra_info.tools_kwargs.{self.name}.create_kwargs.ground_truth: the row has none")
+            raise ValueError(f"extra_info.tools_kwargs.{self.name}.create_kwargs.ground_truth is missing in the row")
         instance_id = instance_id or str(uuid4())
         self._truths[instance_id], self._best[instance_id] = str(ground_truth), 0.0
         return instance_id, ToolResponse()

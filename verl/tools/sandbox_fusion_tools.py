@@ -1,4 +1,4 @@
-"""SandboxFusionTool: the model runs a program in the sandbox and reads what it printed."""
+"""SandboxFusionTool: the model runs a program in the sandbox and reads its output."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _DEFAULTS = {
     "memory_limit_mb": 1024,
     "num_workers": 10,
 }
-# Bounded white space: two runs of it beside each other are matched in a time that is quadratic in their length.
+# White space is bounded: adjacent unbounded repetitions of it would take quadratic time.
 _FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*?)(?:\n[ \t]{0,64}```|\Z)", re.DOTALL)
 
 
 class SandboxFusionTool(BaseTool):
-    """Keys of its `config`: `sandbox_fusion_url` (absent: that of the run, else the local sandbox), `default_timeout`
-    (seconds), `default_language`, `memory_limit_mb`; `num_workers` programs run at a time.
+    """Keys of `config`: `sandbox_fusion_url` (default: that of the run, otherwise the local sandbox), `default_timeout`
+    (seconds), `default_language`, `memory_limit_mb`, `num_workers` (concurrent programs).
 
-    A subclass may run code in its own way: `execute_code` is all that does it here, and may be async.
+    Subclasses may override `execute_code`, also as an async method.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -60,13 +60,13 @@ class SandboxFusionTool(BaseTool):
         return ToolResponse(text=str(text)), None, None
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
-        """Run a program; what the model is told of it."""
+        """Run a program; return the text that the model reads."""
         limits = replace(self.limits, wall_s=float(timeout))
-        return in_words(self.settings.runner().run(code, language, limits=limits), limits)
+        return result_text(self.settings.runner().run(code, language, limits=limits), limits)
 
 
 def code_schema(description: str) -> OpenAIFunctionToolSchema:
-    """That of a tool whose one argument is `code`."""
+    """The schema of a tool with one argument, `code`."""
     code = {"type": "string", "description": "The code to run."}
     parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
     function = {"name": "code_interpreter", "description": description, "parameters": parameters}
@@ -74,21 +74,21 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
 
 
 def plain_code(parameters: dict[str, Any]) -> str:
-    """The argument `code`, out of the fence that models put around it."""
+    """The argument `code`, without a Markdown code fence around it."""
     code = str(parameters["code"])
     fenced = _FENCED.search(code)
     return fenced.group(1) if fenced else code
 
 
-def in_words(result: Result, limits: Limits) -> str:
-    """What the model reads: what was printed, and on a failure what was said of it."""
+def result_text(result: Result, limits: Limits) -> str:
+    """The text that the model reads: the output and, after a failure, its description."""
     if result.status == "refused":
         raise ToolError(result.stderr)
-    said = {
+    reason = {
         "timeout": f"The code was stopped: it ran longer than {limits.wall_s:g} seconds.",
         "memory": f"The code was stopped: it needed more than {limits.memory_mb} MB of memory.",
         "output": "The output was too long and is cut.",
     }.get(result.status, "")
-    parts = [result.stdout, "" if result.status == "finished" else result.stderr, said]
+    parts = [result.stdout, "" if result.status == "finished" else result.stderr, reason]
     text = "\n".join(part.rstrip("\n") for part in parts if part.strip())
     return text or "The code ran and printed nothing."

@@ -1,7 +1,7 @@
-"""What a tool tells of itself (an OpenAI function schema) and what it answers.
+"""The OpenAI function schema of a tool, and ToolResponse, the result of a call.
 
-Schemas are made of dicts with `model_validate` and give them back with `model_dump`. Keys of JSON Schema that have no
-field here (items, anyOf, $defs, …) are kept in `extra` and come back.
+Schemas are created from dicts with `model_validate` and converted back with `model_dump`. Keys of JSON Schema without a
+field here (items, anyOf, $defs, …) are kept in `extra`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ S = TypeVar("S", bound="Schema")
 
 @dataclass
 class ToolResponse:
-    """What a tool answers. The model reads the text."""
+    """The result of a tool call. The model reads the text."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -27,20 +27,20 @@ class ToolResponse:
 
 
 class Schema:
-    """Base of the pieces below: from dicts and to dicts."""
+    """Base of the schemas below, with conversion from and to dicts."""
 
     parts: ClassVar[dict[str, type[Schema]]] = {}
-    """Fields that hold schemas themselves."""
+    """Fields whose values are schemas."""
     extra: dict[str, Any]
 
     @classmethod
     def model_validate(cls: type[S], value: Any) -> S:
-        """The schema of a dict (or the schema itself); a ValueError says what is wrong with it."""
+        """Create the schema from a dict; a schema is returned unchanged. ValueError if the dict is invalid."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise ValueError(f"{cls.__name__}: expected a mapping, found {type(value).__name__} {value!r}.")
-        names = {each.name for each in fields(cls)} - {"extra"}  # type: ignore[arg-type]
+        names = {item.name for item in fields(cls)} - {"extra"}  # type: ignore[arg-type]
         known = {str(key): deepcopy(item) for key, item in value.items() if key in names}
         extra = {str(key): deepcopy(item) for key, item in value.items() if key not in names}
         try:
@@ -49,10 +49,10 @@ class Schema:
             raise ValueError(f"{cls.__name__}: {str(error).partition(' ')[2]}. Found: {', '.join(value)}.") from error
 
     def model_dump(self, *, exclude_none: bool = True, exclude_unset: bool = True, **_: Any) -> dict[str, Any]:
-        """The dict that it stands for. Fields without a value are left out, whichever way that is asked for."""
-        names = [each.name for each in fields(self) if each.name != "extra"]  # type: ignore[arg-type]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {name: _plain(value) for name, value in {**given, **self.extra}.items()}
+        """Convert to a dict. Fields without a value are always left out."""
+        names = [item.name for item in fields(self) if item.name != "extra"]  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: _plain(value) for name, value in {**values, **self.extra}.items()}
 
     def __post_init__(self) -> None:
         for name, kind in self.parts.items():
@@ -63,7 +63,7 @@ class Schema:
 
 @dataclass
 class OpenAIFunctionPropertySchema(Schema):
-    """One parameter: a piece of JSON Schema."""
+    """JSON Schema of one parameter."""
 
     type: str | list[str] | None = None
     description: str | None = None
@@ -73,7 +73,7 @@ class OpenAIFunctionPropertySchema(Schema):
 
 @dataclass
 class OpenAIFunctionParametersSchema(Schema):
-    """All parameters: a JSON Schema of an object."""
+    """JSON Schema of all parameters: an object."""
 
     type: str = "object"
     properties: dict[str, OpenAIFunctionPropertySchema] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class OpenAIFunctionParametersSchema(Schema):
 
     def __post_init__(self) -> None:
         if self.type != "object":
-            raise ValueError(f"parameters.type: {self.type!r}. Arguments have names, so it must be object.")
+            raise ValueError(f"parameters.type: {self.type!r} is not allowed. Arguments are named: use object.")
         if not isinstance(self.properties, Mapping):
             raise ValueError(f"parameters.properties: expected a mapping from names, found {self.properties!r}.")
         self.properties = {
@@ -92,7 +92,7 @@ class OpenAIFunctionParametersSchema(Schema):
 
 @dataclass
 class OpenAIFunctionSchema(Schema):
-    """A function: its name, what it is for and what it takes."""
+    """A function: name, description and parameters."""
 
     parts: ClassVar = {"parameters": OpenAIFunctionParametersSchema}
 
@@ -104,13 +104,13 @@ class OpenAIFunctionSchema(Schema):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"function.name: {self.name!r} is not a name.")
+            raise ValueError(f"function.name: {self.name!r} is not a non-empty string.")
         Schema.__post_init__(self)
 
 
 @dataclass
 class OpenAIFunctionToolSchema(Schema):
-    """A tool as chat templates and the OpenAI API know it."""
+    """A tool in the format of chat templates and the OpenAI API."""
 
     parts: ClassVar = {"function": OpenAIFunctionSchema}
 

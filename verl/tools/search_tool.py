@@ -1,34 +1,32 @@
-"""SearchTool: a retriever as a tool that is called with several queries at a time."""
+"""SearchTool: a retriever service as a tool that takes several queries per call."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from verl.search.client import RetrieverClient, RetrieverError
-from verl.search.searcher import as_information
+from verl.search.searcher import NO_RESULTS, format_documents
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-NOTHING = "Nothing was found."
 _DEFAULTS = {"retrieval_service_url": None, "topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120}
 
 
 class SearchTool(BaseTool):
-    """`retrieval_service_url` is asked for `topk` documents of each query; `timeout` is how long that may take.
+    """Requests `topk` documents per query from `retrieval_service_url`, with a `timeout` in seconds.
 
-    Of a loop worker's calls `num_workers` run at a time and `rate_limit` start per second.
+    Per loop worker, at most `num_workers` calls run at a time and `rate_limit` start per second.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__({**_DEFAULTS, **config}, tool_schema)
-        given = self.config
-        if not given["retrieval_service_url"]:
+        if not self.config["retrieval_service_url"]:
             raise ValueError(
                 f"{self.name}: config.retrieval_service_url is not set. Start a service (python -m verl.search.server "
-                "--corpus_path FILE) and give its address: http://127.0.0.1:8000/retrieve."
+                "--corpus_path FILE) and set its address: http://127.0.0.1:8000/retrieve."
             )
-        self.retrieval_service_url, self.topk = str(given["retrieval_service_url"]), int(given["topk"])
-        self._timeout = float(given["timeout"])
+        self.retrieval_service_url, self.topk = str(self.config["retrieval_service_url"]), int(self.config["topk"])
+        self._timeout = float(self.config["timeout"])
         self._client: RetrieverClient | None = None
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
@@ -41,13 +39,13 @@ class SearchTool(BaseTool):
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
     async def check(self) -> str | None:
-        # A client of its own: this may be another event loop than the one that trajectories run in.
+        # A separate client: this may run in another event loop than the trajectories.
         client = self._new_client()
         try:
             await client.check()
         except RetrieverError as error:
             start = "Start it: python -m verl.search.server --corpus_path FILE --port 8000"
-            return f"nothing that searches answers at {self.retrieval_service_url} ({error}). {start}"
+            return f"no search service responds at {self.retrieval_service_url} ({error}). {start}"
         finally:
             await client.close()
         return None
@@ -61,13 +59,13 @@ class SearchTool(BaseTool):
         if self._client is None:
             self._client = self._new_client()
         try:
-            found = await self._client.retrieve(queries, self.topk)
+            results = await self._client.retrieve(queries, self.topk)
         except RetrieverError as error:
             raise ToolError("The search failed. Answer without it, or try again.") from error
-        texts = [as_information(hits).rstrip() or NOTHING for hits in found]
+        texts = [format_documents(hits).rstrip() or NO_RESULTS for hits in results]
         if len(queries) > 1:
             texts = [f"Query: {query}\n{text}" for query, text in zip(queries, texts, strict=True)]
-        total = sum(len(hits) for hits in found)
+        total = sum(len(hits) for hits in results)
         return ToolResponse(text="\n---\n".join(texts)), None, {"query_count": len(queries), "total_results": total}
 
     def _new_client(self) -> RetrieverClient:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine_clients import RequestEngine, engine_client
 from verl.agent.loop import AgentLoopOutput
-from verl.agent.outputs import Limits, trajectory_of
+from verl.agent.outputs import RowLimits, build_trajectory
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
@@ -165,7 +165,7 @@ class Agent:
 def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
     agent = Agent(seed, steps=12)
     agent.run()
-    trajectory = trajectory_of(agent.outputs(), agent.trace, "p", 0, Limits(BUDGET, WINDOW))
+    trajectory = build_trajectory(agent.outputs(), agent.trace, "p", 0, RowLimits(BUDGET, WINDOW))
     cut = [len(one.response) > BUDGET for one in agent.contexts]  # by what the environment said last
     reasons = ["length" if over else one.reason for over, one in zip(cut, agent.contexts, strict=True)]
     assert [row.finish_reason for row in trajectory.rows] == reasons

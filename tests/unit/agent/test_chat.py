@@ -48,13 +48,13 @@ def test_tokens_are_those_of_the_whole_template(family, rounds, ended):
         rounds = [TOOL if replies is BOTH else replies for replies in rounds]
     tokenizer = chat_tokenizer(family)
     chat, messages = Chat(tokenizer, TOOLS), [SYSTEM, FIRST]
-    ids = chat.start(messages)
+    ids = chat.prompt_ids(messages)
     for replies in rounds:
         before = written(tokenizer, messages, ask=True)
         messages = [*messages, answer_to(replies)]
         turn = written(tokenizer, messages, ask=False).removeprefix(before).rstrip("\n")
         sampled = encoded(tokenizer, turn)
-        assert sampled[-1] in chat.ends
+        assert sampled[-1] in chat.end_ids
         sampled = sampled if ended else sampled[:-1]
         ids += sampled + chat.suffix(replies, sampled)
         messages = [*messages, *replies]
@@ -88,7 +88,7 @@ def test_thoughts_stay_as_the_model_saw_them_where_the_template_drops_them():
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, TOOLS)
     thought = encoded(tokenizer, "<think>\nCold, I guess.\n</think>\n\nCold.<|im_end|>")
-    ids = chat.start([FIRST]) + thought + chat.suffix(USER, thought)
+    ids = chat.prompt_ids([FIRST]) + thought + chat.suffix(USER, thought)
     text = written(tokenizer, [FIRST, {"role": "assistant", "content": "Cold."}, *USER], ask=True)
     assert chat.decode(ids) == text.replace(
         "\nCold.<|im_end|>", "\n<think>\nCold, I guess.\n</think>\n\nCold.<|im_end|>"
@@ -155,7 +155,7 @@ def test_only_the_suffix_is_tokenised():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_how_the_template_writes_a_call(family):
-    call = Chat(chat_tokenizer(family), TOOLS).written_call()
+    call = Chat(chat_tokenizer(family), TOOLS).turns.rendered_call()
     if FAMILIES[family].calls:
         assert "weather" in call
         assert re.search(r"\bof\b.*answer-", call, re.DOTALL)

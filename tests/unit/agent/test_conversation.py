@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.chat_models import chat_tokenizer
-from verl.agent.conversation import conversation_of
+from verl.agent.host import derive_messages
 from verl.types.trajectory import Row, Turn
 
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -36,15 +36,15 @@ def model(text: str) -> Turn:
 def test_replies_that_a_template_wrote_are_messages_and_others_part_of_the_answer():
     prompts, templated = {tuple(PROMPT): [ASK]}, {tuple(REPLY): [NEXT]}
     said = row(model("Warm."), Turn("environment", REPLY), model("Hot"), Turn("environment", INLINE), model("!"))
-    assert conversation_of(said, prompts, templated, TOKENIZER) == [ASK, answer("Warm."), NEXT, answer("Hot [42] !")]
+    assert derive_messages(said, prompts, templated, TOKENIZER) == [ASK, answer("Warm."), NEXT, answer("Hot [42] !")]
     unanswered = row(model("Warm."), Turn("environment", REPLY))
-    assert conversation_of(unanswered, prompts, templated, TOKENIZER) == [ASK, answer("Warm.")]
-    assert conversation_of(row(), prompts, templated, TOKENIZER) == [ASK, answer("")]
+    assert derive_messages(unanswered, prompts, templated, TOKENIZER) == [ASK, answer("Warm.")]
+    assert derive_messages(row(), prompts, templated, TOKENIZER) == [ASK, answer("")]
 
 
 def test_a_prompt_that_nothing_is_known_of_is_one_user_message():
     other = row(model("Warm."), prompt=encode("In short: warm?"))
-    assert conversation_of(other, {}, {}, TOKENIZER) == [
+    assert derive_messages(other, {}, {}, TOKENIZER) == [
         {"role": "user", "content": "In short: warm?"},
         answer("Warm."),
     ]

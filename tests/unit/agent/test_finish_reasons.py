@@ -18,13 +18,13 @@ from tests.support.script_runner import scripted_engine
 from verl.agent.chat import Chat
 from verl.agent.gateway.agent import GatewayAgentLoop
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
-from verl.agent.outputs import Limits, trajectory_of
+from verl.agent.outputs import RowLimits, build_trajectory
 from verl.agent.search_loop import SearchAgentLoop
 from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
-from verl.interactions.box import InteractionBox
+from verl.interactions.session import InteractionSet
 from verl.trainer.ppo.metric_utils import truncated_rows
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
@@ -57,7 +57,7 @@ def play(
         return END if answers[0] == length else OTHER
 
     async def run() -> Trajectory:
-        toolbox = Toolbox([], CallLimits(0.5, 256, "middle"), interactions=InteractionBox({}, 5.0))
+        toolbox = Toolbox([], CallLimits(0.5, 256, "middle"), interactions=InteractionSet({}, 5.0))
         loop.init_class(config, TOKENIZER, None, toolbox=toolbox, **keywords)
         params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset([END]))
         trace = CallTrace(group="uid")
@@ -73,7 +73,7 @@ def play(
             )
             with tracing(trace):
                 outputs = await agent.run(sampling, raw_prompt=QUESTION, prompt_ids=[WORD] * prompt, uid="uid")
-        return trajectory_of(outputs, trace, "uid", 0, Limits(room, max_model_len))
+        return build_trajectory(outputs, trace, "uid", 0, RowLimits(room, max_model_len))
 
     engine = scripted_engine(speak, max_model_len, tokenizer=TOKENIZER)
     try:
@@ -147,7 +147,7 @@ def test_our_loops_that_stop(loop):
 def test_our_loops_that_run_out_of_tokens(loop, has_room, monkeypatch):
     """The model's answer is cut, or the prompt fills the whole window."""
     monkeypatch.setattr(SearchAgentLoop, "init_class", classmethod(lambda cls, *args, **own: None))
-    prompt = len(Chat(TOKENIZER).start(QUESTION))
+    prompt = len(Chat(TOKENIZER).prompt_ids(QUESTION))
     trajectory = play(loop, 60, max_model_len=512 if has_room else prompt, prompt=prompt)
     assert bool(trajectory.rows[-1].response_length) == has_room
     assert trajectory.rows[-1].finish_reason == "length"

@@ -23,7 +23,7 @@ from tests.unit.agent.test_toolbox import asked, multi_turn
 from verl.agent.tool_files import read_tool_files
 from verl.agent.toolbox import Toolbox
 from verl.config.problems import ConfigError
-from verl.tools.mcp_servers import McpServer
+from verl.tools.mcp_base_tool import McpServer
 from verl.utils.network import accepts_connections
 
 pytestmark = pytest.mark.processes
@@ -155,6 +155,6 @@ async def test_servers_that_do_not_answer_and_tools_that_are_missing_are_told_al
     with pytest.raises(ConfigError) as caught:
         await asyncio.to_thread(Toolbox.load, tool_file(tmp_path, servers, mcp={"tool_selected_list": ["multiply"]}))
     assert len(caught.value.problems) == 4
-    assert "tool_selected_list = multiply: no server has such a tool. There are: add, broken" in str(caught.value)
+    assert "tool_selected_list = multiply: no server has such a tool. Available: add, broken" in str(caught.value)
     assert "sesame" not in str(caught.value)
     assert "secret" not in str(caught.value)

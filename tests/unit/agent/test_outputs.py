@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
-from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
+from verl.agent.outputs import RowLimits, build_trajectory, failed_trajectory
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.workers.rollout.call_trace import CallTrace, ModelCall
@@ -25,7 +25,7 @@ def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7,
 
 
 def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: ModelCall) -> Trajectory:
-    return trajectory_of(outputs, CallTrace(calls=list(calls)), "prompt", 3)
+    return build_trajectory(outputs, CallTrace(calls=list(calls)), "prompt", 3)
 
 
 def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token():
@@ -199,11 +199,11 @@ def test_turns_of_the_environment_have_the_names_that_a_loop_gives_them():
 
 def test_a_response_that_is_too_long_is_cut_and_a_row_that_no_engine_could_have_is_refused():
     output = AgentLoopOutput([1], [10, 11, 90, 91], [1, 1, 0, 0], turn_rewards=[(4, 1.0)])
-    cut = trajectory_of(output, CallTrace(calls=[answer([1], [10, 11], -1.0)]), "prompt", 0, Limits(3, 4))
+    cut = build_trajectory(output, CallTrace(calls=[answer([1], [10, 11], -1.0)]), "prompt", 0, RowLimits(3, 4))
     assert [list(turn.token_ids) for turn in cut.rows[0].turns] == [[10, 11], [90]]
     assert (cut.rows[0].finish_reason, cut.rows[0].turns[1].reward) == ("length", 1.0)
     with pytest.raises(ValueError, match="max_model_len=3"):
-        trajectory_of(output, CallTrace(), "prompt", 0, Limits(3, 3))
+        build_trajectory(output, CallTrace(), "prompt", 0, RowLimits(3, 3))
 
 
 def test_an_aborted_answer_makes_an_aborted_trajectory():
@@ -222,7 +222,7 @@ def test_what_a_loop_may_not_return_is_named():
 def test_a_reward_that_is_no_number_is_refused(own: dict[str, Any]):
     output = AgentLoopOutput([1], [2, 3], [1, 1], **own)
     with pytest.raises(ValueError, match="rewards are not finite"):
-        trajectory_of(output, CallTrace(), "u", 0)
+        build_trajectory(output, CallTrace(), "u", 0)
 
 
 def test_a_context_without_room_is_no_row_of_a_failed_trajectory():
@@ -235,5 +235,6 @@ def test_a_context_without_room_is_no_row_of_a_failed_trajectory():
 
 def test_a_reward_without_a_token_to_stand_on_is_lost_and_no_failure():
     assert (
-        trajectory_of(AgentLoopOutput([1], [], [], turn_rewards=[(0, 1.0)]), CallTrace(), "u", 0).status == "finished"
+        build_trajectory(AgentLoopOutput([1], [], [], turn_rewards=[(0, 1.0)]), CallTrace(), "u", 0).status
+        == "finished"
     )

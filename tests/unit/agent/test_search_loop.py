@@ -15,12 +15,11 @@ from tests.support.chat_models import chat_tokenizer
 from tests.support.engine_clients import engine_client
 from tests.support.script_runner import log_prob, scripted_engine
 from tests.support.search_server import serving, write_corpus
-from verl.agent.outputs import trajectory_of
-from verl.agent.search_loop import SearchAgentLoop
-from verl.agent.search_protocol import FAILED, INVALID, Action, Information, parse_action
+from verl.agent.outputs import build_trajectory
+from verl.agent.search_loop import FAILED, INVALID, Action, ObservationEncoder, SearchAgentLoop, parse_action
 from verl.config import load_config
 from verl.search.retriever import open_retriever
-from verl.search.searcher import LocalSearcher, as_information, open_searcher
+from verl.search.searcher import LocalSearcher, format_documents, open_searcher
 from verl.types.request import SamplingParams
 from verl.workers.rollout.call_trace import CallTrace, tracing
 
@@ -79,7 +78,7 @@ def play(conversation, searcher, *changes, room=400, **sampling):
             with tracing(trace):
                 output = await loop.run(own, prompt_ids=list(PROMPT))
         await SearchAgentLoop.searcher.close()
-        return trajectory_of(output, trace, "uid", 0)
+        return build_trajectory(output, trace, "uid", 0)
 
     engine = scripted_engine(speak, tokenizer=TOKENIZER)
     try:
@@ -92,7 +91,7 @@ def play(conversation, searcher, *changes, room=400, **sampling):
 
 
 def test_a_search_is_answered_with_documents_and_every_token_is_whose_it_is(local):
-    found = told(as_information(local.retrieve(["colour of Belan"], 3)[0]).rstrip())
+    found = told(format_documents(local.retrieve(["colour of Belan"], 3)[0]).rstrip())
     conversation = [("model", encode(ASK)), ("told", found), ("model", encode(ANSWER))]
     trajectory = play(conversation, lambda: LocalSearcher(local))
     asked, _, answered = trajectory.rows[0].turns
@@ -123,21 +122,21 @@ def test_a_turn_that_is_too_long_is_cut_and_no_action(local):
 
 
 def test_stop_strings_of_the_run_end_turns_besides_those_of_the_protocol(local):
-    ask, found = encode(ASK), told(as_information(local.retrieve(["colour of Belan"], 3)[0]).rstrip())
+    ask, found = encode(ASK), told(format_documents(local.retrieve(["colour of Belan"], 3)[0]).rstrip())
     stopped = encode("I wonder. Observation:")
     turns = [("model", ask), ("told", found), ("model", stopped), ("told", encode(INVALID)), ("model", encode(ANSWER))]
     play(turns, lambda: LocalSearcher(local), stop=["Observation:"])
 
 
 def test_the_last_turn_does_not_search(local):
-    found = told(as_information(local.retrieve(["colour of Belan"], 1)[0]).rstrip())
+    found = told(format_documents(local.retrieve(["colour of Belan"], 1)[0]).rstrip())
     turns = [("model", encode(ASK)), ("told", found), ("model", encode(ASK))]
     trajectory = play(turns, lambda: LocalSearcher(local), "max_turns=1", "retriever.topk=1")
     assert trajectory.extra["agent_metrics"]["tool_calls"] == 1
 
 
 def test_long_information_is_cut_inside_its_markers(local):
-    start, end, text = encode("\n\n[["), encode("]]\n\n"), encode(as_information(local.retrieve(["colour"], 3)[0]))
+    start, end, text = encode("\n\n[["), encode("]]\n\n"), encode(format_documents(local.retrieve(["colour"], 3)[0]))
     cut = start + text[: 30 - len(start) - len(end)] + end
     ask = encode("<search>colour</search>")
     markers = ("algorithm.state_masking.start_state_marker=[[", "algorithm.state_masking.end_state_marker=]]")
@@ -162,7 +161,7 @@ def test_a_retriever_that_is_killed_costs_the_turn_that_asked(corpus):
     """A real server over HTTP: the first search is answered, then it is killed, and the model answers without it."""
     with serving(corpus) as server:
         url = f"retriever.url={server.url}"
-        information = as_information(
+        information = format_documents(
             open_retriever(str(corpus), index_path=str(corpus.parent / "kept")).retrieve(["Belan"], 3)[0]
         )
         first, again = encode("<search>Belan</search>"), encode("<search>Corin</search>")
@@ -210,5 +209,5 @@ def test_actions_of_a_turn(text, action):
 
 
 def test_nothing_found_is_said():
-    made = Information(TOKENIZER, "<information>", "</information>", 100)
-    assert TOKENIZER.decode(made.of([])) == "\n\n<information>Nothing was found.</information>\n\n"
+    made = ObservationEncoder(TOKENIZER, "<information>", "</information>", 100)
+    assert TOKENIZER.decode(made.documents([])) == "\n\n<information>Nothing was found.</information>\n\n"

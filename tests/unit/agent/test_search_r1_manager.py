@@ -12,11 +12,11 @@ from tests.support.chat_models import chat_tokenizer
 from tests.support.requests import requests_of
 from tests.support.script_runner import scripted_engine
 from tests.support.search_server import serving, write_corpus
-from verl.agent.search_protocol import FAILED, INVALID
+from verl.agent.search_loop import FAILED, INVALID
 from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.search.retriever import open_retriever
-from verl.search.searcher import as_information
+from verl.search.searcher import format_documents
 from verl.types.trajectory import Turn
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
@@ -84,7 +84,7 @@ def run(conversations, url, **lengths):
 @pytest.mark.processes
 def test_rows_take_their_turns_together_and_masks_say_whose_tokens_are_whose(corpus):
     local = open_retriever(str(corpus), index_path=str(corpus.parent / "kept"))
-    found = as_information(local.retrieve(["colour of Belan"], 2)[0]).rstrip()
+    found = format_documents(local.retrieve(["colour of Belan"], 2)[0]).rstrip()
     told = encode("\n\n<information>") + encode(found) + encode("</information>\n\n")
     conversations = [
         [

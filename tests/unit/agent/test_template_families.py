@@ -23,7 +23,7 @@ def test_the_tokens_fed_are_those_of_the_rendered_conversation(case):
         chat_of(case.family, case.tools, case.thinking),
         Conversation(case),
     )
-    ids = chat.start(conversation.messages)
+    ids = chat.prompt_ids(conversation.messages)
     end = [] if case.end is None else chat.encode(case.end)
     own = True
     for number, replies in enumerate(rounds_of(case, kind)):
@@ -31,7 +31,7 @@ def test_the_tokens_fed_are_those_of_the_rendered_conversation(case):
         before, both = conversation.encode(conversation.text), conversation.encode(conversation.text + turn)
         sampled = both[len(before) :] + end
         assert both[: len(before)] == before
-        content = chat.decode(chat.content(sampled))
+        content = chat.decode(chat.strip_end_token(sampled))
         assert "".join(content.split()) == "".join(turn.split())
         ids += sampled + chat.suffix(replies, sampled)
         own &= case.end == conversation.own_end(message)
@@ -84,7 +84,7 @@ class Losing(Chat):
 
     def suffix(self, messages, answer=()):
         suffix = super().suffix(messages)
-        return suffix[1:] if answer and answer[-1] in self.ends else suffix
+        return suffix[1:] if answer and answer[-1] in self.end_ids else suffix
 
 
 class Leaking(Chat):
@@ -172,8 +172,8 @@ def test_an_earlier_end_token_of_an_alternating_template_is_kept():
 def test_of_several_closing_tokens_only_the_last_ends_a_turn():
     chat = chat_of("command_r7b", False, None)
     inner, end = chat.encode("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
-    assert end in chat.ends
-    assert inner not in chat.ends
+    assert end in chat.end_ids
+    assert inner not in chat.end_ids
     assert end not in chat.suffix(USER, [5, inner, end])[:1]
     assert chat.suffix(USER, [5, inner])[0] == end
 
@@ -188,5 +188,5 @@ def test_a_stop_token_that_is_text_does_not_end_a_turn():
     assert call_end not in found.turn_ids
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") in found.turn_ids
     chat = Chat(tokenizer, TOOLS, found.turn_ids)
-    assert chat.content([5, call_end]) == [5, call_end]
+    assert chat.strip_end_token([5, call_end]) == [5, call_end]
     assert chat.suffix(TOOL, [5, call_end])[0] == end

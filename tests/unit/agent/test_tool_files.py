@@ -53,11 +53,11 @@ def test_problems_of_reading_are_told_all_at_once(tmp_path: Path):
         ("tools.yaml: tools[2].class_name = Nowhere", "it names no object"),
         ("tools.yaml: tools[3].class_name = none.py:Tool", "there is no such file"),
         ("tools.yaml: tools[4].tool_schema", "parameters.type: 'list'"),
-        ("tools.yaml: tools[5].config.type = remote", "Write native or mcp"),
+        ("tools.yaml: tools[5].config.type = remote", "Use native or mcp"),
         ("tools.yaml: tools[6].mcp.mcp_servers_config_path = null", "it is missing"),
         ("tools.yaml: tools[7].mcp.mcp_servers_config_path = none.json", "No such file"),
         ("tools.yaml: tools[8].mcp.selected", "unknown key"),
-        ("tools.yaml: tools[8].mcp.mcp_servers_config_path = empty.json", "it names no servers"),
+        ("tools.yaml: tools[8].mcp.mcp_servers_config_path = empty.json", "it lists no servers"),
         ("both.json: mcpServers.s", "it needs either url or command"),
     ]:
         assert [line for line in found if line.startswith(place) and why in line], (place, why, found)
@@ -93,7 +93,7 @@ def test_what_does_not_import_is_told_where_the_files_are_read(tmp_path: Path):
         "tools[0].class_name = mine.py:NoTool: it is no BaseTool",
         "tools[1].class_name = mine.py:Absent: mine.py: it does not define 'Absent'. It defines: Fragile, NoTool",
         "tools[2].class_name = no_such_package.Tool: no_such_package: cannot import it",
-        "function_tool_path = mine.py: no function is decorated. Put @function_tool above",
+        "function_tool_path = mine.py: it has no tools",
     ]:
         assert words in found
     assert len(caught.value.problems) == 4
@@ -108,8 +108,8 @@ def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
         Toolbox.load(config)
     found = told(caught, tmp_path)
     assert len(found) == 2
-    assert "tools[2].class_name = mine.py:Fragile: it cannot be made: KeyError: 'size'" in found[0]
-    assert "tools[1] = calc_gsm8k_reward: there is a tool of this name already (tools.yaml: tools[0])" in found[1]
+    assert "tools[2].class_name = mine.py:Fragile: its constructor raised KeyError: 'size'" in found[0]
+    assert "tools[1] = calc_gsm8k_reward: tools.yaml: tools[0] has the same name" in found[1]
 
     bad_schema = schema("bad")
     bad_schema["function"]["parameters"]["properties"] = {"a": {"type": "str"}}

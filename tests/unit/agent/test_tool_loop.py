@@ -14,12 +14,12 @@ from tests.support.chat_models import chat_tokenizer
 from tests.support.engine_clients import engine_client
 from tests.support.script_runner import answers, log_prob, scripted_engine
 from verl.agent.chat import Chat
-from verl.agent.outputs import trajectory_of
+from verl.agent.outputs import build_trajectory
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
 from verl.interactions.base import BaseInteraction
-from verl.interactions.box import InteractionBox
+from verl.interactions.session import InteractionSet
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.types.request import SamplingParams
@@ -123,14 +123,14 @@ class Played:
         self.engine.version = 3
         self.trace = CallTrace()
         made = [FunctionTool(tool) if callable(tool) else tool for tool in tools]
-        self.toolbox = Toolbox(made, LIMITS, interactions=InteractionBox(users or {}, 5.0))
+        self.toolbox = Toolbox(made, LIMITS, interactions=InteractionSet(users or {}, 5.0))
         self.row = {"raw_prompt": QUESTION, **(row or {})}
         try:
             self.output = asyncio.run(self._run(config, tokenizer, room, max_model_len))
         finally:
             self.engine.close()
         self.chat = Chat(tokenizer, self.toolbox.schemas())
-        self.trajectory = trajectory_of(self.output, self.trace, "uid", 0)
+        self.trajectory = build_trajectory(self.output, self.trace, "uid", 0)
         self.metrics = self.trajectory.extra["agent_metrics"]
         self.turns = self.trajectory.rows[0].turns
 
@@ -389,7 +389,7 @@ def test_an_answer_of_the_model_that_is_cut_ends_the_trajectory():
 
 
 def test_the_window_of_the_model_counts_too():
-    length = len(Chat(TOKENIZER, Toolbox([FunctionTool(weather)], LIMITS).schemas()).start(QUESTION))
+    length = len(Chat(TOKENIZER, Toolbox([FunctionTool(weather)], LIMITS).schemas()).prompt_ids(QUESTION))
     played = Played([call("weather", city="Bonn"), "x" * 500], max_model_len=length + 100, tools=[weather])
     assert len(played.output.prompt_ids) + len(played.output.response_ids) == length + 100
     assert played.trajectory.rows[0].finish_reason == "length"
@@ -483,7 +483,7 @@ def test_a_format_that_is_not_the_templates_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         Played(["Hello."], f"{TURNS}.format=glm", tools=[weather])
     assert "writes a tool call as" in caplog.text
-    assert "multi_turn.format = glm reads none in that" in caplog.text
+    assert "multi_turn.format = glm finds no call" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         Played(["Hello."], tools=[weather])

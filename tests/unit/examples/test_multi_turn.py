@@ -17,7 +17,7 @@ from verl.agent.chat import Chat
 from verl.agent.toolbox import Toolbox
 from verl.config import load_config
 from verl.config.problems import Report
-from verl.interactions.box import InteractionBox, read_interactions
+from verl.interactions.session import InteractionSet, read_interactions
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tool_calls import ToolCall, get_parser
 
@@ -83,13 +83,13 @@ async def test_the_calculator_answers(monkeypatch, kind):
     (environment,) = run.ENVIRONMENTS[kind]
     required = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=a/b", f"{run.ROLLOUT}.mode=async"]
     config = load_config(None, [*required, environment], check_files=False)
-    box = Toolbox.load(config.actor_rollout_ref.rollout.multi_turn)
+    interactions = Toolbox.load(config.actor_rollout_ref.rollout.multi_turn)
     try:
-        async with box.session({}) as session:
+        async with interactions.session({}) as session:
             found = await session.call(ToolCall("calculate", '{"expression": " 17 - 5 "}'))
             wrong = await session.call(ToolCall("calculate", '{"expression": "__import__(1)"}'))
     finally:
-        await box.close()
+        await interactions.close()
     assert (found.text, found.failure) == ("12", None)
     assert "cannot work out" in wrong.text
 
@@ -98,10 +98,10 @@ async def test_the_calculator_answers(monkeypatch, kind):
 async def test_the_customer_says_what_is_missing_and_not_gladly_what_is_not(monkeypatch, said, price):
     monkeypatch.setenv("MULTI_TURN", str(FOLDER))
     report = Report()
-    box = InteractionBox.load(read_interactions(str(FOLDER / "customer.yaml"), report), seconds=5)
+    interactions = InteractionSet.load(read_interactions(str(FOLDER / "customer.yaml"), report), timeout_s=5)
     report.raise_if_any()
     row = {"extra_info": {"interaction_kwargs": {"name": "customer", "number": "23", "said": said}}}
-    async with box.session(row) as customer:
+    async with interactions.session(row) as customer:
         done, text, score, _ = await customer.respond([{"role": "assistant", "content": "How many ?"}])
         assert (done, "23" in text, score) == (False, True, price)
         assert await customer.respond([{"role": "assistant", "content": "#### 7"}]) == (True, "", 0.0, {})

@@ -8,7 +8,7 @@ import pytest
 from recipe.report import summary
 from recipe.search_r1.demonstrations import Demonstrations
 from recipe.search_r1.task import make_task
-from verl.agent.search_protocol import Information, parse_action
+from verl.agent.search_loop import ObservationEncoder, parse_action
 from verl.config import SFTConfig, load_config
 from verl.search.retriever import open_retriever
 from verl.utils.reward_score import default_compute_score
@@ -48,7 +48,7 @@ def test_demonstrations_are_token_for_token_what_the_agent_puts_together(task):
     overrides = [f"data.train_files={task / 'sft.parquet'}", "model.path=a/b", "data.max_length=80"]
     config = load_config(None, overrides, check_files=False, root=SFTConfig).data
     data = Demonstrations(config.train_files, tokenizer, config)
-    told = Information(tokenizer, "<information>", "</information>", 80)
+    encoder = ObservationEncoder(tokenizer, "<information>", "</information>", 80)
     searched = 0
     for item, row in enumerate(rows_of(task, "sft")):
         ids, mask = data[item]["input_ids"].tolist(), data[item]["loss_mask"].tolist()
@@ -59,7 +59,7 @@ def test_demonstrations_are_token_for_token_what_the_agent_puts_together(task):
             searched += 1
             assert parse_action(search[0]["text"]).kind == "search"
             environment = [token for token, ours in zip(ids, mask, strict=True) if not ours]
-            assert environment[-len(told.between(search[1]["text"])) :] == told.between(search[1]["text"])
+            assert environment[-len(encoder.wrap(search[1]["text"])) :] == encoder.wrap(search[1]["text"])
     assert 20 < searched < 80  # a teacher that guesses most of the time
 
 

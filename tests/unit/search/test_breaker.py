@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.search.breaker import CircuitBreaker
+from verl.search.client import CircuitBreaker
 
 
 class Clock:
@@ -36,7 +36,7 @@ def test_it_opens_after_failures_in_a_row_only():
     breaker, _ = broken()
     assert breaker.state == "open"
     assert not breaker.allow()
-    assert breaker.waits() == 10.0
+    assert breaker.wait_s() == 10.0
 
 
 def test_one_probe_at_a_time_decides():
@@ -47,7 +47,7 @@ def test_one_probe_at_a_time_decides():
     assert not breaker.allow()
     breaker.failed()
     assert breaker.state == "open"
-    assert breaker.waits() == 10.0
+    assert breaker.wait_s() == 10.0
     clock.now = 20.0
     assert breaker.allow()
     breaker.succeeded()

@@ -19,7 +19,7 @@ def document(number, text="text"):
 
 
 def test_documents_are_found_by_number_also_across_portions_and_blank_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.search.corpus._PORTION", 64)
+    monkeypatch.setattr("verl.search.corpus._SCAN_BYTES", 64)
     lines = [document(number, "ü" * number) for number in range(20)]
     path = tmp_path / "c.jsonl"
     path.write_text("\n" + "\n\n".join(lines))  # blank lines, and no line break at the end
@@ -45,7 +45,7 @@ def test_what_is_no_corpus_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"retriever\.corpus_path: there is no file"):
         Corpus(tmp_path / "none.jsonl", tmp_path, "retriever.corpus_path")
     (tmp_path / "c.jsonl.gz").write_bytes(b"x")
-    with pytest.raises(ValueError, match="Unpack it"):
+    with pytest.raises(ValueError, match="compressed"):
         Corpus(tmp_path / "c.jsonl.gz", tmp_path)
 
 

@@ -50,7 +50,7 @@ def corpus(tmp_path_factory):
 
 def test_a_text_finds_itself_and_the_index_is_kept(encoder, corpus, tmp_path, monkeypatch, caplog):
     path, texts = corpus
-    monkeypatch.setattr(dense, "_PORTION", 300)  # portions that do not divide the corpus
+    monkeypatch.setattr(dense, "_BATCH_DOCUMENTS", 300)  # batches that do not divide the corpus
     built = []
     monkeypatch.setattr(dense, "build_dense", lambda *given, build=dense.build_dense: (built.append(1), build(*given)))
     first = open_retriever(str(path), "dense", 3, index_path=str(tmp_path), model=str(encoder), faiss_gpu=True)
@@ -78,7 +78,7 @@ def test_an_exact_index_made_elsewhere_is_read_and_one_of_another_corpus_refused
     assert [hits[0].document.id for hits in retriever.retrieve(texts[:20])] == [str(number) for number in range(20)]
     exact.add(vectors[:1])
     faiss.write_index(exact, str(tmp_path / "other.index"))
-    with pytest.raises(ValueError, match="of another corpus"):
+    with pytest.raises(ValueError, match="another corpus"):
         open_retriever(str(path), "dense", index_path=str(tmp_path / "other.index"), model=str(encoder))
 
 

@@ -13,9 +13,8 @@ from tests.support.search_server import serving, write_corpus
 from verl.agent.toolbox import Toolbox
 from verl.config import ConfigError, RetrieverConfig, as_config
 from verl.config.rollout import MultiTurnConfig
-from verl.search.breaker import CircuitBreaker
-from verl.search.client import RetrieverClient, RetrieverError
-from verl.search.searcher import as_information, check_retriever
+from verl.search.client import CircuitBreaker, RetrieverClient, RetrieverError
+from verl.search.searcher import check_retriever, format_documents
 from verl.utils.tool_calls import ToolCall
 
 pytest.importorskip("bm25s")
@@ -82,11 +81,11 @@ def test_many_callers_share_requests_and_equal_questions_are_asked_once(server):
         queries = [f"colour of {name} {number}" for name in ("Tavor", "Belan") for number in range(50)]
         found = await asyncio.gather(*(client.retrieve([query], 1) for query in queries * 2))
         assert [hits[0].document.id for (hits,) in found] == (["0"] * 50 + ["1"] * 50) * 2
-        assert client.counts["remembered"] == 100
+        assert client.counts["cached"] == 100
         assert client.counts["requests"] < 10
         again = await client.retrieve(["colour of Tavor 3"], 1)
         assert again[0][0].document.id == "0"
-        assert client.counts["remembered"] == 101
+        assert client.counts["cached"] == 101
         await client.close()
 
     asyncio.run(run())
@@ -110,15 +109,15 @@ def test_a_refused_question_does_not_cost_others_theirs(server):
 
 def test_a_service_that_dies_is_left_alone_and_found_again(corpus):
     async def run(server):
-        client = RetrieverClient(server.url, breaker=CircuitBreaker(failures=3, cooldown_s=0.5), remembered=0)
+        client = RetrieverClient(server.url, breaker=CircuitBreaker(failures=3, cooldown_s=0.5), cache_size=0)
         assert await client.retrieve(["Corin"], 1)
         server.kill()
         for _ in range(3):
-            with pytest.raises(RetrieverError, match=r"ConnectError|failed before"):
+            with pytest.raises(RetrieverError, match=r"ConnectError|paused after failures"):
                 await client.retrieve(["Corin"], 1)
         assert client.breaker.state != "closed"
         sent = client.counts["requests"]
-        with pytest.raises(RetrieverError, match="failed before"):
+        with pytest.raises(RetrieverError, match="paused after failures"):
             await client.retrieve(["Belan"], 1)
         assert client.counts["requests"] == sent
         assert client.counts["failures"] == 4
@@ -169,7 +168,7 @@ def test_a_corpus_is_searched_in_this_process(corpus, tmp_path, monkeypatch):
         await searcher.close()
         return hits
 
-    told = as_information(asyncio.run(run()))
+    told = format_documents(asyncio.run(run()))
     assert told == "Doc 1(Title: Belan) The colour of Belan is blue.\nDoc 2(Title: Tavor) The colour of Tavor is red.\n"
 
 
@@ -230,22 +229,22 @@ def test_queries_of_disconnected_clients_are_dropped_and_the_queue_is_bounded(mo
 
     async def run():
         search = module.SearchServer(Slow(), "slow")
-        first = asyncio.ensure_future(search._look_up(["first"], 1))
+        first = asyncio.ensure_future(search._search(["first"], 1))
         await asyncio.sleep(0)
-        left = [asyncio.ensure_future(search._look_up([f"left {number}"], 1)) for number in range(5)]
+        left = [asyncio.ensure_future(search._search([f"left {number}"], 1)) for number in range(5)]
         await asyncio.sleep(0)
         for task in left:
             task.cancel()
-        assert await search._look_up(["last"], 1) == [[]]
+        assert await search._search(["last"], 1) == [[]]
         await first
         assert Slow.seen == [["first"], ["last"]]
-        monkeypatch.setattr(module, "_MOST_WAITING", 2)
+        monkeypatch.setattr(module, "_MAX_WAITING", 2)
         waiting = []
         for _ in range(2):  # the first is searched, the second waits
-            waiting.append(asyncio.ensure_future(search._look_up(["a"] * 3, 1)))
+            waiting.append(asyncio.ensure_future(search._search(["a"] * 3, 1)))
             await asyncio.sleep(0.01)
         with pytest.raises(module.HttpError) as full:
-            await search._look_up(["b"], 1)
+            await search._search(["b"], 1)
         assert full.value.status == 503
         await asyncio.gather(*waiting)
         search.close()

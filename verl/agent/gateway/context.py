@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl.agent.chat import Chat
-from verl.agent.chat_writer import ChatWriter, chat_of
+from verl.agent.chat import Chat, ChatSettings, cached_chat
 from verl.agent.gateway.tree import Message
 from verl.inference.serving.openai_requests import ModelFacts, check_characters, template_errors
 from verl.utils.end_tokens import find_end_tokens
@@ -15,12 +14,12 @@ __all__ = ["end_ids", "start_ids", "suffix_ids"]
 
 
 def start_ids(
-    tokenizer: Any, writer: ChatWriter, messages: Sequence[Message], begun: str, facts: ModelFacts
+    tokenizer: Any, settings: ChatSettings, messages: Sequence[Message], begun: str, facts: ModelFacts
 ) -> list[int]:
     """Tokens of a whole conversation and of how the answer must begin. ApiError if it cannot fit, or is refused."""
     with template_errors():
-        chat = chat_of(tokenizer, writer)
-        text = chat.write(messages, ask=True)
+        chat = cached_chat(tokenizer, settings)
+        text = chat.render(messages, generation_prompt=True)
     check_characters(len(text), facts, "messages")
     with template_errors():
         return chat.encode(text) + _encoded(chat, begun)
@@ -28,7 +27,7 @@ def start_ids(
 
 def suffix_ids(
     tokenizer: Any,
-    writer: ChatWriter,
+    settings: ChatSettings,
     messages: Sequence[Message],
     answer_end: Sequence[int],
     begun: str,
@@ -37,7 +36,7 @@ def suffix_ids(
     """Tokens of the messages after an answer whose last token is in `answer_end`."""
     check_characters(sum(len(str(message["content"])) for message in messages), facts, "messages")
     with template_errors():
-        chat = chat_of(tokenizer, writer)
+        chat = cached_chat(tokenizer, settings)
         return chat.suffix(messages, answer_end) + _encoded(chat, begun)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.agent.chat_writer import ChatWriter
+from verl.agent.chat import ChatSettings
 from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.context import end_ids, start_ids, suffix_ids
 from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
@@ -115,8 +115,8 @@ class Model:
     ) -> list[int]:
         chat = request.chat
         options = {**self._template_kwargs, **chat.options}
-        writer = ChatWriter.of(chat.tools, self.facts.eos_token_ids, options)
-        arguments = (writer, list(messages), *more, chat.ask.begun, self.facts)
+        settings = ChatSettings.create(chat.tools, self.facts.eos_token_ids, options)
+        arguments = (settings, list(messages), *more, chat.ask.begun, self.facts)
         length = text_length(messages) + len(request.scope)
         if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES and _are_flags(chat.options):
             return function(self.tokenizer, *arguments)

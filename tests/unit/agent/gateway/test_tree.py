@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl.agent.gateway.agent import outputs_of
 from verl.agent.gateway.tree import Tree, digests_of
-from verl.agent.outputs import trajectory_of
+from verl.agent.outputs import build_trajectory
 from verl.types.request import Output
 from verl.workers.rollout.call_trace import CallTrace
 
@@ -150,11 +150,11 @@ def test_turns_that_paths_share_are_counted_once():
     session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}))
     outputs = outputs_of(session.tree, keep_retries=False)
     assert [output.num_turns for output in outputs] == [4, 2]
-    trajectory = trajectory_of(outputs, CallTrace(), "p", 0)
+    trajectory = build_trajectory(outputs, CallTrace(), "p", 0)
     assert trajectory.extra["num_turns"] == 6
     for output in outputs:
         output.num_turns = 0
-    assert trajectory_of(outputs, CallTrace(), "p", 0).extra["num_turns"] == 6, "counted from the tokens"
+    assert build_trajectory(outputs, CallTrace(), "p", 0).extra["num_turns"] == 6, "counted from the tokens"
 
 
 def test_rows_have_the_messages_of_their_own_context():

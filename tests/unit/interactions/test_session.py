@@ -11,7 +11,7 @@ import pytest
 
 from verl.config.problems import Report
 from verl.interactions.base import BaseInteraction
-from verl.interactions.box import InteractionBox, read_interactions
+from verl.interactions.session import InteractionSet, read_interactions
 from verl.utils.import_utils import ClassEntry
 
 TEACHER = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
@@ -31,16 +31,16 @@ def row(**kwargs: Any) -> dict[str, Any]:
 
 
 async def test_the_teacher_asks_again_until_the_answer_is_right(tmp_path: Path):
-    box = InteractionBox.load(entries_of(tmp_path, TEACHER), seconds=5.0)
-    assert box.names == ["gsm8k"]
-    async with box.session(row(name="gsm8k", ground_truth="42")) as session:
+    interactions = InteractionSet.load(entries_of(tmp_path, TEACHER), timeout_s=5.0)
+    assert interactions.names == ["gsm8k"]
+    async with interactions.session(row(name="gsm8k", ground_truth="42")) as session:
         wrong = [*QUESTION, {"role": "assistant", "content": "It is 41."}]
         done, text, score, extra = await session.respond(wrong)
         assert (done, score, extra) == (False, 0.0, {})
         assert "wrong" in text
         right = [*wrong, {"role": "user", "content": text}, {"role": "assistant", "content": "#### 42"}]
         assert await session.respond(right) == (True, "Your answer is right.", 1.0, {})
-        assert await session.finish() is None
+        assert await session.calculate_score() is None
 
 
 class Guest(BaseInteraction):
@@ -70,19 +70,19 @@ class Guest(BaseInteraction):
 
 async def test_guests_of_many_trajectories_are_kept_apart_and_leave_when_one_fails():
     guest = Guest({"name": "guest"})
-    box = InteractionBox({"guest": guest}, seconds=5.0)
+    interactions = InteractionSet({"guest": guest}, timeout_s=5.0)
 
     async def trajectory(number: int) -> Any:
-        async with box.session(row(name="guest", mood=f"m{number}")) as session:
+        async with interactions.session(row(name="guest", mood=f"m{number}")) as session:
             said = await session.respond([{"role": "assistant", "content": str(number)}])
-            return said, await session.finish()
+            return said, await session.calculate_score()
 
     for number, answer in enumerate(await asyncio.gather(*map(trajectory, range(20)))):
         assert answer == ((False, f"m{number} {number}", None, {}), 2.0)
     assert guest.guests == {}
 
     async def rude() -> None:
-        async with box.session(row(name="guest", mood="calm")) as session:
+        async with interactions.session(row(name="guest", mood="calm")) as session:
             await session.respond([{"role": "assistant", "content": "go away"}])
 
     with pytest.raises(RuntimeError, match=r"interaction guest: generate_response failed: PermissionError"):
@@ -91,13 +91,13 @@ async def test_guests_of_many_trajectories_are_kept_apart_and_leave_when_one_fai
 
 
 async def test_a_row_without_a_user_has_none_and_an_unknown_one_is_named():
-    box = InteractionBox({"guest": Guest({})}, seconds=5.0)
-    assert box.session({}) is None
-    assert box.session({"extra_info": None}) is None
-    with pytest.raises(ValueError, match=r"name of row 5: there is no interaction 'host'. There are: guest"):
-        box.session(row(name="host"))
-    with pytest.raises(ValueError, match=r"There are: none; set actor_rollout_ref.*interaction_config_path"):
-        InteractionBox({}, seconds=5.0).session(row(name="host"))
+    interactions = InteractionSet({"guest": Guest({})}, timeout_s=5.0)
+    assert interactions.session({}) is None
+    assert interactions.session({"extra_info": None}) is None
+    with pytest.raises(ValueError, match=r"name of row 5: unknown interaction 'host'. Known: guest"):
+        interactions.session(row(name="host"))
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.rollout\.multi_turn\.interaction_config_path"):
+        InteractionSet({}, timeout_s=5.0).session(row(name="host"))
 
 
 def test_users_of_a_file_travel_by_content(tmp_path: Path):
@@ -105,4 +105,4 @@ def test_users_of_a_file_travel_by_content(tmp_path: Path):
     (tmp_path / "mine.py").write_text(source)
     entries = entries_of(tmp_path, {"class_name": f"{tmp_path}/mine.py:Mine"})
     (tmp_path / "mine.py").unlink()
-    assert InteractionBox.load(entries, seconds=5.0).names == ["Mine"]
+    assert InteractionSet.load(entries, timeout_s=5.0).names == ["Mine"]

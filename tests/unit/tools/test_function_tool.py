@@ -1,4 +1,4 @@
-"""What a model is told of a Python function, and what the function is given of the model's JSON."""
+"""What a model is schema of a Python function, and what the function is given of the model's JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NewType, Optional, TypedDict, Union
 
 import pytest
 
-from verl.tools.signature import docstring_parts, function_schema, schema_of, value_of
+from verl.tools.function_tool import convert_value, function_schema, parse_docstring, type_schema
 
 
 class Unit(enum.Enum):
@@ -81,7 +81,7 @@ UserId = NewType("UserId", int)
     ],
 )
 def test_a_type_hint_becomes_json_schema(hint: Any, schema: dict[str, Any]):
-    assert schema_of(hint) == schema
+    assert type_schema(hint) == schema
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_type_hint_becomes_json_schema(hint: Any, schema: dict[str, Any]):
     ],
 )
 def test_json_becomes_what_the_hint_asks_for(hint: Any, value: Any, expected: Any):
-    assert value_of(hint, value) == expected
+    assert convert_value(hint, value) == expected
 
 
 def test_the_docstring_of_a_function_describes_it_and_its_parameters():
@@ -120,10 +120,10 @@ def test_the_docstring_of_a_function_describes_it_and_its_parameters():
             text: the length.
         """
 
-    told = function_schema(convert, "length")["function"]
-    assert told["name"] == "length"
-    assert told["description"] == "Convert a length.\n\nRounds to millimetres."
-    assert told["parameters"] == {
+    schema = function_schema(convert, "length")["function"]
+    assert schema["name"] == "length"
+    assert schema["description"] == "Convert a length.\n\nRounds to millimetres."
+    assert schema["parameters"] == {
         "type": "object",
         "properties": {
             "length": {"type": "number", "description": "the length: a number that may be negative."},
@@ -135,7 +135,7 @@ def test_the_docstring_of_a_function_describes_it_and_its_parameters():
 
 
 def test_a_docstring_without_sections_is_the_description():
-    assert docstring_parts("Adds.\nReally: adds.") == ("Adds.\nReally: adds.", {})
+    assert parse_docstring("Adds.\nReally: adds.") == ("Adds.\nReally: adds.", {})
 
 
 def no_hint(x): ...
@@ -149,10 +149,10 @@ def lost(x: Nowhere) -> None: ...  # noqa: F821
     ("function", "words"),
     [
         (no_hint, r"no_hint\(x\): it has no type hint.*x: str"),
-        (positional, r"positional\(x\): models give arguments by name"),
-        (strange, r"strange\(x\): the type complex has no form in JSON"),
+        (positional, r"positional\(x\): models pass arguments by name"),
+        (strange, r"strange\(x\): the type complex cannot be expressed in JSON"),
         (keys, r"keys\(x\): dict with keys of .*int"),
-        (lost, r"lost: a type hint cannot be read: name 'Nowhere'"),
+        (lost, r"lost: a type hint cannot be resolved: name 'Nowhere'"),
     ],
 )
 def test_what_a_model_cannot_be_told_is_refused_with_the_parameter(function: Any, words: str):
