@@ -10,8 +10,7 @@ from typing import Any
 
 from tests.support.tiny import tiny_tokenizer
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
 from verl.utils.http_server.server import Limits, LocalServer

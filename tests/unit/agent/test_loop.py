@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.tiny import tiny_tokenizer
-from verl.agent.gateway.run_agent import load_agent
+from verl.agent.gateway.agent import load_agent
 from verl.agent.loop import (
     AGENT_LOOPS,
     AgentLoopMetrics,

@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import ROOT, run_script
 from tests.support.gateway_server import running_gateway
 from tests.support.training_harness import run_training
-from verl.agent.gateway.run_agent import load_agent, start_agent
+from verl.agent.gateway.agent import load_agent, start_agent
 from verl.utils.import_utils import load_extern_object
 
 FOLDER = ROOT / "examples" / "multi_turn" / "gateway"

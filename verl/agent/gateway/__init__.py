@@ -1,4 +1,4 @@
-"""Gateway: agents that only speak the OpenAI or the Anthropic API, recorded token for token."""
+"""Gateway: runs agents that use the OpenAI or the Anthropic API and records their tokens."""
 
 from verl.agent.gateway.agent import GatewayAgentLoop
 

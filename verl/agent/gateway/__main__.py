@@ -1,8 +1,8 @@
 """`python -m verl.agent.gateway --model PATH`: the gateway on the embedded engine, to try an agent outside of training.
 
-Agents use http://127.0.0.1:8002/sessions/<name> with the OpenAI or the Anthropic API and an API key of their own, which
-is the secret of the session. A session that is deleted, idle for too long or open when the program ends is written to
---out as a line of JSON.
+Agents use http://127.0.0.1:8002/sessions/<name> with the OpenAI or the Anthropic API. The API key that they send is the
+secret of the session. A session that is deleted, idle for too long or open when the program ends is written to --out as
+a line of JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import uvicorn
 
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import Served, ServedModel, add_model_options
 from verl.types.request import Output, Request

@@ -1,47 +1,53 @@
-"""GatewayAgentLoop: a trajectory is a user's agent that only knows an HTTP API, and a session that records it."""
+"""GatewayAgentLoop: runs a user's agent that calls the model over HTTP, and records its requests in a session."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import math
 import secrets
+import threading
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from verl.agent.gateway.app import MAX_REWARD, GatewayApp
-from verl.agent.gateway.run_agent import load_agent, start_agent
-from verl.agent.gateway.session import Model, Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.session import Model, Session, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
+from verl.utils.concurrency import SharedEventLoop
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.http_server.server import Limits, LocalServer
-from verl.utils.import_utils import ImportPath
+from verl.utils.import_utils import ImportPath, load_user_object
 from verl.utils.text_workers import longest_token
 from verl.utils.tool_calls import get_parser
 from verl.workers.rollout.call_trace import current_trace
 
-__all__ = ["GatewayAgentLoop", "failure_of", "outputs_of"]
+__all__ = ["GatewayAgentLoop", "build_outputs", "describe_failure", "load_agent", "start_agent"]
 
 # Agents of this worker keep connections open while they run tools.
 _HTTP_LIMITS = Limits(connections=8192, idle_seconds=600, grace_seconds=1)
+# Parameters of every `run_agent` function.
+_PARAMETERS = ("base_url", "prompt", "request_kwargs", "metadata")
+_agent_event_loop = SharedEventLoop("agents")
 _OUT_OF_TOKENS = "this trajectory has used up its tokens (rollout.max_new_tokens, or max_model_len)."
 
 
 class GatewayAgentLoop(AgentLoopBase):
     """Calls `run_agent(base_url, prompt, request_kwargs, metadata, **agent_kwargs)` and waits for it.
 
-    Everything that changes what is sampled from (temperature, top_p …) is the run's: clients limit answers and stop
-    them, no more. The reward is what was posted as reward_info, else what the agent returned, else as of any answer.
+    Sampling parameters (temperature, top_p …) are those of the run: clients can only limit the length and add stop
+    strings. The reward is that of the posted reward_info, otherwise of the agent's return value, otherwise of the run's
+    reward function.
     """
 
     user_objects = ("run_agent",)
@@ -58,7 +64,7 @@ class GatewayAgentLoop(AgentLoopBase):
         keep_retries: bool = False,
         **base: Any,
     ) -> None:
-        """`run_agent` is file.py:function or pkg.module.function; `timeout` in seconds is for one trajectory."""
+        """`run_agent`: file.py:function or pkg.module.function. `timeout`: seconds of one trajectory."""
         super().__init__(**base)
         self._timeout, self._keep_retries = timeout, keep_retries
         self._request_kwargs, self._agent_kwargs = dict(request_kwargs or {}), dict(agent_kwargs or {})
@@ -66,9 +72,9 @@ class GatewayAgentLoop(AgentLoopBase):
 
     @classmethod
     def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **own: Any) -> None:
-        """What is wrong with the entry is said before the first trajectory."""
+        """Check the configuration entry before the first trajectory."""
         if "run_agent" not in own:
-            raise ValueError("GatewayAgentLoop: its entry has no run_agent. Write run_agent: file.py:function there.")
+            raise ValueError("GatewayAgentLoop: its entry has no run_agent. Add run_agent: file.py:function.")
         load_agent(own["run_agent"], own["agent_kwargs"] if "agent_kwargs" in own else ())
         cls.end_token_ids = frozenset(own["end_token_ids"] if "end_token_ids" in own else ())
 
@@ -77,7 +83,7 @@ class GatewayAgentLoop(AgentLoopBase):
         session = Session(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
         session.on_full_context = None if trace is None else trace.add_without_room
         metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
-        async with _gateway_of(self).session(session) as base_url:
+        async with _worker_gateway(self).session(session) as base_url:
             future = start_agent(
                 self._function,
                 base_url=base_url,
@@ -89,30 +95,32 @@ class GatewayAgentLoop(AgentLoopBase):
             waiting = asyncio.wrap_future(future)
             try:
                 await asyncio.wait({waiting}, timeout=self._timeout)
-                died = self._death(waiting, base_url)
+                failure = self._failure(waiting, base_url)
             finally:
                 waiting.cancel()
-        if died is not None and session.reward_info is None:
-            raise died
+        if failure is not None and session.reward_info is None:
+            raise failure
         info = session.reward_info
         if info is None:
             info = _returned_info(waiting.result())
-        outputs = outputs_of(session.tree, self._keep_retries)
+        outputs = build_outputs(session.tree, self._keep_retries)
         if not outputs:
-            raise TrajectoryFailed(f"run_agent asked for no answer ({session.cut_off} were cut off).", "no_request")
-        _note(outputs, session, info, died)
+            raise TrajectoryFailed(
+                f"run_agent completed no request ({session.cut_off} were interrupted).", "no_request"
+            )
+        _set_metrics_and_reward(outputs, session, info, failure)
         return outputs
 
-    def _death(self, agent: asyncio.Future[Any], base_url: str) -> TrajectoryFailed | None:
-        """Why the agent failed, without the secret of its session; None: it returned."""
+    def _failure(self, agent: asyncio.Future[Any], base_url: str) -> TrajectoryFailed | None:
+        """The error of the agent, without the secret of its session; None: it returned."""
         if not agent.done():
             return TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
         error = asyncio.CancelledError("it cancelled itself") if agent.cancelled() else agent.exception()
-        return None if error is None else failure_of(error, base_url)
+        return None if error is None else describe_failure(error, base_url)
 
     def _generator(self, sampling_params: Mapping[str, Any]) -> Any:
-        """Asks the worker's engines in the name of this trajectory, whoever's task it is."""
-        own, name = contextvars.copy_context(), uuid.uuid4().hex
+        """Generates with the EngineClient in the context of this trajectory, from any task."""
+        context, request_id = contextvars.copy_context(), uuid.uuid4().hex
 
         async def generate(request: Request) -> AsyncGenerator[Output, None]:
             limits = {
@@ -120,19 +128,53 @@ class GatewayAgentLoop(AgentLoopBase):
                 "stop": [*sampling_params["stop"], *request.params.stop],
                 "stop_token_ids": [*sampling_params["stop_token_ids"], *request.params.stop_token_ids],
             }
-            asked = self.server_manager.generate(
-                request_id=name, prompt_ids=request.prompt_ids, sampling_params={**sampling_params, **limits}
+            generation = self.server_manager.generate(
+                request_id=request_id, prompt_ids=request.prompt_ids, sampling_params={**sampling_params, **limits}
             )
-            told = await asyncio.get_running_loop().create_task(asked, context=own.copy())
-            if not told.token_ids:
+            output = await asyncio.get_running_loop().create_task(generation, context=context.copy())
+            if not output.token_ids:
                 raise ApiError(_OUT_OF_TOKENS, code="context_length_exceeded")
-            reason = told.extra_fields["finish_reason"]
-            yield Output(told.token_ids, told.log_probs, told.extra_fields["versions"], reason, told.log_probs)
+            reason = output.extra_fields["finish_reason"]
+            yield Output(output.token_ids, output.log_probs, output.extra_fields["versions"], reason, output.log_probs)
 
         return generate
 
 
-def failure_of(error: BaseException, base_url: str) -> TrajectoryFailed:
+def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[..., Any]:
+    """Load the function at `file.py:function` or `pkg.module.function`. `own`: further keywords that it must accept."""
+    path = ImportPath.read(place) if isinstance(place, str) else place
+    return load_user_object(path.module, path.name, key="run_agent", required_params=(*_PARAMETERS, *own))
+
+
+def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
+    """Run a coroutine function in an event loop that all agents of the process share, another function in a thread.
+
+    Neither runs in the event loop of the gateway, which a blocking agent would stop.
+    """
+    if inspect.iscoroutinefunction(function):
+        return _agent_event_loop.submit(_run_coroutine(function, arguments))
+    future: Future[Any] = Future()
+    threading.Thread(target=_run_in_thread, args=(future, function, arguments), name="agent", daemon=True).start()
+    return future
+
+
+async def _run_coroutine(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return await function(**arguments)
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all agents
+        raise RuntimeError(f"the agent tried to exit the process ({error!r})") from error
+
+
+def _run_in_thread(future: Future[Any], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(**arguments))
+    except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+        future.set_exception(error)
+
+
+def describe_failure(error: BaseException, base_url: str) -> TrajectoryFailed:
     """The error of a run_agent function without the secret of its session: HTTP clients put URLs into messages."""
     secret, trace = base_url.rpartition("~")[2], "".join(traceback.format_exception(error))
     message = f"run_agent raised {type(error).__name__}: {error}".replace(secret, "<secret>")
@@ -141,7 +183,7 @@ def failure_of(error: BaseException, base_url: str) -> TrajectoryFailed:
     return failed
 
 
-def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
+def build_outputs(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
     """One row per path of the tree. Tokens are trained, and turns counted, once, also if several paths share them."""
     outputs, contexts = [], set[int]()
     for path in tree.paths(keep_retries):
@@ -169,7 +211,7 @@ def _output_of(path: Path) -> AgentLoopOutput:
 
 
 def _returned_info(returned: Any) -> dict[str, Any] | None:
-    """What run_agent returned: {reward: …}, or that under reward_info."""
+    """The reward_info in the return value of run_agent: {reward: …}, or {reward_info: {reward: …}}."""
     if returned is None:
         return None
     if not isinstance(returned, dict):
@@ -179,14 +221,13 @@ def _returned_info(returned: Any) -> dict[str, Any] | None:
     return returned.get("reward_info", returned)
 
 
-def _note(
-    outputs: list[AgentLoopOutput], session: Session, info: Mapping[str, Any] | None, died: TrajectoryFailed | None
+def _set_metrics_and_reward(
+    outputs: list[AgentLoopOutput], session: Session, info: Mapping[str, Any] | None, failure: TrajectoryFailed | None
 ) -> None:
-    """The score of the trajectory, and what happened in it besides."""
     counts = session.tree.counts
     failures = {"branch": counts["branch"], "retry": counts["retry"], "cut_off": session.cut_off}
-    if died is not None:
-        failures[died.kind] = 1
+    if failure is not None:
+        failures[failure.kind] = 1
     outputs[0].metrics = AgentLoopMetrics(failures={kind: count for kind, count in failures.items() if count})
     outputs[-1].extra_fields["reward_info"] = None if info is None else dict(info)
     reward = None if info is None else info.get("reward")
@@ -194,7 +235,7 @@ def _note(
 
 
 def _checked_reward(reward: Any) -> float:
-    """The reward as a number. Other numbers would make the advantages of the whole group not finite."""
+    """The reward as a number. A reward that is not finite or too large would make the group's advantages not finite."""
     try:
         value = float(reward)
     except (TypeError, ValueError, OverflowError):
@@ -211,7 +252,7 @@ def _checked_reward(reward: Any) -> float:
 
 
 class _Gateway:
-    """Runs while there are sessions."""
+    """The server of a worker; it runs while there are sessions."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._sessions = model, Sessions()
@@ -221,7 +262,7 @@ class _Gateway:
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncGenerator[str, None]:
-        """The URL of a session, which is open until this is left. It contains a secret that no other agent knows."""
+        """Open a session; yield its URL, which contains a secret that other agents do not know."""
         secret = secrets.token_urlsafe(32)
         self._sessions.add(session, secret)
         if self._stack is None:
@@ -233,7 +274,7 @@ class _Gateway:
         finally:
             await self._sessions.close(session)
             if not self._sessions and self._stack is not None:
-                # In the background: connections that agents left open take a moment.
+                # In the background: closing connections that agents left open takes a moment.
                 task = asyncio.create_task(self._stack.aclose())
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)
@@ -243,8 +284,8 @@ class _Gateway:
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gateway] = WeakKeyDictionary()
 
 
-def _gateway_of(loop: GatewayAgentLoop) -> _Gateway:
-    """The one of this worker, which has an event loop of its own."""
+def _worker_gateway(loop: GatewayAgentLoop) -> _Gateway:
+    """The gateway of the loop's event loop, of which each worker has one."""
     if loop.loop not in _gateways:
         facts = ModelFacts(
             (loop.config.actor_rollout_ref.model.path,),

@@ -1,4 +1,4 @@
-"""The gateway's HTTP API as an ASGI app: the OpenAI and the Anthropic API of sessions, rewards, recorded state."""
+"""The gateway's HTTP API as an ASGI app: OpenAI and Anthropic endpoints of sessions, rewards, recorded state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.anthropic_api import AnthropicReplies, anthropic_error
+from verl.agent.gateway.anthropic import AnthropicReplies, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
-from verl.agent.gateway.session import Model, Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving import openai_replies
 from verl.inference.serving.api_errors import ApiError, openai_error
 from verl.inference.serving.openai_replies import Part
@@ -59,7 +58,7 @@ class RewardRequest(RequestModel):
 
 
 class GatewayApp:
-    """Responses that a client received completely are in the tree of its session, token for token.
+    """Records every completed response, with its tokens, in the tree of its session.
 
     A request belongs to the session of its name and its secret: the path's `/sessions/<name>~<secret>`, or without one
     the API key that the client sends (if the server itself has no `api_key`).
@@ -157,7 +156,7 @@ class GatewayApp:
         return EventStream(self._events(session, parts, replies))
 
     async def _events(
-        self, session: Session, parts: AsyncGenerator[Part, None], replies: Replies
+        self, session: Session, parts: AsyncGenerator[Part, None], replies: ReplyFormatter
     ) -> AsyncGenerator[str, None]:
         try:
             with session.under_way():
@@ -192,14 +191,14 @@ def _depth(content: Any) -> int:
         depth += 1
         level = [
             item
-            for each in level
-            if isinstance(each, dict | list)
-            for item in (each.values() if isinstance(each, dict) else each)
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
     return depth
 
 
-async def _complete(parts: AsyncGenerator[Part, None], replies: Replies) -> Response:
+async def _complete(parts: AsyncGenerator[Part, None], replies: ReplyFormatter) -> Response:
     texts: list[str] = []
     whole = Part(0)
     async with contextlib.aclosing(parts):
@@ -230,8 +229,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Replies(Protocol):
-    """The reply to one request as its API words it: whole, or as events."""
+class ReplyFormatter(Protocol):
+    """Formats the response to one request in the client's API, as one body or as events."""
 
     ping: str
 
@@ -243,7 +242,7 @@ class Replies(Protocol):
 
 
 class OpenAIReplies:
-    """As the OpenAI API words it."""
+    """Formats responses of the OpenAI API."""
 
     ping = ": ping\n\n"
 
@@ -270,7 +269,7 @@ class OpenAIReplies:
 
 
 async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncGenerator[T | None, None]:
-    """The pieces, and None whenever there was no piece for this time."""
+    """The pieces, and None whenever no piece arrived for this time."""
     following: asyncio.Future[T] | None = None
     try:
         while True:

@@ -1,28 +1,33 @@
-"""Requests of the gateway's clients, from the body to a checked conversation. Pure functions: they run in this process
-for short bodies and in text workers for long ones."""
+"""Parse, validate and tokenise requests of the gateway's clients: functions that run in the gateway's process for short
+texts and in text workers for long ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.agent.gateway.anthropic_requests import as_openai
-from verl.agent.gateway.tree import digests_of, scope_of
+from verl.agent.chat import Chat, ChatSettings, cached_chat
+from verl.agent.gateway.anthropic import as_openai
+from verl.agent.gateway.tree import Message, prefix_digests, scope_key
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import (
     ChatAsk,
     HeavyRequest,
     ModelFacts,
     brings_program,
+    check_characters,
     check_grammar,
     read_chat,
+    template_errors,
 )
+from verl.utils.end_tokens import find_end_tokens
 from verl.utils.http_server.json_body import parse_json
 
-__all__ = ["MESSAGES", "GatewayRequest", "check_body", "read_request"]
+__all__ = ["MESSAGES", "GatewayRequest", "check_body", "end_ids", "prompt_ids", "read_request", "suffix_ids"]
 
 MESSAGES = "/v1/messages"
-# JSON writes a character in up to six bytes (\u0020), two of these where it is outside of the first plane.
+# JSON encodes a character in up to six bytes (\u0020), and characters outside the basic plane as two of these.
 _BYTES_PER_CHARACTER = 12
 _BODY_SLACK = 2**20
 _MAX_MODEL_NAME = 256
@@ -30,23 +35,23 @@ _MAX_MODEL_NAME = 256
 
 @dataclass(frozen=True)
 class GatewayRequest:
-    """A request that was read."""
+    """A parsed and validated request."""
 
     chat: ChatAsk
     reads_calls: bool
     """Whether tool calls are parsed from the answer."""
     scope: str
     digests: list[str]
-    """As of `Tree.lookup`."""
+    """`prefix_digests` of the messages."""
 
 
 def check_body(body: bytes | bytearray, facts: ModelFacts) -> None:
     """Raise ApiError (413) for a body that cannot be a conversation within the model's context."""
-    most = facts.max_characters * _BYTES_PER_CHARACTER + _BODY_SLACK
-    if len(body) > most:
+    max_bytes = facts.max_characters * _BYTES_PER_CHARACTER + _BODY_SLACK
+    if len(body) > max_bytes:
         raise ApiError(
-            f"the body has {len(body)} bytes; with a context of {facts.max_model_len} tokens at most {most} are read."
-            " Shorten it.",
+            f"the body has {len(body)} bytes; with a context of {facts.max_model_len} tokens at most {max_bytes} are"
+            " accepted. Shorten it.",
             "messages",
             status=413,
             code="context_length_exceeded",
@@ -64,9 +69,9 @@ def read_request(
 ) -> GatewayRequest:
     """The request in a body sent to `api`; ApiError if it is refused. Without `heavy`, HeavyRequest for a grammar.
 
-    Tools that may not be called now stay in the context: without them it would be another one. The model has many
-    names: agents send the one of the model that they were written for. `forces_calls`: whether an answer can be made to
-    begin with a call, in the model's format of calls. `grammars`: whether answers follow the grammar of a request.
+    With tool_choice=none the tools stay in the context, so that it matches earlier turns. Any model name is accepted:
+    agents send the name of the model that they were written for. `forces_calls`: whether a response can be forced to
+    begin with a call in the model's format. `grammars`: whether the engine supports grammars.
     """
     fields = parse_json(body)
     if not isinstance(fields, dict):
@@ -79,13 +84,52 @@ def read_request(
         raise ApiError(f"model: should be a text of at most {_MAX_MODEL_NAME} characters.", "model")
     if fields.get("n", 1) not in (1, None):
         raise ApiError(f"n: {str(fields['n'])[:200]} is not supported by the gateway: a turn has one response.", "n")
-    silent = fields.get("tool_choice") == "none"
-    fields = {key: value for key, value in fields.items() if not (silent and key == "tool_choice")}
+    no_calls = fields.get("tool_choice") == "none"
+    fields = {key: value for key, value in fields.items() if not (no_calls and key == "tool_choice")}
     chat = read_chat({**fields, "model": facts.names[0]}, facts, tokenizer)
     if chat.ask.begun and not forces_calls:
         raise ApiError("tool_choice: only auto and none are supported for this model's format of calls.", "tool_choice")
     if grammars:
         check_grammar(chat.ask, tokenizer)
     chat = replace(chat, ask=replace(chat.ask, model=name))
-    scope = scope_of(chat.tools, chat.options)
-    return GatewayRequest(chat, bool(chat.tools) and not silent, scope, digests_of(scope, chat.messages))
+    scope = scope_key(chat.tools, chat.options)
+    return GatewayRequest(chat, bool(chat.tools) and not no_calls, scope, prefix_digests(scope, chat.messages))
+
+
+def prompt_ids(
+    tokenizer: Any, settings: ChatSettings, messages: Sequence[Message], begun: str, facts: ModelFacts
+) -> list[int]:
+    """Token ids of a conversation with the generation prompt and `begun`, the forced beginning of the response.
+
+    ApiError if it does not fit the context or the template rejects it."""
+    with template_errors():
+        chat = cached_chat(tokenizer, settings)
+        text = chat.render(messages, generation_prompt=True)
+    check_characters(len(text), facts, "messages")
+    with template_errors():
+        return chat.encode(text) + _encode_begun(chat, begun)
+
+
+def suffix_ids(
+    tokenizer: Any,
+    settings: ChatSettings,
+    messages: Sequence[Message],
+    answer_end: Sequence[int],
+    begun: str,
+    facts: ModelFacts,
+) -> list[int]:
+    """Token ids of the messages that follow a response; `answer_end`: its last token. Otherwise like `prompt_ids`."""
+    check_characters(sum(len(str(message["content"])) for message in messages), facts, "messages")
+    with template_errors():
+        chat = cached_chat(tokenizer, settings)
+        return chat.suffix(messages, answer_end) + _encode_begun(chat, begun)
+
+
+def end_ids(tokenizer: Any, template_kwargs: dict[str, Any]) -> frozenset[int]:
+    """Ids of the tokens that end a turn in the chat template."""
+    with template_errors():
+        return find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
+
+
+def _encode_begun(chat: Chat, begun: str) -> list[int]:
+    return chat.encode(begun) if begun else []

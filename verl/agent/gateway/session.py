@@ -1,11 +1,14 @@
-"""Session: one conversation with its tree, its reward and its in-flight requests; Model: what all sessions share."""
+"""Session: one trajectory with its tree, reward and in-flight requests. Sessions: the open sessions of a gateway.
+Model: the tokenizer, parser and text workers that all sessions share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import pickle
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +16,7 @@ from typing import Any
 
 from verl.agent.chat import ChatSettings
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.context import end_ids, start_ids, suffix_ids
-from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
+from verl.agent.gateway.requests import GatewayRequest, check_body, end_ids, prompt_ids, read_request, suffix_ids
 from verl.agent.gateway.tree import Message, Node, Place, Tree
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_replies import Part
@@ -31,26 +33,27 @@ from verl.utils.text_workers import (
 )
 from verl.utils.tool_calls import HermesParser, Parser
 
-__all__ = ["Generate", "Model", "Session"]
+__all__ = ["Generate", "Model", "Session", "Sessions"]
 
 Generate = Callable[[Request], AsyncGenerator[Output, None]]
-"""The answer to a request, in pieces as far as the engine gives pieces; closing the generator aborts it."""
+"""Yields the output of a request, in pieces if the engine streams; closing the generator aborts the request."""
 
-# Options of templates whose end tokens are kept.
-_KEPT_ENDS = 256
-# A template may go through all messages for each message.
+# Size of the cache of end tokens, by template options.
+_CACHED_ENDS = 256
+# Templates may take time quadratic in the number of messages.
 _SHORT_MESSAGES = 256
-# Bodies up to this size are read in this process, in about a millisecond.
+# Bodies up to this size are parsed in this process, in about a millisecond.
 _SHORT_BODY = 64 * 1024
 _SHORT_OPTION = 64
 _SECONDS = 10.0
 MAX_SESSION_BYTES = 2**30
+_MAX_NAME = 200
 
 
 class Model:
-    """What all sessions share: the model's facts, how it is written to and read.
+    """Parses and tokenises requests for all sessions.
 
-    Short texts are rendered and tokenised in this process, longer ones in text workers: no client blocks the others.
+    Short texts are processed in this process, longer ones in text workers, so that no client blocks the others.
     """
 
     def __init__(
@@ -65,11 +68,11 @@ class Model:
         """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
-        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, start_ids])
+        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, prompt_ids])
         self._ends: dict[str, frozenset[int]] = {}
 
     def start_workers(self) -> None:
-        """Start the text workers, which the first long text does otherwise. Blocks for seconds."""
+        """Start the text workers now instead of at the first long text. Blocks for seconds."""
         self._workers.start()
 
     def close(self) -> None:
@@ -77,7 +80,7 @@ class Model:
         self._workers.close()
 
     async def read(self, api: str, body: bytes | bytearray) -> GatewayRequest:
-        """The request in a body sent to `api` (/v1/chat/completions or /v1/messages). ApiError: it is refused."""
+        """Parse a body sent to `api` (/v1/chat/completions or /v1/messages); ApiError if it is invalid."""
         check_body(body, self.facts)
         arguments = (self.facts, isinstance(self.parser, HermesParser), self._grammars)
         if len(body) <= _SHORT_BODY:
@@ -87,17 +90,17 @@ class Model:
                 pass
         return await self._call(read_request, api, pickle.PickleBuffer(body), *arguments)
 
-    async def start(self, request: GatewayRequest) -> list[int]:
-        """Tokens of the whole conversation."""
-        return await self._tokenise(start_ids, request, request.chat.messages)
+    async def prompt_ids(self, request: GatewayRequest) -> list[int]:
+        """Token ids of the whole conversation."""
+        return await self._tokenise(prompt_ids, request, request.chat.messages)
 
     async def suffix(self, request: GatewayRequest, messages: Sequence[Message], node: Node) -> list[int]:
-        """Tokens of what came after an answer."""
-        named = _with_names(messages, node.reply)
+        """Token ids of the messages after the response of `node`."""
+        named = _with_tool_names(messages, node.reply)
         return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
 
     async def ends(self, chat: ChatAsk) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end a response."""
         key = json.dumps(chat.options, sort_keys=True)
         if key not in self._ends:
             template_kwargs = {**self._template_kwargs, **chat.options}
@@ -105,7 +108,7 @@ class Model:
                 ids = end_ids(self.tokenizer, template_kwargs)
             else:
                 ids = await self._call(end_ids, template_kwargs)
-            if len(self._ends) >= _KEPT_ENDS:
+            if len(self._ends) >= _CACHED_ENDS:
                 self._ends.clear()
             self._ends[key] = ids | self.facts.eos_token_ids
         return self._ends[key]
@@ -146,22 +149,22 @@ class Session:
     cut_off: int = 0
     """Responses whose client disconnected before the end."""
     on_full_context: Callable[[list[int]], None] | None = None
-    """Called with the prompt tokens of a request that fill the context, so that no answer fits."""
+    """Called with the prompt tokens of a request that fill the context, so that no response fits."""
     last_used: float = field(default_factory=time.monotonic)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _placing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def place(self, request: GatewayRequest, model: Model) -> Place:
-        """Where the answer goes; only what is new is tokenised."""
+        """The place of a request in the tree. Only new messages are tokenised."""
         self._check_limits()
-        async with self._placing:  # the same request sent twice at once has one place
+        async with self._placing:  # two equal concurrent requests get the same place
             chat = request.chat
             lookup = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
             place = lookup.place
             if place is None:
                 parent = lookup.parent
-                tokens = model.start(request) if parent is None else model.suffix(request, lookup.messages, parent)
+                tokens = model.prompt_ids(request) if parent is None else model.suffix(request, lookup.messages, parent)
                 place = self.tree.open_place(lookup, await tokens, request.scope)
         prompt_ids = place.prompt_ids
         try:
@@ -218,19 +221,19 @@ class Session:
                 self._idle.set()
 
     async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
-        """The answer in parts; it is in the tree before its last one is told."""
+        """Generate the response in parts. It is added to the tree before the last part is yielded."""
         finished, requested_at = False, len(self.tree.nodes)
         try:
             async with contextlib.aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
                     if piece.finish_reason == "abort":
-                        raise ApiError("the answer was aborted, as generation is to stop. Ask again.", status=503)
+                        raise ApiError("generation was stopped. Send the request again.", status=503)
                     part = answer.push(piece)
                     finished = part.finish_reason is not None
                     if finished:
                         self.tree.add(place, answer.output, answer.reply, requested_at)
                     yield part
-        except ValueError as error:  # the engine can never answer this
+        except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error
         finally:
             self.cut_off += not finished
@@ -245,8 +248,8 @@ class Session:
             await self._idle.wait()
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it. A node's place in the list is its name."""
-        number = {id(node): place for place, node in enumerate(self.tree.nodes)}
+        """The session as JSON. Nodes refer to each other by their index."""
+        number = {id(node): index for index, node in enumerate(self.tree.nodes)}
         paths = self.tree.paths(keep_retries=False)
         return {
             "id": self.name,
@@ -258,16 +261,91 @@ class Session:
         }
 
 
+class Sessions:
+    """The open sessions, by a keyed hash of (name, secret).
+
+    The hash is the index: neither the response nor its time depends on whether a session of this name exists under
+    another secret, and secrets are not stored.
+    """
+
+    def __init__(self, create: Callable[[str], Session] | None = None, max_sessions: int | None = None) -> None:
+        """`create`: creates a session at its first generating request; None: sessions are only added by `add`."""
+        self._create, self._max_sessions = create, max_sessions
+        self._hash_key = secrets.token_bytes(32)
+        self._open: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session, secret: str) -> None:
+        self._open[self._index(session.name, secret)] = session
+
+    def get(self, name: str, secret: str) -> Session:
+        """Return an open session; ApiError 404 if there is none with this name and this secret."""
+        session = self._open.get(self._index(name, secret))
+        if session is None:
+            raise ApiError(
+                "there is no session with this name and this secret, or it has ended.", status=404, code="no_session"
+            )
+        session.last_used = time.monotonic()
+        return session
+
+    @contextlib.contextmanager
+    def use(self, name: str, secret: str) -> Iterator[Session]:
+        """The session for a request that generates; created if necessary, removed again if nothing was recorded."""
+        index = self._index(name, secret)
+        if self._create is None or index in self._open:
+            session = self.get(name, secret)
+            with session.under_way():
+                yield session
+            return
+        self._check_new(name)
+        session = self._open[index] = self._create(name)
+        try:
+            with session.under_way():
+                yield session
+        finally:
+            if session.is_unused and self._open.get(index) is session:
+                del self._open[index]
+
+    async def close(self, session: Session) -> None:
+        """End a session and its in-flight requests."""
+        self._open = {index: other for index, other in self._open.items() if other is not session}
+        await session.close()
+
+    def idle(self, seconds: float) -> list[Session]:
+        """Sessions without a request for this time."""
+        before = time.monotonic() - seconds
+        return [session for session in self._open.values() if session.last_used < before and not session.in_flight]
+
+    def all(self) -> list[Session]:
+        return list(self._open.values())
+
+    def _check_new(self, name: str) -> None:
+        if len(name) > _MAX_NAME:
+            raise ApiError(f"the session name has {len(name)} characters; at most {_MAX_NAME} are allowed.")
+        if self._max_sessions is not None and len(self._open) >= self._max_sessions:
+            raise ApiError(
+                f"{self._max_sessions} sessions are open (--max-sessions). Delete one, or try again later.",
+                status=503,
+                code="too_many_sessions",
+            )
+
+    def _index(self, name: str, secret: str) -> bytes:
+        return hmac.digest(self._hash_key, f"{len(name)} {name}{secret}".encode(), "sha256")
+
+
 def _are_flags(options: Mapping[str, Any]) -> bool:
-    """Whether a client's options of the template are flags and names. Others may be the length of a loop."""
+    """Whether all template options of a client are flags or short texts; others, such as numbers, may make rendering
+    slow."""
     return all(
         value is None or isinstance(value, bool) or (isinstance(value, str) and len(value) <= _SHORT_OPTION)
         for value in options.values()
     )
 
 
-def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:
-    """Results of tools with the names of those, which some templates write and clients do not send."""
+def _with_tool_names(messages: Sequence[Message], reply: Message) -> list[Message]:
+    """The messages, with the tool names in tool results: some templates need them and clients do not send them."""
     names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls", ())}
     first = next(iter(names.values()), "tool")
     return [

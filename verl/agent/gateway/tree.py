@@ -1,7 +1,7 @@
-"""Tree: what a session was asked and what the model said, token for token, with its branches and retries. No I/O.
+"""Tree: the requests and responses of a session as tokens, with branches and retries. No I/O.
 
-A node is one answer. Its parent is the node whose messages and answer its own request repeats exactly and goes on from:
-their tokens are taken over as they are. A request that repeats nothing exactly begins a tree of its own.
+A node is one response. Its parent is the node whose messages and response its request repeats exactly and continues:
+their tokens are reused. A request that continues no node starts a new root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.types.request import Output
 
-__all__ = ["Lookup", "Message", "Node", "Path", "Place", "Tree", "digests_of", "scope_of"]
+__all__ = ["Lookup", "Message", "Node", "Path", "Place", "Tree", "prefix_digests", "scope_key"]
 
 Message = dict[str, Any]
 _CONTEXT_TOKEN_BYTES = 36
@@ -26,19 +26,19 @@ _ENTRY_BYTES = 1024
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where in the tree an answer goes. A request that is sent again has the same one."""
+    """The position of a request in the tree. A repeated request has the same place."""
 
     parent: Node | None
     messages: list[Message]
-    """Those that came after the parent's answer; all of them where there is no parent."""
+    """The messages after the parent's response; without a parent, all messages."""
     context_ids: list[int]
-    """Their tokens, up to where the answer begins."""
+    """Token ids of `messages`, with the generation prompt."""
     scope: str
-    """What the context was written with besides messages: tools, options of the template."""
+    """See `scope_key`."""
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The whole context."""
+        """Token ids of the whole context."""
         ids: list[int] = []
         for node in () if self.parent is None else self.parent.path:
             ids += node.place.context_ids + node.answer.token_ids
@@ -46,124 +46,123 @@ class Place:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages of the whole context, the answers between them included."""
-        said: list[Message] = []
+        """The messages of the whole context, including responses."""
+        messages: list[Message] = []
         for node in () if self.parent is None else self.parent.path:
-            said += [*node.place.messages, node.reply]
-        return said + self.messages
+            messages += [*node.place.messages, node.reply]
+        return messages + self.messages
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One answer of the model."""
+    """One response of the model."""
 
     place: Place
     answer: Output
     reply: Message
-    """The answer as the client was told, in canonical form."""
+    """The message that the client received."""
     order: tuple[int, int] = (0, 0)
-    """The number of answers in the session when this one was requested, and when it finished."""
+    """The number of responses in the session when this one was requested, and when it finished."""
 
     @property
     def path(self) -> list[Node]:
-        """From the first answer of this context to this one."""
-        found: list[Node] = []
+        """The nodes from the root to this one."""
+        nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.place.parent
-        return found[::-1]
+        return nodes[::-1]
 
 
 @dataclass(frozen=True)
 class Path:
-    """Answers that stand in one context, first to last: a row of the trajectory."""
+    """Responses in one context, from root to leaf: a row of the trajectory."""
 
     nodes: list[Node]
     trained: list[bool]
-    """Per node. Answers that several paths begin with are trained in the first one; in the others they are context."""
+    """Per node: a response that several paths share is trained in the first path and is context in the others."""
 
 
 @dataclass(frozen=True)
 class Lookup:
     """The result of `Tree.lookup`."""
 
-    asked: str
+    request_key: str
     place: Place | None
-    """The place of the same request that was sent before."""
+    """The place of an earlier, equal request."""
     parent: Node | None
-    """The node that the messages continue. None: they start a context."""
+    """The node that the messages continue; None: they start a new root."""
     messages: list[Message]
-    """The messages to tokenise: those after the parent's answer, or all."""
+    """The messages to tokenise: those after the parent's response, or all."""
 
 
 @dataclass
 class Tree:
-    """One session's nodes, in the order in which the model finished them."""
+    """The nodes of a session, in the order in which they finished."""
 
     nodes: list[Node] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Requests: start, extension, retry, branch."""
+    """Number of requests by kind: start, extension, retry, branch."""
     stored_bytes: int = 0
-    """Memory of all messages and tokens, estimated."""
-    _asked: dict[str, Place] = field(default_factory=dict)
-    _told: dict[str, Node] = field(default_factory=dict)
+    """Estimated memory of all messages and tokens."""
+    _places: dict[str, Place] = field(default_factory=dict)
+    _nodes_by_digest: dict[str, Node] = field(default_factory=dict)
 
     def lookup(self, messages: Sequence[Message], digests: Sequence[str], begun: str) -> Lookup:
-        """Where the answer to these messages goes: a known place, or the node that they continue.
+        """Find the place of an equal earlier request, or the node that these messages continue.
 
-        `digests`: `digests_of` the messages. `begun`: how the answer must begin.
+        `digests`: `prefix_digests` of the messages. `begun`: the forced beginning of the response.
         """
-        asked = f"{digests[-1]} {begun}"
-        known = self._asked.get(asked)
+        request_key = f"{digests[-1]} {begun}"
+        known = self._places.get(request_key)
         if known is not None:
             self.counts["retry"] += 1
-            return Lookup(asked, known, known.parent, known.messages)
-        parent, new = self._extended(messages, digests)
-        return Lookup(asked, None, parent, list(messages) if parent is None else new)
+            return Lookup(request_key, known, known.parent, known.messages)
+        parent, new = self._find_parent(messages, digests)
+        return Lookup(request_key, None, parent, list(messages) if parent is None else new)
 
     def open_place(self, lookup: Lookup, context_ids: list[int], scope: str) -> Place:
-        """The place of a lookup that knew none; `context_ids` are the tokens of its messages."""
+        """Add the place of a lookup that found none; `context_ids`: token ids of its messages."""
         place = Place(lookup.parent, lookup.messages, context_ids, scope)
-        kind = "extension" if lookup.parent is not None else "branch" if self._asked else "start"
-        self._asked[lookup.asked] = place
+        kind = "extension" if lookup.parent is not None else "branch" if self._places else "start"
+        self._places[lookup.request_key] = place
         self.stored_bytes += _memory([lookup.messages, scope]) + _CONTEXT_TOKEN_BYTES * len(context_ids)
         self.counts[kind] += 1
         return place
 
     def add(self, place: Place, answer: Output, reply: Message, requested_at: int | None = None) -> Node:
-        """Add an answer that the client received whole; `requested_at`: `len(nodes)` at its request (None: now)."""
+        """Add a finished response. `requested_at`: `len(nodes)` when it was requested (None: now)."""
         finished_at = len(self.nodes)
         node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
         self.nodes.append(node)
         top = sum(map(len, answer.top_log_probs))
         self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(answer.token_ids) + top)
-        self._told[digests_of(place.scope, [*place.conversation, reply])[-1]] = node
+        self._nodes_by_digest[prefix_digests(place.scope, [*place.conversation, reply])[-1]] = node
         return node
 
     def paths(self, keep_retries: bool) -> list[Path]:
-        """Every path from a first answer to a last one that counts; no answer is trained twice.
+        """The paths from roots to leaves; no response is trained twice.
 
-        A last answer is discarded if the client later requested, or continued from, another answer to the same
-        request: it did not earn the reward. With `keep_retries`, for agents that request several answers on purpose,
-        it counts.
+        A leaf is discarded if the client later requested, or continued from, another response to the same request: the
+        reward does not depend on it. `keep_retries` keeps it, for agents that request several responses on purpose.
         """
         parents = {id(node.place.parent) for node in self.nodes}
         discarded = set() if keep_retries else self._discarded()
         seen: set[int] = set()
-        found = []
+        paths = []
         for node in self.nodes:
             if id(node) in parents or id(node) in discarded:
                 continue
             path = node.path
-            found.append(Path(path, [id(each) not in seen for each in path]))
+            paths.append(Path(path, [id(ancestor) not in seen for ancestor in path]))
             seen.update(map(id, path))
-        return found
+        return paths
 
     def _discarded(self) -> set[int]:
-        """`id()` of answers after which the client requested, or continued from, another answer to the same request."""
+        """`id()` of responses after which the client requested, or continued from, another one to the same request."""
         latest: dict[int, tuple[int, int]] = {}
-        """By `id()` of an answer: the latest `order` among itself and all answers that continue from it."""
+        """By `id()` of a node: the latest `order` of itself and its descendants."""
         siblings: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
             siblings[id(node.place)].append(node)
@@ -176,28 +175,28 @@ class Tree:
             if any(latest[id(other)] > node.order for other in nodes if other is not node)
         }
 
-    def _extended(self, messages: Sequence[Message], digests: Sequence[str]) -> tuple[Node | None, list[Message]]:
-        """The node that the messages go on from, and the new ones.
+    def _find_parent(self, messages: Sequence[Message], digests: Sequence[str]) -> tuple[Node | None, list[Message]]:
+        """The node that the messages continue, and the messages after it.
 
-        Where answers that the model never gave come after it, none: a template may write earlier answers differently
-        from the last one, so that its own wording of the whole is the only right one.
+        None if the messages after it include an assistant message that the model did not generate: a template may
+        render earlier responses differently from the last one, so the whole conversation must be rendered.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length]["role"] == "assistant":
                 break
-            node = self._told.get(digests[length])
+            node = self._nodes_by_digest.get(digests[length])
             if node is not None:
                 return node, list(messages[length:])
         return None, []
 
 
-def scope_of(tools: Any, options: Any) -> str:
-    """What a context is written with besides its messages: tools, options of the template."""
+def scope_key(tools: Any, options: Any) -> str:
+    """The inputs of the chat template besides messages (tools and options), as JSON."""
     return json.dumps([tools, options], sort_keys=True, ensure_ascii=False)
 
 
-def digests_of(scope: str, messages: Sequence[Message]) -> list[str]:
-    """One per number of messages, from none to all of them: equal where those are equal in canonical form."""
+def prefix_digests(scope: str, messages: Sequence[Message]) -> list[str]:
+    """Hashes of all prefixes of the messages, from none to all, in canonical form."""
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
     digests = [digest.hexdigest()]
     for message in messages:
@@ -207,7 +206,7 @@ def digests_of(scope: str, messages: Sequence[Message]) -> list[str]:
 
 
 def _memory(value: Any) -> int:
-    """Bytes of nested dicts, lists and texts, and of one entry of the tree."""
+    """Estimated bytes of nested dicts, lists and texts, and of one entry of the tree."""
     total, remaining = _ENTRY_BYTES, [value]
     while remaining:
         item = remaining.pop()
@@ -220,15 +219,16 @@ def _memory(value: Any) -> int:
 
 
 def _canonical(message: Message) -> str:
-    """What the message says. Ids of calls are our invention, and clients may spell a call's arguments anew."""
-    said = {name: value for name, value in message.items() if value not in (None, "", []) and name != "tool_call_id"}
+    """The message without call ids, which the gateway generates, and with parsed arguments, which clients may
+    reformat."""
+    fields = {name: value for name, value in message.items() if value not in (None, "", []) and name != "tool_call_id"}
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     if calls:
-        said["tool_calls"] = [[call["name"], _read(call.get("arguments"))] for call in calls]
-    return json.dumps(said, sort_keys=True, ensure_ascii=False) + "\n"
+        fields["tool_calls"] = [[call["name"], _parse_arguments(call.get("arguments"))] for call in calls]
+    return json.dumps(fields, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _read(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     try:
         return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:

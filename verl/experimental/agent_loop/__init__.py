@@ -1,4 +1,4 @@
-"""Faces of `verl.agent`."""
+"""Alias of names in `verl.agent.loop`."""
 
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
 

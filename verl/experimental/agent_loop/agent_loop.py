@@ -1,4 +1,4 @@
-"""Face of `verl.agent.loop`."""
+"""Alias of names in `verl.agent.loop`."""
 
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
 

@@ -10,8 +10,7 @@ import pytest
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, template_kwargs
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output
 from verl.utils.tool_calls import get_parser

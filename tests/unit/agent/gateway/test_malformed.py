@@ -12,7 +12,7 @@ import urllib.parse
 import pytest
 
 from tests.support.gateway_server import TEMPLATE, running_gateway
-from verl.agent.gateway.anthropic_requests import as_openai
+from verl.agent.gateway.anthropic import as_openai
 from verl.inference.serving.api_errors import ApiError
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}

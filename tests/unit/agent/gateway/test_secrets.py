@@ -15,9 +15,8 @@ import openai
 import pytest
 
 from tests.support.gateway_server import running_gateway
-from verl.agent.gateway.agent import _Gateway, failure_of
-from verl.agent.gateway.session import Session
-from verl.agent.gateway.sessions import Sessions
+from verl.agent.gateway.agent import _Gateway, describe_failure
+from verl.agent.gateway.session import Session, Sessions
 from verl.inference.serving.api_errors import ApiError
 
 ASK = {"messages": [{"role": "user", "content": "How warm is it?"}]}
@@ -240,7 +239,7 @@ def test_the_error_of_an_agent_is_stored_without_the_secret():
         except OSError as error:
             raise ValueError(f"404 for {base_url}") from error
     except ValueError as error:
-        failed = failure_of(error, base_url)
+        failed = describe_failure(error, base_url)
     assert str(failed) == "run_agent raised ValueError: 404 for http://127.0.0.1:80/sessions/alice~<secret>"
     trace = "".join(traceback.format_exception(failed))
     assert "OSError: no connection to" in trace

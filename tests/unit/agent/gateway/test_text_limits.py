@@ -71,7 +71,7 @@ def test_a_conversation_that_cannot_fit_is_refused_untokenised(model, api, more)
 def test_a_body_that_cannot_fit_is_refused_unread():
     most = CONTEXT * LONGEST * 12 + 2**20
     check_body(b"x" * most, FACTS)
-    with pytest.raises(ApiError, match=f"at most {most} are read") as refused:
+    with pytest.raises(ApiError, match=f"at most {most}") as refused:
         check_body(b"x" * (most + 1), FACTS)
     assert refused.value.status == 413
 
@@ -82,7 +82,7 @@ def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monk
     monkeypatch.setattr(session_module, "_SHORT_BODY", 10)
     monkeypatch.setattr(session_module, "SHORT_TEXT", 10)
     assert place(model, "hello").context_ids == first.context_ids
-    assert model._workers.calls == ["read_request", "start_ids"]
+    assert model._workers.calls == ["read_request", "prompt_ids"]
 
 
 def test_a_grammar_is_compiled_in_a_worker(model):

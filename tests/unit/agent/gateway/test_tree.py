@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.agent.gateway.agent import outputs_of
-from verl.agent.gateway.tree import Tree, digests_of
+from verl.agent.gateway.agent import build_outputs
+from verl.agent.gateway.tree import Tree, prefix_digests
 from verl.agent.outputs import build_trajectory
 from verl.types.request import Output
 from verl.workers.rollout.call_trace import CallTrace
@@ -26,7 +26,7 @@ class Session:
         self.tree, self.tokenised, self.serial = Tree(), [], 1000
 
     def ask(self, *messages, scope="", begun=""):
-        found = self.tree.lookup(messages, digests_of(scope, messages), begun)
+        found = self.tree.lookup(messages, prefix_digests(scope, messages), begun)
         if found.place is not None:
             return found.place
         self.tokenised.append(found.messages)
@@ -148,7 +148,7 @@ def test_turns_that_paths_share_are_counted_once():
     first = session.say(session.ask(USER))
     session.say(session.ask(USER, first.reply, NEXT))
     session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}))
-    outputs = outputs_of(session.tree, keep_retries=False)
+    outputs = build_outputs(session.tree, keep_retries=False)
     assert [output.num_turns for output in outputs] == [4, 2]
     trajectory = build_trajectory(outputs, CallTrace(), "p", 0)
     assert trajectory.extra["num_turns"] == 6
@@ -164,7 +164,7 @@ def test_rows_have_the_messages_of_their_own_context():
     edited = {"role": "assistant", "content": "It was warm."}
     session.say(session.ask(USER, edited, NEXT), "Cold.")
     hot, cold = ({"role": "assistant", "content": text} for text in ("Hot.", "Cold."))
-    outputs = outputs_of(session.tree, keep_retries=False)
+    outputs = build_outputs(session.tree, keep_retries=False)
     assert [output.messages for output in outputs] == [[USER, first.reply, NEXT, hot], [USER, edited, NEXT, cold]]
 
 
@@ -191,7 +191,7 @@ def test_rows_have_every_answer_with_its_log_probs_and_train_it_once():
     one = session.say(session.ask(USER, first.reply, NEXT), tokens=1)
     session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}), tokens=3)
     session.say(session.ask(NEXT), tokens=1)
-    shared, second, third = outputs_of(session.tree, keep_retries=False)
+    shared, second, third = build_outputs(session.tree, keep_retries=False)
     between = one.place.context_ids
     assert shared.prompt_ids == second.prompt_ids == first.place.context_ids
     assert shared.response_ids == [*first.answer.token_ids, *between, *one.answer.token_ids]

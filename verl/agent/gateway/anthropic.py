@@ -1,18 +1,32 @@
-"""Requests of the Anthropic API: their models, and the same requests in terms of the OpenAI API."""
+"""The Anthropic API: request models, their conversion to OpenAI requests, and responses, events and errors."""
 
 from __future__ import annotations
 
+import json
+import uuid
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
+from verl.agent.gateway.answer import Answer
 from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.openai_replies import Part
+from verl.inference.serving.openai_requests import Ask
+from verl.utils.http_server.app import HttpError
 from verl.utils.http_server.json_body import RequestModel
 
-__all__ = ["MessagesRequest", "as_openai"]
+__all__ = ["AnthropicReplies", "MessagesRequest", "anthropic_error", "as_openai"]
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _MAX_SHOWN = 200
-_SAME = {"max_tokens", "model", "stream", "temperature", "top_k", "top_p"}
+_SHARED_FIELDS = {"max_tokens", "model", "stream", "temperature", "top_k", "top_p"}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -53,7 +67,7 @@ class UserMessage(_Lenient):
     ]
 
     def as_openai(self) -> list[dict[str, Any]]:
-        """Tool results become messages of their own; adjacent texts become one message."""
+        """Tool results become separate messages; adjacent texts become one message."""
         messages: list[dict[str, Any]] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
@@ -85,18 +99,18 @@ class AssistantMessage(_Lenient):
         return [{**message, "tool_calls": calls} if calls else message]
 
 
-class Tool(_Lenient):
+class AnthropicTool(_Lenient):
     type: Literal["custom"] = "custom"
     name: str
     description: str = ""
     input_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
 
     def as_openai(self) -> dict[str, Any]:
-        described = {"description": self.description} if self.description else {}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+        description = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.input_schema}}
 
 
-class ToolChoice(_Lenient):
+class AnthropicToolChoice(_Lenient):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
 
@@ -122,8 +136,8 @@ class MessagesRequest(RequestModel):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     # Accepted without effect: the chat template decides how a model thinks; nothing is cached or billed.
     cache_control: Any = None
     context_management: Any = None
@@ -139,7 +153,7 @@ class MessagesRequest(RequestModel):
 def as_openai(content: Any) -> dict[str, Any]:
     """Validate the JSON of an Anthropic request and return the same request for the OpenAI API."""
     request = _validated(content)
-    body = request.model_dump(include=_SAME, exclude_none=True)
+    body = request.model_dump(include=_SHARED_FIELDS, exclude_none=True)
     system = "\n".join(block.text for block in request.system)
     body["messages"] = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
@@ -159,7 +173,92 @@ def _validated(content: Any) -> MessagesRequest:
     try:
         return MessagesRequest.model_validate(content)
     except ValidationError as error:
-        # The API words its errors like this: "messages.0.content: Field required".
+        # The format of the API's errors: "messages.0.content: Field required".
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))[:_MAX_SHOWN]
         raise ApiError(f"{place}: {problem['msg'][:_MAX_SHOWN]}.".removeprefix(": "), place or None) from error
+
+
+def anthropic_error(_path: str, error: HttpError) -> dict[str, Any]:
+    """The `error_content` of the Anthropic API."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class AnthropicReplies:
+    """Formats the response to one request, as one message or as events."""
+
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, ask: Ask, answer: Answer, tokenizer: Any) -> None:
+        self._base = {
+            "id": f"msg_{uuid.uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": ask.model,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._answer, self._prompt_tokens = answer, sum(map(len, ask.prompts))
+        self._blocks, self._text_open = 0, False
+
+    def whole(self, part: Part) -> str:
+        content = [{"type": "text", "text": part.text}] if part.text else []
+        content += [_block(call, json.loads(call["function"]["arguments"])) for call in part.calls]
+        usage = self._usage(len(self._answer.output.token_ids))
+        return json.dumps(
+            {**self._base, "content": content, "usage": usage, **self._stop_fields(part)}, ensure_ascii=False
+        )
+
+    def begin(self) -> str:
+        return _event("message_start", message={**self._base, "content": [], "usage": self._usage(0)})
+
+    def piece(self, part: Part) -> str:
+        events = ""
+        if part.text:
+            events += "" if self._text_open else self._open({"type": "text", "text": ""})
+            self._text_open = True
+            events += self._delta({"type": "text_delta", "text": part.text})
+        if (part.calls or part.finish_reason) and self._text_open:
+            events += self._close()
+            self._text_open = False
+        for call in part.calls:
+            events += self._open(_block(call, {}))
+            events += self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+            events += self._close()
+        if part.finish_reason:
+            usage = {"output_tokens": len(self._answer.output.token_ids)}
+            events += _event("message_delta", delta=self._stop_fields(part), usage=usage)
+        return events
+
+    def end(self) -> str:
+        return _event("message_stop")
+
+    def error(self, error: HttpError) -> str:
+        return _event("error", error=anthropic_error("", error)["error"])
+
+    def _open(self, block: dict[str, Any]) -> str:
+        return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _close(self) -> str:
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _stop_fields(self, part: Part) -> dict[str, Any]:
+        stopped = self._answer.stop_string if part.finish_reason == "stop" else None
+        reason = "stop_sequence" if stopped else _STOP_REASONS[part.finish_reason or "stop"]
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _usage(self, output_tokens: int) -> dict[str, int]:
+        return {"input_tokens": self._prompt_tokens, "output_tokens": output_tokens}
+
+
+def _block(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
