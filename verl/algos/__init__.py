@@ -1,14 +1,18 @@
-"""Reinforcement learning as pure tensor functions: advantages, losses, KL, aggregation, correction."""
+"""Reinforcement learning algorithms as pure tensor functions: advantages, losses, KL, rollout correction."""
 
-from verl.algos.advantage import AdvantageEstimator, estimate_advantages, takes_argument
-from verl.algos.aggregate import agg_loss, global_share, rows_of_trajectories
-from verl.algos.entropy_loss import compute_entropy_loss
-from verl.algos.kl import compute_kl_loss, kl_penalty
-from verl.algos.kl_controller import AdaptiveKLController, FixedKLController, get_kl_controller
+from verl.algos.kl import AdaptiveKLController, FixedKLController, compute_kl_loss, get_kl_controller, kl_penalty
+from verl.algos.losses import agg_loss, compute_entropy_loss, compute_value_loss, global_share, rows_of_trajectories
 from verl.algos.policy_loss.vanilla import compute_policy_loss
-from verl.algos.registry import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
+from verl.algos.registry import (
+    AdvantageEstimator,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+    takes_argument,
+)
 from verl.algos.rollout_correction import Correction, correct_rollout, mismatch_metrics
-from verl.algos.value_loss import compute_value_loss
 
 __all__ = [
     "AdaptiveKLController",

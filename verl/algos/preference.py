@@ -1,4 +1,4 @@
-"""Bradley-Terry: what scores of compared answers cost, and how well they say which answer is better."""
+"""Bradley-Terry preference loss on the scores of compared responses, and metrics of reward models."""
 
 from __future__ import annotations
 
@@ -9,118 +9,120 @@ import torch
 from torch.nn.functional import logsigmoid
 
 _BINS = 10
-_NO_WEIGHT = 1e-12
+_MIN_WEIGHT = 1e-12
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Comparisons between answers of a batch; all [pairs]."""
+    """Pairs of compared responses of a batch; all [pairs]."""
 
     chosen: torch.Tensor
-    """The answer's place in the batch."""
+    """Row of the response in the batch."""
     rejected: torch.Tensor
     preference: torch.Tensor
-    """The probability that `chosen` is the better one: 1, or 0.5 for a tie, or what several judges said."""
+    """Probability that `chosen` is the better one: 1, 0.5 for a tie, or the mean of several annotators."""
     margin: torch.Tensor
-    """How much better the better one should score; of a tie, neither."""
+    """Minimum difference between the scores of the better and the worse one; ignored for ties."""
     weight: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, some: torch.Tensor) -> Pairs:
-        """Those that a mask [pairs] marks."""
-        return Pairs(**{name: column[some] for name, column in vars(self).items()})
+    def __getitem__(self, mask: torch.Tensor) -> Pairs:
+        """Select pairs by a boolean mask [pairs]."""
+        return Pairs(**{name: column[mask] for name, column in vars(self).items()})
 
     @classmethod
-    def joined(cls, parts: Sequence[Pairs], answers: Sequence[int]) -> Pairs:
-        """Those of batches that follow each other, which have so many answers each."""
-        starts = [sum(answers[:number]) for number in range(len(answers))]
-        moved = [
-            {"chosen": part.chosen + start, "rejected": part.rejected + start}
+    def concat(cls, parts: Sequence[Pairs], responses: Sequence[int]) -> Pairs:
+        """Concatenate the pairs of batches; `responses`: number of responses of each batch."""
+        starts = [sum(responses[:number]) for number in range(len(responses))]
+        columns = [
+            {**vars(part), "chosen": part.chosen + start, "rejected": part.rejected + start}
             for part, start in zip(parts, starts, strict=True)
         ]
-        columns = [{**vars(part), **places} for part, places in zip(parts, moved, strict=True)]
         return cls(**{field.name: torch.cat([column[field.name] for column in columns]) for field in fields(cls)})
 
 
 def preference_loss(
     scores: torch.Tensor, pairs: Pairs, centering: float = 0.0, weight: float | None = None
 ) -> torch.Tensor:
-    """The weighted mean over pairs of the cross-entropy of `preference` with sigmoid(r_c - r_r - margin), plus
-    `centering` times that of (r_c + r_r)², which only says where 0 is (arXiv 2312.09244).
+    """Return the weighted mean over pairs of the cross-entropy of `preference` with sigmoid(r_c - r_r - margin), plus
+    `centering` × (r_c + r_r)², which keeps the mean score near 0 (arXiv 2312.09244).
 
-    `scores`: [answers]. With preference 1 it is -log sigmoid(r_c - r_r - margin) (Bradley-Terry; margins as in
-    arXiv 2307.09288). Below 0.5 the margin is the other one's, and a tie has none: a pair and its mirror image cost the
-    same. Where these are some of the pairs that the mean is over, `weight` is that of all of them, and the
-    parts add up to the mean.
+    `scores`: [responses]. With preference 1 it is -log sigmoid(r_c - r_r - margin) (Bradley-Terry; margins as in
+    arXiv 2307.09288). With a preference below 0.5 the margin has the opposite sign, and for ties it is 0, so swapping
+    `chosen` and `rejected` does not change the loss. If `pairs` are only a part of the pairs of a step, `weight` is the
+    total weight of all of them, and the losses of the parts add up to the mean.
     """
     chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-    apart = chosen - rejected - pairs.margin * (pairs.preference - 0.5).sign()
-    costs = -pairs.preference * logsigmoid(apart) - (1 - pairs.preference) * logsigmoid(-apart)
+    difference = chosen - rejected - pairs.margin * (pairs.preference - 0.5).sign()
+    costs = -pairs.preference * logsigmoid(difference) - (1 - pairs.preference) * logsigmoid(-difference)
     if centering:
         costs = costs + centering * (chosen + rejected) ** 2
-    total = pairs.weight.sum().clamp(min=_NO_WEIGHT) if weight is None else max(weight, _NO_WEIGHT)
+    total = pairs.weight.sum().clamp(min=_MIN_WEIGHT) if weight is None else max(weight, _MIN_WEIGHT)
     return (pairs.weight * costs).sum() / total
 
 
-def score_slopes(
+def score_gradients(
     scores: torch.Tensor, pairs: Pairs, centering: float = 0.0, weight: float | None = None
 ) -> torch.Tensor:
-    """The derivative of that loss by every score [answers].
+    """Return the gradient of `preference_loss` with respect to the scores [responses].
 
-    The gradient of the loss by weights is the sum over answers of slope × gradient of the score: with the slopes known,
-    answers can be learned one by one, in any micro-batch and on any rank.
+    The gradient of the loss with respect to the weights is the sum over responses of this gradient × the gradient of
+    the score, so responses of a pair can be trained in different micro-batches and on different ranks.
     """
     scores = scores.detach().double().requires_grad_()
-    (slopes,) = torch.autograd.grad(preference_loss(scores, pairs, centering, weight), scores)
-    return slopes.float()
+    (gradients,) = torch.autograd.grad(preference_loss(scores, pairs, centering, weight), scores)
+    return gradients.float()
 
 
 def preference_metrics(scores: torch.Tensor, pairs: Pairs) -> dict[str, float]:
-    """How the pairs are told apart; each counts once, whatever its weight in the loss.
+    """Return metrics of the scores over pairs, independent of their weights.
 
-    `accuracy`: the better answer scores higher (equal scores are half right; ties are left out). `margin`: by how much.
+    `accuracy`: fraction of pairs whose better response has the higher score (equal scores count half; ties are
+    excluded). `margin`: mean score difference of these pairs.
     """
     decided = pairs.preference != 0.5
     side = (pairs.preference[decided] - 0.5).sign()
-    apart = (scores[pairs.chosen] - scores[pairs.rejected]).double()[decided] * side
+    difference = (scores[pairs.chosen] - scores[pairs.rejected]).double()[decided] * side
     return {
-        "accuracy": float((apart.sign() + 1).mean() / 2) if len(apart) else 0.5,
-        "margin": float(apart.mean()) if len(apart) else 0.0,
+        "accuracy": float((difference.sign() + 1).mean() / 2) if len(difference) else 0.5,
+        "margin": float(difference.mean()) if len(difference) else 0.0,
         "score_mean": float(scores.double().mean()),
         "score_std": float(scores.double().std(correction=0)),
     }
 
 
 def validation_metrics(scores: torch.Tensor, lengths: torch.Tensor, pairs: Pairs, centering: float) -> dict[str, float]:
-    """Those, the loss, and what tells a good reward model from one that only looks good.
+    """Return `preference_metrics`, the loss, calibration, and the influence of the length.
 
-    `calibration_error`: in ten bins of confidence (the probability given to the answer that scores higher), how far the
-    share of right choices is from the mean confidence (ECE, arXiv 1706.04599). `length_correlation`: Pearson's, of
-    scores and `lengths`. `longer_is_better`: the accuracy of preferring the longer answer of each pair.
+    `calibration_error`: expected calibration error (see `calibration_error`). `length_correlation`: Pearson correlation
+    of scores and `lengths`. `longer_is_better`: accuracy of always preferring the longer response.
     """
-    apart = (scores[pairs.chosen] - scores[pairs.rejected]).double()
+    difference = (scores[pairs.chosen] - scores[pairs.rejected]).double()
     longer = preference_metrics(lengths.double(), pairs)["accuracy"]
     return preference_metrics(scores, pairs) | {
         "loss": float(preference_loss(scores.double(), pairs, centering)),
-        "calibration_error": calibration_error(apart.sigmoid(), pairs.preference.double()),
+        "calibration_error": calibration_error(difference.sigmoid(), pairs.preference.double()),
         "length_correlation": correlation(scores, lengths),
         "longer_is_better": longer,
     }
 
 
-def calibration_error(given: torch.Tensor, truth: torch.Tensor) -> float:
-    """`given`: the probability that the first of two is better; `truth`: how often it was; both [pairs]."""
-    confidence = torch.maximum(given, 1 - given)
-    right = torch.where(given >= 0.5, truth, 1 - truth)
+def calibration_error(predicted: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return the expected calibration error in ten bins of confidence (ECE, arXiv 1706.04599).
+
+    `predicted`: probability that the first of two is better; `truth`: observed frequency; both [pairs].
+    """
+    confidence = torch.maximum(predicted, 1 - predicted)
+    accuracy = torch.where(predicted >= 0.5, truth, 1 - truth)
     bins = ((confidence - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
-    gaps = torch.zeros(_BINS, dtype=given.dtype).index_add(0, bins, right - confidence)
-    return float(gaps.abs().sum() / len(given))
+    gaps = torch.zeros(_BINS, dtype=predicted.dtype).index_add(0, bins, accuracy - confidence)
+    return float(gaps.abs().sum() / len(predicted))
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Pearson's; 0 where one of them is constant."""
+    """Return the Pearson correlation; 0 if one of the tensors is constant."""
     a, b = (values.double() - values.double().mean() for values in (a, b))
     norm = a.norm() * b.norm()
     return float(a @ b / norm) if norm > 0 else 0.0

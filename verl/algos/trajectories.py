@@ -1,7 +1,7 @@
-"""Rows that are parts of one trajectory: joined end to end for whatever looks at whole answers, then split again.
+"""Convert between rows and trajectories: rows of a trajectory are concatenated, and results are split again.
 
-An agent that rewrites its context gives several rows per trajectory. Where every trajectory has one row, joining and
-splitting return what they were given.
+A trajectory of an agent that rewrites its context has several rows. If every trajectory has one row, all conversions
+return their input.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from verl.protocol import DataProto
 
 
 class Trajectories:
-    """Built from one id per row (None: every row is a trajectory) and the rows' `response_mask` [rows, response].
+    """The trajectories of a batch. `ids`: one per row (None: every row is a trajectory); `response_mask`: [rows,
+    response]. The rows of a trajectory are in order.
 
-    The rows of one stand in order; trajectories are numbered as their first rows stand in the batch. `of_row` [rows] is
-    the number of each row's. `first_rows` [trajectories] are where each begins, `last_rows` where its last model token
-    is: what is said of its end is said there. One without a model token ends with its last row.
+    Trajectories are numbered in the order of their first rows. `of_row` [rows]: trajectory number of each row;
+    `first_rows` [trajectories]: first row of each; `last_rows` [trajectories]: the row with its last model token (its
+    last row, if it has no model token), which holds the values of the trajectory's end.
     """
 
     def __init__(self, ids: Index | None, response_mask: torch.Tensor) -> None:
@@ -37,11 +38,11 @@ class Trajectories:
                 self.last_rows = last % rows
         self.one_row_each = len(self.last_rows) == rows
         if not self.one_row_each:
-            self._place_tokens()
+            self._index_tokens()
 
     @classmethod
     def of(cls, data: DataProto) -> Trajectories:
-        """Rows of one name in the column `trajectory` are one's; without that column each row is a trajectory."""
+        """Rows with the same id in the column `trajectory` form one; without this column each row is a trajectory."""
         ids = data.non_tensor_batch["trajectory"] if "trajectory" in data.non_tensor_batch else None
         if "response_mask" in data.batch.keys():
             return cls(ids, data.batch["response_mask"])
@@ -52,46 +53,46 @@ class Trajectories:
 
     @property
     def mask(self) -> torch.Tensor:
-        """The rows' mask, joined: [trajectories, width]."""
+        """The concatenated masks of the rows: [trajectories, width]."""
         return self.join(self._row_mask)
 
     def tokens(self) -> torch.Tensor:
-        """`trajectory_tokens` [rows]: model tokens of each row's whole trajectory."""
-        return self.spread(self.sum(self._row_mask.bool().sum(dim=-1)))
+        """Return the column `trajectory_tokens` [rows]: number of model tokens of each row's whole trajectory."""
+        return self.to_rows(self.sum(self._row_mask.bool().sum(dim=-1)))
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, response] → [trajectories, width]: each row up to its last model token, 0 behind the last row's."""
+        """Concatenate rows up to their last model tokens: [rows, response] → [trajectories, width], padded with 0."""
         if self.one_row_each:
             return values
-        whole = values.new_zeros(self._shape[0] * self._shape[1])
-        whole[self._places] = values[self._kept]
-        return whole.view(self._shape)
+        joined = values.new_zeros(self._shape[0] * self._shape[1])
+        joined[self._joined_index] = values[self._kept]
+        return joined.view(self._shape)
 
     def split(self, values: torch.Tensor) -> torch.Tensor:
-        """[trajectories, width] → [rows, response], 0 behind each row's last model token."""
+        """Inverse of `join`: [trajectories, width] → [rows, response], 0 after each row's last model token."""
         if self.one_row_each:
             return values
         rows = values.new_zeros(self._kept.shape)
-        rows[self._kept] = values.reshape(-1)[self._places]
+        rows[self._kept] = values.reshape(-1)[self._joined_index]
         return rows
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """[trajectories, …] → [rows, …]."""
+    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Repeat the value of each trajectory for its rows: [trajectories, …] → [rows, …]."""
         return values if self.one_row_each else values[torch.from_numpy(self.of_row).to(values.device)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows] → [trajectories]."""
+        """Sum over the rows of each trajectory: [rows] → [trajectories]."""
         if self.one_row_each:
             return values
         number = torch.from_numpy(self.of_row).to(values.device)
         return values.new_zeros(len(self)).index_add_(0, number, values)
 
-    def at_end(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, …] → [trajectories, …]: that of the last row."""
+    def at_last_row(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of `last_rows`: [rows, …] → [trajectories, …]."""
         return values if self.one_row_each else values[torch.from_numpy(self.last_rows).to(values.device)]
 
-    def _place_tokens(self) -> None:
-        """Which tokens of the rows are kept, [rows, response], and where in the joined table each of them goes."""
+    def _index_tokens(self) -> None:
+        """Compute which tokens of the rows `join` keeps [rows, response], and their flat indices in its result."""
         mask = self._row_mask.bool()
         column = torch.arange(mask.shape[1], device=mask.device)
         lengths = torch.where(mask, column + 1, 0).amax(dim=-1)
@@ -101,6 +102,6 @@ class Trajectories:
         ends = lengths[in_order].cumsum(0) - (totals.cumsum(0) - totals)[number[in_order]]
         starts = torch.empty_like(lengths)
         starts[in_order] = ends - lengths[in_order]
-        self._shape = (len(self), max(1, int(totals.max())))  # where all is masked, estimators still have a column
+        self._shape = (len(self), max(1, int(totals.max())))  # at least one column if all is masked
         self._kept = column < lengths[:, None]
-        self._places = ((number * self._shape[1] + starts)[:, None] + column)[self._kept]
+        self._joined_index = ((number * self._shape[1] + starts)[:, None] + column)[self._kept]

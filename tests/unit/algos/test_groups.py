@@ -15,7 +15,7 @@ def test_statistics_by_hand():
     groups = Groups(UIDS, MASK)
     assert groups.size.tolist() == [2, 2, 2, 2, 2]
     assert groups.mean(VALUES).tolist() == [2, 20, 2, 2, 20]
-    assert groups.centred(VALUES).tolist() == [-1, -10, 1, 0, 10]
+    assert groups.centered(VALUES).tolist() == [-1, -10, 1, 0, 10]
     assert groups.std(VALUES).tolist() == pytest.approx([2**0.5, 200**0.5, 2**0.5, 2**0.5, 200**0.5])
     assert groups.max(VALUES).tolist() == [3, 30, 3, 3, 30]
     assert groups.max(VALUES, among=VALUES < 30).tolist() == [3, 10, 3, 3, 10]
@@ -49,4 +49,4 @@ def test_scores_and_spreading():
     rewards = torch.tensor([[0.5, 1.0], [2.0, 9.0], [0.0, 9.0], [9.0, 9.0], [9.0, 1.0]])
     groups = Groups(UIDS, MASK)
     assert groups.scores(rewards).tolist() == [1.5, 2.0, 0.0, 0.0, 1.0]
-    assert groups.spread(VALUES, like=rewards).tolist() == [[1, 1], [10, 0], [3, 0], [0, 0], [0, 30]]
+    assert groups.to_tokens(VALUES, like=rewards).tolist() == [[1, 1], [10, 0], [3, 0], [0, 0], [0, 30]]

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl.algos.kl_controller import AdaptiveKLController, FixedKLController, get_kl_controller
+from verl.algos.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 from verl.config import KLControllerConfig, as_config
 
 

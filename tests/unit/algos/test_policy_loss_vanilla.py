@@ -41,7 +41,7 @@ def test_compute_policy_loss_is_the_same_loss_with_numbers_as_arguments():
 def test_clip_ratio_is_another_name_of_cliprange():
     given = [compute_policy_loss(OLD, NEW, ADVANTAGES, MASK, **{name: 0.3})[0] for name in ("cliprange", "clip_ratio")]
     assert given[0] == given[1]
-    with pytest.raises(ValueError, match="cliprange: no clip range"):
+    with pytest.raises(ValueError, match="cliprange"):
         compute_policy_loss(OLD, NEW, ADVANTAGES, MASK)
     with pytest.raises(ValueError, match=r"clip_ratio_c: 0.5 must be above 1"):
         compute_policy_loss(OLD, NEW, ADVANTAGES, MASK, 0.2, clip_ratio_c=0.5)

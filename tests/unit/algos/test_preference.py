@@ -11,7 +11,7 @@ from verl.algos.preference import (
     correlation,
     preference_loss,
     preference_metrics,
-    score_slopes,
+    score_gradients,
     validation_metrics,
 )
 
@@ -47,7 +47,7 @@ def test_a_pair_and_its_mirror_image_cost_the_same_and_a_tie_has_no_margin(prefe
 
 def test_slopes_by_hand():
     """d/dr_c of -log sigmoid(r_c - r_r - m) is -sigmoid(m - (r_c - r_r)); an answer of two pairs has the sum."""
-    slopes = score_slopes(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
+    slopes = score_gradients(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
     each = 0.5 / (1 + math.exp(1.0))
     assert slopes.tolist() == pytest.approx([-2 * each, each, each])
 
@@ -64,14 +64,14 @@ def test_a_pair_without_weight_has_no_say_and_none_at_all_is_no_loss():
     scores = torch.tensor([0.3, -1.0, 4.0])
     both, one, none = pairs((0, 1, 1, 0, 2), (1, 2, 1, 0, 0)), pairs((0, 1, 1, 0, 2)), pairs((0, 1, 1, 0, 0))
     assert float(preference_loss(scores, both, 0.01)) == pytest.approx(float(preference_loss(scores, one, 0.01)))
-    assert score_slopes(scores, both, 0.01).tolist() == pytest.approx(score_slopes(scores, one, 0.01).tolist())
+    assert score_gradients(scores, both, 0.01).tolist() == pytest.approx(score_gradients(scores, one, 0.01).tolist())
     assert float(preference_loss(scores, none)) == 0
-    assert score_slopes(scores, none, 0.0).tolist() == [0, 0, 0]
+    assert score_gradients(scores, none, 0.0).tolist() == [0, 0, 0]
 
 
 def test_pairs_of_batches_join_into_those_of_all_answers():
     a, b = pairs((0, 1, 1, 0, 1)), pairs((1, 0, 0.5, 2, 3))
-    joined = Pairs.joined([a, b], [2, 2])
+    joined = Pairs.concat([a, b], [2, 2])
     assert joined.chosen.tolist() == [0, 3]
     assert joined.rejected.tolist() == [1, 2]
     assert joined.margin.tolist() == [0, 2]

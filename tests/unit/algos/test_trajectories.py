@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algos import agg_loss, get_policy_loss_fn, global_share, rows_of_trajectories
-from verl.algos.aggregate import LOSS_AGG_MODES, count_sequences
+from verl.algos.losses import LOSS_AGG_MODES, count_sequences
 from verl.algos.trajectories import Trajectories
 
 # "a" has two rows, "b" one, "c" two, the last of them masked throughout; an observation inside a row stays.
@@ -28,9 +28,9 @@ def test_rows_are_joined_up_to_their_last_model_token_and_split_again():
     assert (whole.first_rows.tolist(), whole.last_rows.tolist()) == ([0, 2, 3], [1, 2, 3]), (
         "where the last model token is"
     )
-    assert whole.at_end(torch.arange(5)).tolist() == [1, 2, 3]
+    assert whole.at_last_row(torch.arange(5)).tolist() == [1, 2, 3]
     assert Trajectories(IDS, torch.zeros_like(MASK)).last_rows.tolist() == [1, 2, 4], "no model token at all"
-    assert whole.spread(torch.tensor([5, 6, 7])).tolist() == [5, 5, 6, 7, 7]
+    assert whole.to_rows(torch.tensor([5, 6, 7])).tolist() == [5, 5, 6, 7, 7]
 
 
 def test_rows_need_not_stand_together_and_names_need_not_be_sorted():
@@ -107,6 +107,6 @@ def test_a_policy_loss_need_not_know_of_trajectories():
 def test_a_loss_that_aggregates_some_rows_only_is_told():
     with (
         rows_of_trajectories(torch.tensor([3, 3, 1])),
-        pytest.raises(ValueError, match="a mask of 2 rows, in a loss on 3"),
+        pytest.raises(ValueError, match="agg_loss: "),
     ):
         agg_loss(torch.ones(2, 2), torch.ones(2, 2), "seq-mean-token-mean")

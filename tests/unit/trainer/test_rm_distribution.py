@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algos.preference import preference_loss, score_slopes
+from verl.algos.preference import preference_loss, score_gradients
 from verl.protocol import DataProto
 from verl.trainer.supervised.rm import (
     PROMPT,
@@ -46,7 +46,7 @@ def step_rows(items, micro, ranks, scores):
     columns = collate_comparisons(items, 0)
     pairs, places = batch_pairs(columns), torch.arange(len(scores))
     whole = whole_prompts(columns[PROMPT], columns["attention_mask"].sum(dim=1), micro, ranks)
-    slopes = score_slopes(scores, pairs[~whole[pairs.chosen]], CENTERING, float(pairs.weight.sum()))
+    slopes = score_gradients(scores, pairs[~whole[pairs.chosen]], CENTERING, float(pairs.weight.sum()))
     made = {name: columns[name] for name in TOKENS} | {
         ROW: places,
         TOGETHER: torch.where(whole, columns[PROMPT], len(scores) + places),

@@ -1,5 +1,1 @@
-"""From rewards to advantages: one file per estimator, which declares its name and traits."""
-
-from verl.algos.advantage.estimate import AdvantageEstimator, estimate_advantages, takes_argument
-
-__all__ = ["AdvantageEstimator", "estimate_advantages", "takes_argument"]
+"""Advantage estimators, one per file; each file declares its name and traits."""

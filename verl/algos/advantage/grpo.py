@@ -1,12 +1,11 @@
-"""`grpo`: each answer against the mean of its group (arXiv 2402.03300); without the std Dr. GRPO (2503.20783)."""
+"""`grpo`: score minus group mean, divided by the group std (arXiv 2402.03300) or not (Dr. GRPO, 2503.20783)."""
 
 from __future__ import annotations
 
 import torch
 
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
-from verl.algos.types import Advantages, AlgorithmLike
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 from verl.config import AlgorithmConfig, as_config
 
 
@@ -19,19 +18,20 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool | None = None,
     config: AlgorithmLike = None,
 ) -> Advantages:
-    """(score - group mean) / (group std + epsilon), or the numerator alone without `norm_adv_by_std_in_grpo`.
+    """(score - group mean) / (group std + epsilon); only the numerator if `norm_adv_by_std_in_grpo` is False.
 
-    Rewards and mask [batch, response], `index` one prompt id per row. Rewards 1, 0, 1, 0 give ±0.5, with std ±0.866.
+    Rewards and mask [batch, response]; `index`: one prompt id per row. Scores 1, 0, 1, 0 result in ±0.866, or in ±0.5
+    without the division.
     """
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
-    advantages = groups.centred(scores)
+    advantages = groups.centered(scores)
     if divide_by_std(norm_adv_by_std_in_grpo, config):
         advantages = advantages / (groups.std(scores) + epsilon)
-    advantages = groups.spread(advantages, like=token_level_rewards)
+    advantages = groups.to_tokens(advantages, like=token_level_rewards)
     return advantages, advantages
 
 
-def divide_by_std(given: bool | None, config: AlgorithmLike) -> bool:
-    """The argument where there is one, else the configuration."""
-    return as_config(AlgorithmConfig, config).norm_adv_by_std_in_grpo if given is None else given
+def divide_by_std(argument: bool | None, config: AlgorithmLike) -> bool:
+    """Return the argument `norm_adv_by_std_in_grpo`, or the value of the configuration if it is None."""
+    return as_config(AlgorithmConfig, config).norm_adv_by_std_in_grpo if argument is None else argument

@@ -1,4 +1,4 @@
-"""`grpo_passk`: what each answer adds to the best of its group, for training pass@k (arXiv 2503.19595)."""
+"""`grpo_passk`: how much each response increases the maximum score of its group, for pass@k (arXiv 2503.19595)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 
 from verl.algos.advantage.grpo import divide_by_std
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
-from verl.algos.types import Advantages, AlgorithmLike
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 
 
 @register_adv_est("grpo_passk", uses_groups=True, reads=("norm_adv_by_std_in_grpo",))
@@ -19,18 +18,18 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool | None = None,
     config: AlgorithmLike = None,
 ) -> Advantages:
-    """Best of the group minus the best of the others: the single best answer gets its lead, all others 0.
+    """The unique best response of a group gets its score minus the second-best score, all others 0.
 
-    With `norm_adv_by_std_in_grpo` divided by the group's standard deviation. Two equally good answers add nothing.
+    Divided by the group's standard deviation with `norm_adv_by_std_in_grpo`. If several responses are best, all get 0.
     """
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
     best = groups.max(scores)
     is_best = scores == best
     runner_up = groups.max(scores, among=~is_best)
-    alone = is_best & (groups.sum(is_best.double()) == 1) & runner_up.isfinite()
-    lead = torch.where(alone, scores - runner_up, 0.0)
+    unique_best = is_best & (groups.sum(is_best.double()) == 1) & runner_up.isfinite()
+    lead = torch.where(unique_best, scores - runner_up, 0.0)
     if divide_by_std(norm_adv_by_std_in_grpo, config):
         lead = lead / (groups.std(scores) + epsilon)
-    advantages = groups.spread(lead, like=token_level_rewards)
+    advantages = groups.to_tokens(lead, like=token_level_rewards)
     return advantages, advantages

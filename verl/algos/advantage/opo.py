@@ -1,12 +1,11 @@
-"""`opo`: each answer against the length-weighted mean of its group, the baseline of least variance (2505.23585)."""
+"""`opo`: score minus the length-weighted group mean, the minimum-variance baseline (arXiv 2505.23585)."""
 
 from __future__ import annotations
 
 import torch
 
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
-from verl.algos.types import Advantages, AlgorithmLike
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 
 
 @register_adv_est("opo", uses_groups=True)
@@ -17,10 +16,10 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: AlgorithmLike = None,
 ) -> Advantages:
-    """score - Σ length × score / Σ length over the group; length counts model tokens. `epsilon` is not used."""
+    """score - Σ length × score / Σ length over the group; length: number of model tokens. `epsilon` is not used."""
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
     lengths = groups.mask.sum(dim=-1).double()
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
-    advantages = groups.spread(scores - baseline, like=token_level_rewards)
+    advantages = groups.to_tokens(scores - baseline, like=token_level_rewards)
     return advantages, advantages

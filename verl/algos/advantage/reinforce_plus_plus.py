@@ -1,13 +1,11 @@
-"""`reinforce_plus_plus`: discounted returns normalised over the whole batch, without a critic (arXiv 2501.03262)."""
+"""`reinforce_plus_plus`: discounted returns, whitened over the batch, without a critic (arXiv 2501.03262)."""
 
 from __future__ import annotations
 
 import torch
 
-from verl.algos.registry import register_adv_est
-from verl.algos.returns import discounted_returns
-from verl.algos.types import Advantages, AlgorithmLike
-from verl.algos.whiten import whiten_
+from verl.algos.masked_ops import discounted_returns, whiten_
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 from verl.config import AlgorithmConfig, as_config
 
 
@@ -18,7 +16,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     config: AlgorithmLike = None,
     gamma: float | None = None,
 ) -> Advantages:
-    """Reward from each token on, discounted by `gamma` (or `config.gamma`) per model token; whitened over the batch."""
+    """Returns discounted by `gamma` (default: `config.gamma`) per model token; advantages are the whitened returns."""
     gamma = as_config(AlgorithmConfig, config).gamma if gamma is None else gamma
     mask = response_mask.bool()
     returns = discounted_returns(token_level_rewards, mask, gamma)

@@ -1,13 +1,12 @@
-"""`reinforce_plus_plus_baseline`: group mean as baseline, normalised over the whole batch (arXiv 2501.03262)."""
+"""`reinforce_plus_plus_baseline`: score minus group mean, whitened over the batch (arXiv 2501.03262)."""
 
 from __future__ import annotations
 
 import torch
 
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
-from verl.algos.types import Advantages, AlgorithmLike
-from verl.algos.whiten import whiten_
+from verl.algos.masked_ops import whiten_
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 
 
 @register_adv_est("reinforce_plus_plus_baseline", uses_groups=True)
@@ -21,6 +20,6 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """score - group mean on every token, whitened over all model tokens of the batch. `epsilon` is not used."""
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
-    centred = groups.spread(groups.centred(scores), like=token_level_rewards)
-    advantages = whiten_(centred, groups.mask)
+    centered = groups.to_tokens(groups.centered(scores), like=token_level_rewards)
+    advantages = whiten_(centered, groups.mask)
     return advantages, advantages

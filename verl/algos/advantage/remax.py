@@ -1,12 +1,11 @@
-"""`remax`: each answer against the greedy answer to the same prompt (arXiv 2310.10505)."""
+"""`remax`: returns minus the score of the greedy response to the same prompt (arXiv 2310.10505)."""
 
 from __future__ import annotations
 
 import torch
 
-from verl.algos.registry import register_adv_est
-from verl.algos.returns import discounted_returns, keep
-from verl.algos.types import Advantages, AlgorithmLike
+from verl.algos.masked_ops import apply_mask, discounted_returns
+from verl.algos.registry import Advantages, AlgorithmLike, register_adv_est
 
 
 @register_adv_est("remax")
@@ -16,6 +15,6 @@ def compute_remax_outcome_advantage(
     response_mask: torch.Tensor,
     config: AlgorithmLike = None,
 ) -> Advantages:
-    """Reward from each token on, minus the score of the greedy answer, `reward_baselines` [batch]."""
+    """Undiscounted returns minus `reward_baselines` [batch], the scores of the greedy responses."""
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
-    return keep(returns - reward_baselines.to(returns)[:, None], response_mask.bool()), returns
+    return apply_mask(returns - reward_baselines.to(returns)[:, None], response_mask.bool()), returns

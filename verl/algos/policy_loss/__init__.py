@@ -1,1 +1,1 @@
-"""From advantages to a loss: one file per policy loss, which declares its name and traits."""
+"""Policy losses, one per file; each file declares its name and traits."""

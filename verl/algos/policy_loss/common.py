@@ -1,4 +1,4 @@
-"""What every policy loss begins and ends with: clean per-token terms, then one number and the usual metrics."""
+"""Shared parts of policy losses: masked per-token inputs, the clipped surrogate, aggregation and common metrics."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl.algos.aggregate import agg_loss
 from verl.algos.kl import MAX_LOG_RATIO
-from verl.algos.returns import keep
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.losses import agg_loss
+from verl.algos.masked_ops import apply_mask
+from verl.algos.registry import ActorLike, PolicyLoss
 from verl.config import ActorConfig, as_config
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Per-token inputs [batch, response], at least float32, with 0 where the mask is off, whatever stood there."""
+class LossInputs:
+    """Per-token inputs [batch, response], at least float32, with 0 where the boolean `mask` is False."""
 
     log_prob: torch.Tensor
-    log_ratio: torch.Tensor  # log_prob - old_log_prob, bounded so that its exp is finite
+    log_ratio: torch.Tensor
+    """log_prob - old_log_prob, clamped so that its exp is finite."""
     advantages: torch.Tensor
-    mask: torch.Tensor  # boolean
+    mask: torch.Tensor
 
 
 def loss_config(name: str, config: ActorLike) -> ActorConfig:
-    """A run's configuration as it is; what a user's dict, or nothing, leaves out is that loss's own."""
+    """Return a typed configuration unchanged; complete a dict or None with the defaults of the loss `name`."""
     if isinstance(config, ActorConfig):
         return config
-    given: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config or {})
-    return as_config(ActorConfig, {**given, "policy_loss": {**(given.get("policy_loss") or {}), "loss_mode": name}})
+    keys: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config or {})
+    return as_config(ActorConfig, {**keys, "policy_loss": {**(keys.get("policy_loss") or {}), "loss_mode": name}})
 
 
-def policy_terms(
+def mask_inputs(
     old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
-) -> Terms:
+) -> LossInputs:
+    """Return the masked inputs of a policy loss; gradients flow only through `log_prob`."""
     mask = response_mask.bool()
-    log_prob = keep(log_prob, mask)
-    log_ratio = log_prob - keep(old_log_prob.detach(), mask)
-    return Terms(
+    log_prob = apply_mask(log_prob, mask)
+    log_ratio = log_prob - apply_mask(old_log_prob.detach(), mask)
+    return LossInputs(
         log_prob=log_prob,
         log_ratio=log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-        advantages=keep(advantages.detach(), mask),
+        advantages=apply_mask(advantages.detach(), mask),
         mask=mask,
     )
 
@@ -51,43 +53,44 @@ def policy_terms(
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) per token, and where the clipped one was taken."""
-    plain = -advantages * ratio
+    """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) per token, and where the clipped term is larger."""
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return torch.maximum(plain, clipped), clipped > plain
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def covariance(terms: Terms) -> torch.Tensor:
-    """Each token's share in the covariance of log-prob and advantage over this micro-batch, detached."""
-    log_prob = terms.log_prob.detach()
-    means = [token_mean(values, terms.mask) for values in (log_prob, terms.advantages)]
-    return (log_prob - means[0]) * (terms.advantages - means[1])
+def covariance(inputs: LossInputs) -> torch.Tensor:
+    """Return each token's term of the covariance of log-prob and advantage over this micro-batch, detached."""
+    log_prob = inputs.log_prob.detach()
+    means = [token_mean(values, inputs.mask) for values in (log_prob, inputs.advantages)]
+    return (log_prob - means[0]) * (inputs.advantages - means[1])
 
 
-def share_of_tokens(mask: torch.Tensor, share: float) -> int:
-    """How many of the mask's tokens a share is, rounded up: a small micro-batch still has one."""
-    # The margin keeps a product that is whole in decimals, such as 30 × 0.1, from rounding up to one more.
-    return math.ceil(int(mask.sum()) * share - 1e-9)
+def token_count(mask: torch.Tensor, fraction: float) -> int:
+    """Return a fraction of the number of tokens in the mask, rounded up, so that it is at least 1."""
+    # The margin prevents rounding up a product that is an integer in decimals, such as 30 × 0.1.
+    return math.ceil(int(mask.sum()) * fraction - 1e-9)
 
 
-def finish(
+def aggregate(
     losses: torch.Tensor,
-    terms: Terms,
+    inputs: LossInputs,
     loss_agg_mode: str,
     config: ActorConfig,
     rollout_is_weights: torch.Tensor | None,
     metrics: dict[str, torch.Tensor],
 ) -> PolicyLoss:
-    """Weigh, aggregate and measure. `metrics` are per token here (boolean or number) and come back as means."""
+    """Weight and aggregate the token losses. `metrics` per token (boolean or number) are returned as means, with the
+    metrics that all policy losses have."""
     if rollout_is_weights is not None:
-        losses = losses * keep(rollout_is_weights.detach(), terms.mask)
-    loss = agg_loss(losses, terms.mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
-    log_ratio = terms.log_ratio.detach()
+        losses = losses * apply_mask(rollout_is_weights.detach(), inputs.mask)
+    loss = agg_loss(losses, inputs.mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
+    log_ratio = inputs.log_ratio.detach()
     per_token = {"approx_kl": -log_ratio, "ppo_ratio": log_ratio.exp()} | metrics
-    return loss, {name: token_mean(values.detach(), terms.mask) for name, values in per_token.items()}
+    return loss, {name: token_mean(values.detach(), inputs.mask) for name, values in per_token.items()}
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over the mask of a number or the share of a condition; 0 when the mask is empty."""
-    kept = values & mask if values.dtype == torch.bool else keep(values, mask)
-    return kept.sum(dtype=torch.float32) / mask.sum().clamp(min=1)
+    """Return the mean of numbers, or the fraction of True, over the mask; 0 if the mask is empty."""
+    masked = values & mask if values.dtype == torch.bool else apply_mask(values, mask)
+    return masked.sum(dtype=torch.float32) / mask.sum().clamp(min=1)

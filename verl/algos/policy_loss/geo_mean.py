@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, loss_config, policy_terms
-from verl.algos.registry import register_policy_loss
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.policy_loss.common import aggregate, loss_config, mask_inputs
+from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 
 
@@ -22,17 +21,16 @@ def compute_policy_loss_geo_mean(
 ) -> PolicyLoss:
     """-A × (Π ratio)^(1 / length) per sequence; tensors [batch, response].
 
-    `clip_ratio_low` and `clip_ratio_high` are distances of the log-ratio from 0 (the paper: 0.4). As in PPO only the
-    side is clipped on which the step has already been taken: the upper one where A > 0, the lower where A < 0.
-    The paper averages over sequences, seq-mean-token-mean; another `loss_agg_mode` is obeyed.
+    The token log-ratio is clipped at `clip_ratio_high` if A > 0 and at -`clip_ratio_low` otherwise, the sides that PPO
+    clips (the paper: 0.4). The paper averages over sequences, seq-mean-token-mean; other modes are possible.
     """
     config = loss_config("geo_mean", config)
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    positive = terms.advantages > 0
-    held = torch.where(
-        positive, terms.log_ratio.clamp(max=config.clip_ratio_high), terms.log_ratio.clamp(min=-config.clip_ratio_low)
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    positive = inputs.advantages > 0
+    clipped = torch.where(
+        positive, inputs.log_ratio.clamp(max=config.clip_ratio_high), inputs.log_ratio.clamp(min=-config.clip_ratio_low)
     )
-    sequence_ratio = masked_mean(held, terms.mask, axis=-1).exp()[:, None]
-    losses = -terms.advantages * sequence_ratio
-    metrics = {"clipfrac": held != terms.log_ratio, "sequence_ratio": sequence_ratio.expand_as(losses)}
-    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
+    sequence_ratio = masked_mean(clipped, inputs.mask, axis=-1).exp()[:, None]
+    losses = -inputs.advantages * sequence_ratio
+    metrics = {"clipfrac": clipped != inputs.log_ratio, "sequence_ratio": sequence_ratio.expand_as(losses)}
+    return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, metrics)

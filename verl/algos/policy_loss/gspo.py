@@ -1,12 +1,11 @@
-"""`gspo`: the ratio of whole sequences, length-normalised, clipped as one (arXiv 2507.18071)."""
+"""`gspo`: PPO clip of the length-normalized ratio of whole sequences (arXiv 2507.18071)."""
 
 from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import clipped_surrogate, finish, loss_config, policy_terms
-from verl.algos.registry import register_policy_loss
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.policy_loss.common import aggregate, clipped_surrogate, loss_config, mask_inputs
+from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 
 
@@ -22,14 +21,14 @@ def compute_policy_loss_gspo(
 ) -> PolicyLoss:
     """PPO's clip on s = (π(sequence) / π_old(sequence))^(1 / length); tensors [batch, response].
 
-    The token form (GSPO-token): every token carries its sequence's s as value and its own log-prob's gradient, so
-    advantages may differ along a sequence; where they do not, it is GSPO. The paper's distances are 3e-4 and 4e-4.
-    The paper averages over sequences, seq-mean-token-mean; another `loss_agg_mode` is obeyed.
+    GSPO-token: the ratio of each token has the value s of its sequence and the gradient of its own log-prob, so that
+    advantages may differ within a sequence; if they do not, it equals GSPO. The paper's clip ratios are 3e-4 and 4e-4.
+    The paper averages over sequences, seq-mean-token-mean; other modes are possible.
     """
     config = loss_config("gspo", config)
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    sequence_log_ratio = masked_mean(terms.log_ratio.detach(), terms.mask, axis=-1)[:, None]
-    ratio = torch.exp(sequence_log_ratio + terms.log_prob - terms.log_prob.detach())
-    losses, clipped = clipped_surrogate(ratio, terms.advantages, config.clip_ratio_low, config.clip_ratio_high)
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    sequence_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.mask, axis=-1)[:, None]
+    ratio = torch.exp(sequence_log_ratio + inputs.log_prob - inputs.log_prob.detach())
+    losses, clipped = clipped_surrogate(ratio, inputs.advantages, config.clip_ratio_low, config.clip_ratio_high)
     metrics = {"clipfrac": clipped, "sequence_ratio": ratio}
-    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
+    return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, metrics)

@@ -1,12 +1,11 @@
-"""`kl_cov`: tokens that would collapse the entropy are held near the old policy (arXiv 2505.22617)."""
+"""`kl_cov`: policy gradient with a KL penalty on the tokens that reduce the entropy most (arXiv 2505.22617)."""
 
 from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import covariance, finish, loss_config, policy_terms, share_of_tokens
-from verl.algos.registry import register_policy_loss
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.policy_loss.common import aggregate, covariance, loss_config, mask_inputs, token_count
+from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 
 
 @register_policy_loss(
@@ -27,16 +26,16 @@ def compute_policy_loss_kl_cov(
 ) -> PolicyLoss:
     """-A × ratio, plus `ppo_kl_coef` × |log-ratio| on the tokens of largest covariance; tensors [batch, response].
 
-    `policy_loss.kl_cov_ratio` is the share of tokens held. Means and choice are taken **within this micro-batch**:
-    unlike other losses this one depends on how a batch is cut.
+    `policy_loss.kl_cov_ratio` is the fraction of tokens with the penalty. Means and selection are **per micro-batch**:
+    unlike other losses this one depends on the micro-batch size.
     """
     config = loss_config("kl_cov", config)
     options = config.policy_loss
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    ranked = covariance(terms).masked_fill(~terms.mask, -torch.inf).flatten()
-    largest = ranked.topk(share_of_tokens(terms.mask, options.kl_cov_ratio)).indices
-    held = torch.zeros_like(terms.mask).flatten().index_fill_(0, largest, True).view_as(terms.mask)
-    losses = -terms.advantages * terms.log_ratio.exp()
-    losses = losses + torch.where(held, options.ppo_kl_coef * terms.log_ratio.abs(), torch.zeros_like(losses))
-    metrics = {"kl_cov_fraction": held}
-    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    ranked = covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
+    largest = ranked.topk(token_count(inputs.mask, options.kl_cov_ratio)).indices
+    penalized = torch.zeros_like(inputs.mask).flatten().index_fill_(0, largest, True).view_as(inputs.mask)
+    losses = -inputs.advantages * inputs.log_ratio.exp()
+    losses = losses + torch.where(penalized, options.ppo_kl_coef * inputs.log_ratio.abs(), torch.zeros_like(losses))
+    metrics = {"kl_cov_fraction": penalized}
+    return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, metrics)

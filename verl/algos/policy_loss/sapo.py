@@ -1,12 +1,11 @@
-"""`sapo`: a soft gate on the ratio instead of a clip (arXiv 2511.20347)."""
+"""`sapo`: a sigmoid gate on the ratio instead of a clip (arXiv 2511.20347)."""
 
 from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, loss_config, policy_terms
-from verl.algos.registry import register_policy_loss
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.policy_loss.common import aggregate, loss_config, mask_inputs
+from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 
 
 @register_policy_loss(
@@ -23,13 +22,13 @@ def compute_policy_loss_sapo(
 ) -> PolicyLoss:
     """-A × (4 / τ) σ(τ (ratio - 1)) per token, τ by the sign of A; tensors [batch, response].
 
-    At ratio 1 the gradient is that of PPO; it fades smoothly as the ratio leaves 1, faster with a larger τ
-    (`policy_loss.tau_pos`, `policy_loss.tau_neg`). The paper averages over sequences, seq-mean-token-mean.
+    At ratio 1 the gradient is that of PPO; it decreases smoothly with the distance of the ratio from 1, faster with a
+    larger τ (`policy_loss.tau_pos`, `policy_loss.tau_neg`). The paper averages over sequences, seq-mean-token-mean.
     """
     config = loss_config("sapo", config)
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    temperatures = terms.advantages.new_tensor([config.policy_loss.tau_pos, config.policy_loss.tau_neg])
-    tau = torch.where(terms.advantages > 0, *temperatures)
-    gate = 4.0 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1.0))
-    losses = -terms.advantages * gate
-    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, {})
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    temperatures = inputs.advantages.new_tensor([config.policy_loss.tau_pos, config.policy_loss.tau_neg])
+    tau = torch.where(inputs.advantages > 0, *temperatures)
+    gate = 4.0 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0))
+    losses = -inputs.advantages * gate
+    return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, {})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.aggregate import agg_loss
-from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, loss_config, policy_terms, token_mean
-from verl.algos.registry import register_policy_loss
-from verl.algos.types import ActorLike, PolicyLoss
+from verl.algos.losses import agg_loss
+from verl.algos.policy_loss.common import LossInputs, aggregate, clipped_surrogate, loss_config, mask_inputs, token_mean
+from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 
 
 @register_policy_loss(
@@ -24,14 +23,14 @@ def compute_policy_loss_vanilla(
 ) -> PolicyLoss:
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) per token; tensors [batch, response].
 
-    `clip_ratio_high` above `clip_ratio_low` is clip-higher. Where A < 0 the loss is at most -A × `clip_ratio_c`: one
-    token whose probability rose a hundredfold must not decide the step.
+    `clip_ratio_high` above `clip_ratio_low` is clip-higher. Dual clip: where A < 0 the loss is at most -A ×
+    `clip_ratio_c`, so that a token with a very large ratio does not dominate the step.
     """
     config = loss_config("vanilla", config)
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    losses, clipped, bounded = _dual_clip(terms, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    losses, clipped, bounded = _dual_clip(inputs, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
     metrics = {"clipfrac": clipped, "clipfrac_lower": bounded}
-    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
+    return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, metrics)
 
 
 def compute_policy_loss(
@@ -47,29 +46,31 @@ def compute_policy_loss(
     clip_ratio: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same loss with its numbers as arguments → (loss, clipfrac, ppo_kl, clipfrac_lower).
+    """The same loss with plain arguments; returns (loss, clipfrac, ppo_kl, clipfrac_lower).
 
-    `clip_ratio` is another name of `cliprange`; `cliprange_low` and `cliprange_high` come before it.
+    `clip_ratio` is an alias of `cliprange`; `cliprange_low` and `cliprange_high` take precedence.
     """
     both = clip_ratio if cliprange is None else cliprange
     low = both if cliprange_low is None else cliprange_low
     high = both if cliprange_high is None else cliprange_high
     if low is None or high is None:
-        raise ValueError("cliprange: no clip range was given. Pass cliprange=0.2, or cliprange_low and cliprange_high.")
+        raise ValueError("cliprange: not set. Pass cliprange=0.2, or cliprange_low and cliprange_high.")
     if clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c: {clip_ratio_c} must be above 1, the ratio of an unchanged policy. Use 3.0.")
-    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
-    losses, clipped, bounded = _dual_clip(terms, low, high, clip_ratio_c)
-    loss = agg_loss(losses, terms.mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+    inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)
+    losses, clipped, bounded = _dual_clip(inputs, low, high, clip_ratio_c)
+    loss = agg_loss(losses, inputs.mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
     clipfrac, ppo_kl, clipfrac_lower = (
-        token_mean(values, terms.mask) for values in (clipped, -terms.log_ratio.detach(), bounded)
+        token_mean(values, inputs.mask) for values in (clipped, -inputs.log_ratio.detach(), bounded)
     )
     return loss, clipfrac, ppo_kl, clipfrac_lower
 
 
-def _dual_clip(terms: Terms, low: float, high: float, bound: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses per token, where the ratio was clipped, and where the bound for negative advantages took over."""
-    losses, clipped = clipped_surrogate(terms.log_ratio.exp(), terms.advantages, low, high)
-    limit = -terms.advantages * bound
-    bounded = (terms.advantages < 0) & (losses > limit)
+def _dual_clip(
+    inputs: LossInputs, low: float, high: float, bound: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return losses per token, where the ratio is clipped, and where the bound for negative advantages applies."""
+    losses, clipped = clipped_surrogate(inputs.log_ratio.exp(), inputs.advantages, low, high)
+    limit = -inputs.advantages * bound
+    bounded = (inputs.advantages < 0) & (losses > limit)
     return torch.where(bounded, limit, losses), clipped & ~bounded, bounded

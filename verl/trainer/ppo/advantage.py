@@ -141,11 +141,11 @@ def compute_advantage(
     trajectories = Trajectories.of(data)
 
     def at_end(name: str) -> torch.Tensor | None:
-        return trajectories.at_end(tensors[name]) if name in tensors.keys() else None
+        return trajectories.at_last_row(tensors[name]) if name in tensors.keys() else None
 
     last_value = at_end("last_value")
     if last_value is not None:  # the value after a response that ended by itself is 0
-        last_value = torch.where(trajectories.at_end(truncated_rows(data)), last_value, 0.0)
+        last_value = torch.where(trajectories.at_last_row(truncated_rows(data)), last_value, 0.0)
     advantages, returns = estimate_advantages(
         adv_estimator,
         token_level_rewards=trajectories.join(tensors["token_level_rewards"]),

@@ -1,6 +1,5 @@
-"""The algorithms under the names users know; the work is in `verl.algos`."""
+"""Alias module: the public names of the algorithms, which are implemented in `verl.algos`."""
 
-from verl.algos.advantage import AdvantageEstimator, estimate_advantages
 from verl.algos.advantage.gae import compute_gae_advantage_return
 from verl.algos.advantage.gdpo import compute_gdpo_outcome_advantage
 from verl.algos.advantage.gpg import compute_gpg_outcome_advantage
@@ -11,14 +10,8 @@ from verl.algos.advantage.reinforce_plus_plus import compute_reinforce_plus_plus
 from verl.algos.advantage.reinforce_plus_plus_baseline import compute_reinforce_plus_plus_baseline_outcome_advantage
 from verl.algos.advantage.remax import compute_remax_outcome_advantage
 from verl.algos.advantage.rloo import compute_rloo_outcome_advantage
-from verl.algos.aggregate import agg_loss, global_share
-from verl.algos.entropy_loss import compute_entropy_loss
-from verl.algos.kl import compute_kl_loss, kl_penalty
-from verl.algos.kl_controller import (
-    AdaptiveKLController,
-    FixedKLController,
-    get_kl_controller,
-)
+from verl.algos.kl import AdaptiveKLController, FixedKLController, compute_kl_loss, get_kl_controller, kl_penalty
+from verl.algos.losses import agg_loss, compute_entropy_loss, compute_value_loss, global_share
 from verl.algos.policy_loss.cispo import compute_policy_loss_cispo
 from verl.algos.policy_loss.clip_cov import compute_policy_loss_clip_cov
 from verl.algos.policy_loss.geo_mean import compute_policy_loss_geo_mean
@@ -30,18 +23,19 @@ from verl.algos.policy_loss.vanilla import compute_policy_loss, compute_policy_l
 from verl.algos.registry import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
+    AdvantageEstimator,
+    estimate_advantages,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     register_adv_est,
     register_policy_loss,
 )
 from verl.algos.rollout_correction import correct_rollout, mismatch_metrics
-from verl.algos.value_loss import compute_value_loss
 
 ADV_ESTIMATOR_REGISTRY = ADV_ESTIMATORS
 POLICY_LOSS_REGISTRY = POLICY_LOSSES
 compute_reinforce_plus_plus_advantage = compute_reinforce_plus_plus_outcome_advantage
-# Groups are never looped over: the one way is the vectorised one.
+# All estimators are vectorised.
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 

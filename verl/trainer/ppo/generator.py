@@ -193,7 +193,7 @@ class Generator:
             batch = split_off_baselines(batch)
         trajectories = Trajectories.of(batch)
         if self._greedy:
-            metrics["reward/greedy/mean"] = float(trajectories.at_end(batch.batch["reward_baselines"]).mean())
+            metrics["reward/greedy/mean"] = float(trajectories.at_last_row(batch.batch["reward_baselines"]).mean())
         log_step_accuracy(batch, extra, self._config.data.reward_fn_key, self._scores_are_degrees, step)
         last_rows = trajectories.last_rows
         metrics |= reward_metrics({name: batch.non_tensor_batch[name][last_rows].tolist() for name in extra})

@@ -75,7 +75,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     prompts, responses = rows.prompt[torch.from_numpy(trajectories.first_rows)], trajectories.sum(rows.response)
     truncated = responses >= response_limit
     if "finish_reason" in batch.non_tensor_batch:
-        truncated = trajectories.at_end(truncated_rows(batch))
+        truncated = trajectories.at_last_row(truncated_rows(batch))
     if "num_turns" in batch.non_tensor_batch:
         turns = torch.tensor([float(count) for count in batch.non_tensor_batch["num_turns"][trajectories.last_rows]])
         metrics |= _stats("num_turns", turns, real)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.algos.preference import Pairs, preference_loss, preference_metrics, score_slopes, validation_metrics
+from verl.algos.preference import Pairs, preference_loss, preference_metrics, score_gradients, validation_metrics
 from verl.config import RMConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
@@ -81,7 +81,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
 
     def validation_metrics(self, results: Sequence[DataProto]) -> dict[str, float]:
         """Computed from all pairs at once: some metrics are no mean over batches."""
-        pairs = Pairs.joined([batch_pairs(part.batch) for part in results], [len(part) for part in results])
+        pairs = Pairs.concat([batch_pairs(part.batch) for part in results], [len(part) for part in results])
         scores, lengths = (torch.cat([part.batch[name] for part in results]) for name in ("scores", "answer_tokens"))
         metrics = validation_metrics(scores, lengths, pairs, self.config.centering_coef)
         return {f"val/{name}": value for name, value in metrics.items()}
@@ -114,7 +114,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
             split_scores = score_rows(self.worker_group.evaluate, columns, self.config.dp_size)
             scores = slopes.index_copy(0, rows, split_scores)
             weight = float(pairs.weight.sum())
-            slopes = score_slopes(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
+            slopes = score_gradients(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
         return slopes
 
 

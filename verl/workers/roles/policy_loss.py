@@ -8,7 +8,7 @@ import torch
 
 from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share, rows_of_trajectories
 from verl.algos.kl import TOP_K_KLS, top_k_kl
-from verl.algos.returns import keep
+from verl.algos.masked_ops import apply_mask
 from verl.algos.rollout_correction import importance_weights
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.config.distillation import DistillationLossConfig
@@ -132,7 +132,7 @@ class PolicyLoss:
         if kind not in TOP_K_KLS:
             return self._kl(output, data, "teacher_log_prob", kind)
         config, columns, mask = self.config, data.batch, data.batch["response_mask"]
-        kl = keep(top_k_kl(output["other_log_probs"], columns["teacher_top_log_probs"], kind), mask.bool())
+        kl = apply_mask(top_k_kl(output["other_log_probs"], columns["teacher_top_log_probs"], kind), mask.bool())
         return agg_loss(kl, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
 
     def old_log_probs(self, rows: int) -> torch.Tensor:

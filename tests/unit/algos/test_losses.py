@@ -1,13 +1,14 @@
-"""Aggregation by hand, and that it does not depend on how a batch is cut."""
+"""Aggregation by hand, and that it does not depend on how a batch is split; the entropy loss by hand."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algos.aggregate import LOSS_AGG_MODES, agg_loss, global_share
+from verl.algos.losses import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_share
 from verl.config import names
 
 NAN = float("nan")
@@ -72,5 +73,23 @@ def test_mistakes_are_named():
         agg_loss(LOSSES, MASK, "token-avg")
     with pytest.raises(ValueError, match="loss_agg_mode: 'token-avg' is not known"):
         global_share(MASK, "token-avg", 1, 1)
-    with pytest.raises(ValueError, match="loss_scale_factor: seq-mean-token-sum-norm divides by a constant"):
+    with pytest.raises(ValueError, match="loss_scale_factor"):
         agg_loss(LOSSES, MASK, "seq-mean-token-sum-norm")
+
+
+def test_entropy_by_hand():
+    # Uniform over 4 tokens, (3/4, 1/4), and a masked position that holds garbage.
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -math.inf, -math.inf], [math.nan] * 4]])
+    logits.requires_grad_()
+    loss = compute_entropy_loss(logits, torch.tensor([[1, 1, 0]]), "token-mean")
+    loss.backward()
+    entropies = math.log(4), -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert loss.item() == pytest.approx(sum(entropies) / 2)
+    assert not logits.grad[0, 2].any()
+
+
+def test_the_entropy_loss_uses_the_aggregation_mode():
+    logits = torch.zeros(2, 3, 4)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    loss = compute_entropy_loss(logits, mask, "seq-mean-token-sum")
+    assert loss.item() == pytest.approx((3 + 1) * math.log(4) / 2)
