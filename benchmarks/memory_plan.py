@@ -136,7 +136,7 @@ def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, Memory
         *case.overrides,
     ]
     config = load_config(None, given, check_files=False)
-    shape = ModelShape.of_folder(str(folder / "model"), config.actor_rollout_ref.model)
+    shape = ModelShape.from_folder(str(folder / "model"), config.actor_rollout_ref.model)
     assert shape is not None
     found = gpu_memory() if device == "cuda" else (host_memory_available(), "host memory")
     memory = None if found is None else DeviceMemory(device, *found)

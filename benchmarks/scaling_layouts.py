@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from verl.config.megatron import split_evenly
-from verl.planning.core_shapes import CoreShape, CoreSizes
-from verl.planning.costs import TrainedModel
-from verl.planning.megatron import CoreModel
+from verl.planning.fsdp import FSDPModelMemory
+from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import GB, PhaseMemory
-from verl.planning.shapes import ModelShape
+from verl.planning.shapes import CoreLayout, CoreShape, ModelShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -41,14 +40,14 @@ MODELS = {
     "Qwen2.5-72B": dense(8192, 80, 64, 8, 29568, 152064),
     "Qwen3-235B-A22B": CoreShape(
         **{"layers": 94, "hidden": 4096, "heads": 64, "query_width": 8192, "key_width": 512, "ffn": 12288},
-        **{"vocab": 151936, "tied": False, "attention": (2 * 8192 + 2 * 512) * 4096, "whole": 2 * 4096 + 256},
+        **{"vocab": 151936, "tied": False, "attention": (2 * 8192 + 2 * 512) * 4096, "replicated": 2 * 4096 + 256},
         **{"head_norms": True, "sparse": (True,) * 94, "experts": 128, "per_token": 8, "expert_ffn": 1536},
     ),
-    # Queries, keys and values as latent attention expands them; what tensor ranks do not divide is in `whole`.
+    # Queries, keys and values as latent attention expands them; what tensor ranks do not divide is in `replicated`.
     "DeepSeek-V3-671B": CoreShape(
         **{"layers": 61, "hidden": 7168, "heads": 128, "query_width": 20480, "key_width": 20480, "ffn": 18432},
         **{"vocab": 129280, "tied": False, "attention": 128 * (1536 * 192 + 512 * 256 + 128 * 7168)},
-        **{"whole": 7168 * (1536 + 576) + 2 * 7168, "sparse": (False,) * 3 + (True,) * 58},
+        **{"replicated": 7168 * (1536 + 576) + 2 * 7168, "sparse": (False,) * 3 + (True,) * 58},
         **{"experts": 256, "per_token": 8, "expert_ffn": 2048, "shared_ffn": 2048},
     ),
 }
@@ -97,7 +96,7 @@ def active_parameters(core: CoreShape) -> int:
 
 def fsdp_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
     shape = model_shape(core)
-    model = TrainedModel(shape, shards=world, compiled=True)
+    model = FSDPModelMemory(shape, shards=world, compiled=True)
     for micro in (1, 2, 4):
         passes = work.sequences / (micro * world)
         if passes < 1:
@@ -124,11 +123,11 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         if not even and split is None:
             continue
         first, last = split or (None, None)
-        sizes = CoreSizes(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
+        sizes = CoreLayout(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
         passes = work.sequences / (micro * sizes.dp)
         if passes < 1:
             continue
-        model = CoreModel(shape=model_shape(core), core=core, sizes=sizes, recompute=FULL)
+        model = MegatronModelMemory(shape=model_shape(core), core=core, layout=sizes, recompute=FULL)
         tokens = micro * work.length
         held = {"weights": model.weights(), "optimizer": model.moments()}
         parts = held | model.update(tokens, tokens, math.ceil(passes))
@@ -143,7 +142,7 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         yield Row(layout_name(sizes), micro, parts, sent, bubble, seconds)
 
 
-def layout_name(sizes: CoreSizes) -> str:
+def layout_name(sizes: CoreLayout) -> str:
     named = {"TP": sizes.tp, "PP": sizes.pp, "EP": sizes.ep, "DP": sizes.dp}
     text = " × ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "DP 1"
     return text if sizes.first is None else f"{text} (first {sizes.first}, last {sizes.last} layers)"

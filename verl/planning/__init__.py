@@ -1,1 +1,1 @@
-"""What a run needs of devices and hosts, planned before it starts, and what to change where that is too much."""
+"""Memory plan of a run on devices and hosts before it starts, and the config changes that make it fit."""

@@ -1,4 +1,4 @@
-"""A plan that cannot fit is refused, or repaired, with the cheapest changes that make it fit and what each gives."""
+"""Find the cheapest config changes that make a memory plan fit; report them as an error, or apply them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from verl.config.load import root_of
 from verl.config.problems import ConfigError, Problem, Report
 from verl.config.schema import Block, pick, put
 from verl.planning.phases import GB, MemoryPlan
-from verl.planning.remedies import UNKNOWN, Remedy, helpful, value_of
+from verl.planning.remedies import UNKNOWN, Remedy, applicable_remedies, value_of
 
-# How far a plan may be above what is measured: what exceeds the room by less is warned of, not refused.
+# The plan may overestimate by this fraction: a smaller excess is a warning, not an error.
 UNCERTAINTY = 0.07
-# A change that gives less is not worth naming.
-_WORTH = 0.005
+# Changes that reduce the peak by a smaller fraction are ignored.
+_MIN_REDUCTION = 0.005
 
 Planner = Callable[[Any], MemoryPlan]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key set to another value for a phase's sake, and what that phase takes before and after."""
+    """A key set to another value, and the total memory of the phase that it reduces, before and after."""
 
     remedy: Remedy
     before: Any
     value: Any
     phase: str
-    was: float
+    total_before: float
     total: float
 
     @property
@@ -40,29 +40,29 @@ class Change:
     def __str__(self) -> str:
         return f"{self.key}={self.value} (now {self.before}): {self.phase} {self.total / GB:.1f} GB"
 
-    def told(self) -> str:
-        """For the log, once it is made."""
-        saved = f"{self.phase} {self.was / GB:.1f} -> {self.total / GB:.1f} GB"
-        return f"{self.key}: {self.before} -> {self.value} ({saved}; costs: {self.remedy.cost})"
+    def log_text(self) -> str:
+        """Return the log message of an applied change."""
+        memory = f"{self.phase} {self.total_before / GB:.1f} -> {self.total / GB:.1f} GB"
+        return f"{self.key}: {self.before} -> {self.value} ({memory}; costs: {self.remedy.cost})"
 
 
-def refuse_what_cannot_fit(config: Block, plan_of: Planner) -> list[str]:
-    """Raise ConfigError for a plan beyond its room even if it is `UNCERTAINTY` too high; else what to warn of.
+def check_fits(config: Block, plan_of: Planner) -> list[str]:
+    """Raise ConfigError if the plan exceeds the capacity by more than `UNCERTAINTY`; otherwise return warnings.
 
-    `plan_of` makes the plan of a configuration like this one.
+    `plan_of` computes the plan of a configuration.
     """
     plan = plan_of(config)
-    worst = plan.fullest
-    if not worst.excess or worst.room is None:
+    worst = plan.worst_phase
+    if not worst.excess or worst.capacity is None:
         return []
     changes, fits = cheapest_changes(config, plan_of)
-    needs = f"the {worst.phase} phase is planned to take {worst.total / GB:.1f} GB of {worst.where}'s"
-    needs += f" {worst.room / GB:.1f} GB"
+    needs = f"the {worst.phase} phase is planned to take {worst.total / GB:.1f} GB of {worst.location}'s"
+    needs += f" {worst.capacity / GB:.1f} GB"
     if plan.installed is not None and plan.limited_by_host(worst):
         needs += f" of available host memory (the host has {plan.installed / GB:.1f} GB, of which other processes hold"
         needs += f" {plan.used / GB:.1f} GB)"
-    advice = _advice(changes, fits, freeing=plan.fits_if_alone(worst))
-    if worst.total * (1 - UNCERTAINTY) <= worst.room:
+    advice = _advice(changes, fits, freeing=plan.fits_without_other_processes(worst))
+    if worst.total * (1 - UNCERTAINTY) <= worst.capacity:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]
     key, value = next(
         ((change.key, change.before) for change in changes),
@@ -71,9 +71,11 @@ def refuse_what_cannot_fit(config: Block, plan_of: Planner) -> list[str]:
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
 
-def repair(config: Block, plan_of: Planner) -> list[Change]:
-    """Make the cheapest changes that let everything fit, in place; none, and nothing changed, where that cannot be
-    without changing the training."""
+def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[Change]:
+    """Apply the cheapest changes that make the plan fit to `config`, and return them.
+
+    If it cannot fit without changing the results of training, nothing is changed, and the list is empty.
+    """
     changes, fits = cheapest_changes(config, plan_of, lambda remedy: not remedy.changes_training)
     for change in changes if fits else ():
         put(config, change.key, change.value)
@@ -83,92 +85,96 @@ def repair(config: Block, plan_of: Planner) -> list[Change]:
 def cheapest_changes(
     config: Block, plan_of: Planner, allowed: Callable[[Remedy], bool] = lambda remedy: True
 ) -> tuple[list[Change], bool]:
-    """Changes made one after the other in the order of cost, no more and no further than needed; and whether all fits.
+    """Return a minimal list of changes in the order of cost, and whether the plan fits with them.
 
-    Each remedy in turn is used as far as it helps the fullest phase without pushing another beyond its room; once
-    everything fits, what turned out not to be needed is taken back, the costliest first.
+    Each remedy in turn is applied as far as it reduces the worst phase without another phase exceeding its capacity.
+    When everything fits, changes that turned out to be unnecessary are reverted, the most expensive first.
     """
     trial = copy.deepcopy(config)
-    made: list[Change] = []
+    changes: list[Change] = []
     plan = plan_of(trial)
     while plan.excess:
-        tried = {change.key for change in made}
-        change = next((found for found in _moves(trial, plan, plan_of, allowed) if found.key not in tried), None)
+        tried = {change.key for change in changes}
+        candidates = _candidate_changes(trial, plan, plan_of, allowed)
+        change = next((candidate for candidate in candidates if candidate.key not in tried), None)
         if change is None:
-            return made, False
+            return changes, False
         put(trial, change.key, change.value)
-        made.append(change)
+        changes.append(change)
         plan = plan_of(trial)
-    return _no_more_than_needed(config, made, plan_of), True
+    return _revert_unneeded(config, changes, plan_of), True
 
 
-def _no_more_than_needed(config: Block, made: list[Change], plan_of: Planner) -> list[Change]:
-    values = {change.key: change.value for change in made}
-    for change in reversed(made):
-        for value in (change.before, *_possible(config, change.remedy, change.before)):
-            changed = _with(config, values | {change.key: value})
-            if not plan_of(changed).excess and _valid(changed):
+def _revert_unneeded(config: Block, changes: list[Change], plan_of: Planner) -> list[Change]:
+    """Return the changes with the mildest values that still fit, without those that are not needed."""
+    values = {change.key: change.value for change in changes}
+    for change in reversed(changes):
+        for value in (change.before, *_allowed_values(config, change.remedy, change.before)):
+            changed = _with_values(config, values | {change.key: value})
+            if not plan_of(changed).excess and _is_valid(changed):
                 values[change.key] = value
                 break
-    found: list[Change] = []
-    so_far = config
-    for change in made:
+    needed: list[Change] = []
+    current = config
+    for change in changes:
         if values[change.key] != change.before:
-            before, so_far = so_far, _with(so_far, {change.key: values[change.key]})
-            was, total = (plan_of(each).phase(change.phase).total for each in (before, so_far))
-            found.append(Change(change.remedy, change.before, values[change.key], change.phase, was, total))
-    return found
+            previous, current = current, _with_values(current, {change.key: values[change.key]})
+            totals = (plan_of(step).phase(change.phase).total for step in (previous, current))
+            needed.append(Change(change.remedy, change.before, values[change.key], change.phase, *totals))
+    return needed
 
 
-def _moves(config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]) -> Iterator[Change]:
-    """For the fullest phase: of each remedy in turn the mildest value that makes that phase fit, or its furthest."""
-    phase = plan.fullest
-    for remedy, now in helpful(phase.phase, partial(value_of, config)):
+def _candidate_changes(
+    config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]
+) -> Iterator[Change]:
+    """Yield, for each remedy of the worst phase, the mildest value with which it fits, or else the best one."""
+    phase = plan.worst_phase
+    for remedy, now in applicable_remedies(phase.phase, partial(value_of, config)):
         if now is UNKNOWN or not allowed(remedy):
             continue
         best: Change | None = None
-        for value in _possible(config, remedy, now):
-            changed = _with(config, {remedy.key: value})
-            after = plan_of(changed)
-            found = after.phase(phase.phase)
-            least = best.total if best is not None else phase.total
-            if found.total < least * (1 - _WORTH) and after.excess < plan.excess and _valid(changed):
-                best = Change(remedy, now, value, phase.phase, phase.total, found.total)
-            if not found.excess:
+        for value in _allowed_values(config, remedy, now):
+            changed = _with_values(config, {remedy.key: value})
+            new_plan = plan_of(changed)
+            new_phase = new_plan.phase(phase.phase)
+            lowest = (best.total if best is not None else phase.total) * (1 - _MIN_REDUCTION)
+            if new_phase.total < lowest and new_plan.excess < plan.excess and _is_valid(changed):
+                best = Change(remedy, now, value, phase.phase, phase.total, new_phase.total)
+            if not new_phase.excess:
                 break
         if best is not None:
             yield best
 
 
-def _valid(config: Block) -> bool:
+def _is_valid(config: Block) -> bool:
     report = Report()
     root_of(type(config)).validate(config, report)
     return not report.problems
 
 
-def _with(config: Block, values: Mapping[str, Any]) -> Block:
+def _with_values(config: Block, values: Mapping[str, Any]) -> Block:
     changed = copy.deepcopy(config)
     for key, value in values.items():
         put(changed, key, value)
     return changed
 
 
-def _possible(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
-    """Values that the rest of the configuration allows."""
-    least, most = 1, 1
+def _allowed_values(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
+    """Yield the values to try after `now` that other keys allow."""
+    lowest, highest = 1, 1
     if remedy.key.endswith("max_token_len_per_gpu"):
         data = pick(config, "data")
-        least = data.max_length if "max_length" in data else data.max_prompt_length + data.max_response_length
+        lowest = data.max_length if "max_length" in data else data.max_prompt_length + data.max_response_length
     elif remedy.key.endswith("_length"):
-        least = 64
-    elif remedy.way == "double":
+        lowest = 64
+    elif remedy.action == "double":
         trainer = pick(config, "trainer")
-        most = trainer.n_gpus_per_node * (1 if remedy.key.endswith("tensor_model_parallel_size") else trainer.nnodes)
-    return remedy.values(now, least, most)
+        highest = trainer.n_gpus_per_node * (1 if remedy.key.endswith("tensor_model_parallel_size") else trainer.nnodes)
+    return remedy.values(now, lowest, highest)
 
 
 def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
-    """`freeing`: it would fit if other processes held no host memory."""
+    """Return the text of the advice. `freeing`: it would fit if other processes used no host memory."""
     free = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
     if freeing and not fits:
         return free
@@ -177,5 +183,5 @@ def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
         auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
         text = f"set{auto}, cheapest first and each on top of those before: {listed}"
         return f"{free}; or {text}" if freeing else text
-    rest = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
-    return f"{listed}; that is not enough: {rest}" if listed else rest
+    hardware = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
+    return f"{listed}; that is not enough: {hardware}" if listed else hardware

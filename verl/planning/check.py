@@ -1,4 +1,4 @@
-"""Before any model is loaded: the memory plan in the log; what cannot fit is refused, or repaired if that is wanted."""
+"""Check before models are loaded that a run fits into memory, and log its plan; `trainer.auto_memory` makes it fit."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, read_config
-from verl.planning.advice import refuse_what_cannot_fit, repair
-from verl.planning.host import HostMemory, holds_files
+from verl.planning.advice import apply_cheapest_changes, check_fits
+from verl.planning.host import HostMemory, is_in_memory
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
 
-# Ray ends ranks from 95 % of the host's memory on.
-_KEPT_FREE = 0.05
+# Ray kills workers when 95 % of the host memory are in use.
+_RESERVED = 0.05
 _CLASSIFIER: ModelKind = "sequence_classification"
 
 logger = logging.getLogger(__name__)
 
 
 def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) -> MemoryPlan | None:
-    """Log the plan of a run and raise ConfigError if it cannot fit; None where the model's shape is not known here.
+    """Log and return the plan of a run; raise ConfigError if it cannot fit. None if the shape of the actor is unknown.
 
-    With `trainer.auto_memory` the cheapest changes that make it fit are made in `config` first. `folders`: where models
-    that are named otherwise (hub names, URLs) are on this machine already.
+    With `trainer.auto_memory` the cheapest changes that make it fit are applied to `config` first. `folders`: local
+    folders of models, by hub name or URL.
     """
     policy = config.actor_rollout_ref
-    _refuse_what_core_cannot(config, folders or {})
+    _check_megatron_support(config, folders or {})
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
     if "reward_model" in active_roles(config):
         path, model = config.reward_model.path, config.reward_model.model
-        writes = serves_reward_model(config) and not _is_classifier((folders or {}).get(path or "", path))
-        models["judge" if writes else "reward_model"] = (path, model, "causal_lm" if writes else _CLASSIFIER)
+        generates = serves_reward_model(config) and not _is_classifier((folders or {}).get(path or "", path))
+        models["judge" if generates else "reward_model"] = (path, model, "causal_lm" if generates else _CLASSIFIER)
     for name, teacher in config.distillation.local_teachers.items():
         models[f"teacher/{name}"] = (teacher.model_path, replace(policy.model, override_config={}), "causal_lm")
     shapes = {
@@ -57,31 +57,34 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     if "actor" not in shapes:
         return None
     for role in sorted(set(models) - set(shapes)):
-        logger.info("memory plan: without the %s, whose shape is not known here", role)
-    device, host = _room(config.trainer)
-    return _checked(config, lambda changed: memory_plan(changed, shapes, device, host))
+        logger.info("memory plan: without the %s, because its model is not on this machine", role)
+    device, host = _available_memory(config.trainer)
+    return _check(config, lambda changed: memory_plan(changed, shapes, device, host))
 
 
-def _refuse_what_core_cannot(config: PPOConfig, folders: Mapping[str, str]) -> None:
-    """Raise ConfigError for models on the megatron engine, as far as they are here, that Core cannot express."""
+def _check_megatron_support(config: PPOConfig, folders: Mapping[str, str]) -> None:
+    """Raise ConfigError for local models on the megatron engine that it does not support."""
     report = Report()
-    on_core = roles_on_megatron(config)
+    megatron_roles = roles_on_megatron(config)
     models: list[tuple[str, str, Any]] = []
-    for role in on_core:
-        at = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
+    for role in megatron_roles:
+        block = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
         if role != "teacher":
-            models.append((role, "reward_model.path" if role == "reward_model" else f"{at}.path", pick(config, at)))
-    for name in config.distillation.local_teachers if "teacher" in on_core else ():
-        like = replace(config.actor_rollout_ref.model, override_config={})
-        models.append(("teacher", f"distillation.teacher_models.{name}.model_path", like))
+            key = "reward_model.path" if role == "reward_model" else f"{block}.path"
+            models.append((role, key, pick(config, block)))
+    for name in config.distillation.local_teachers if "teacher" in megatron_roles else ():
+        model = replace(config.actor_rollout_ref.model, override_config={})
+        models.append(("teacher", f"distillation.teacher_models.{name}.model_path", model))
     for role, key, model in models:
         path = pick(config, key)
-        _check_core(key, path, folders.get(path or "", path), model, f"{BLOCK_OF_ROLE[role]}.strategy", report)
+        _check_architecture(key, path, folders.get(path or "", path), model, f"{BLOCK_OF_ROLE[role]}.strategy", report)
     report.raise_if_any()
 
 
-def _check_core(key: str, path: str | None, folder: str | None, model: Any, strategy: str, report: Report) -> None:
-    """Report a model, if it is in a folder here, that Core cannot express."""
+def _check_architecture(
+    key: str, path: str | None, folder: str | None, model: Any, strategy: str, report: Report
+) -> None:
+    """Report a model in a local folder that the megatron engine does not support."""
     if folder is None or not os.path.isdir(expand_path(folder)):
         return
     try:
@@ -92,59 +95,59 @@ def _check_core(key: str, path: str | None, folder: str | None, model: Any, stra
 
 
 def check_supervised_memory(config: SupervisedConfig) -> MemoryPlan | None:
-    """The same of a supervised run."""
+    """The same as `check_memory` for a supervised run."""
     if config.strategy == "megatron":
         report = Report()
-        _check_core("model.path", config.model.path, config.model.path, config.model, "strategy", report)
+        _check_architecture("model.path", config.model.path, config.model.path, config.model, "strategy", report)
         report.raise_if_any()
     shape = _shape(config.model.path, config.model, config.model_kind)
     if shape is None:
         return None
-    device, host = _room(config.trainer)
-    return _checked(config, lambda changed: supervised_memory_plan(changed, shape, device, host))
+    device, host = _available_memory(config.trainer)
+    return _check(config, lambda changed: supervised_memory_plan(changed, shape, device, host))
 
 
-def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
+def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
     if config.trainer.auto_memory:
-        for change in repair(config, plan_of):
-            logger.warning("trainer.auto_memory set %s", change.told())
+        for change in apply_cheapest_changes(config, plan_of):
+            logger.warning("trainer.auto_memory set %s", change.log_text())
     plan = plan_of(config)
     logger.info(plan.render())
     for block, missing in plan.no_snapshot.items():
         key = f"{block}.checkpoint.snapshot".removeprefix(".")
         if missing:
             logger.warning(
-                "%s=False: %.1f GB of host memory are missing for a copy of what is saved; training waits while a "
+                "%s=False: %.1f GB of host memory are missing for a copy of the checkpoint; training waits while a "
                 "checkpoint is written",
                 key,
                 missing / GB,
             )
         if pick(config, key) is None:
             put(config, key, not missing)
-    for warning in refuse_what_cannot_fit(config, plan_of):
+    for warning in check_fits(config, plan_of):
         logger.warning(warning)
     return plan
 
 
 def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
-    """Of a model that is on this machine; nothing is fetched for the plan's sake."""
+    """Return the shape of a local model; None if it is not on this machine (the plan downloads nothing)."""
     if path is None or not os.path.isdir(expand_path(path)):
         return None
-    return ModelShape.of_folder(resolve_model_path(path), model, kind)
+    return ModelShape.from_folder(resolve_model_path(path), model, kind)
 
 
 def _is_classifier(path: str | None) -> bool:
-    """Whether the model of a local folder has such a head: a server then scores, and writes nothing."""
+    """Whether the model in a local folder is a sequence classifier."""
     kinds = (read_model_config(path or "", {}) or {}).get("architectures") or ()
     return any(name.endswith("ForSequenceClassification") for name in kinds)
 
 
-def _room(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
-    """What each rank of this machine may take of a device, and all of them of the host, with what Ray keeps free."""
+def _available_memory(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
+    """Return the memory of each rank's device, None if unknown, and of the host, without the part reserved by Ray."""
     available, installed, ranks = host_memory_available(), host_memory_total(), trainer.n_gpus_per_node
-    total, used = int(available * (1 - _KEPT_FREE)), max(0, installed - available)
-    host = HostMemory(total, holds_files(trainer.default_local_dir), installed, used)
+    total, used = int(available * (1 - _RESERVED)), max(0, installed - available)
+    host = HostMemory(total, is_in_memory(trainer.default_local_dir), installed, used)
     if trainer.device == "cpu":
         return DeviceMemory("cpu", total // max(1, ranks), f"host memory for {ranks} rank(s)"), host
-    found = gpu_memory()
-    return (None if found is None else DeviceMemory("cuda", *found)), host
+    gpu = gpu_memory()
+    return (None if gpu is None else DeviceMemory("cuda", *gpu)), host

@@ -1,64 +1,69 @@
-"""What a rollout engine takes of a device, by phase: ours by its parts, another project's by the share it is given."""
+"""Device memory of rollout engines and of the reward model server, by phase.
+
+The native engine is the sum of its parts; third-party engines take a configured share of the device.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.config import names
 from verl.config.asynchronous import async_settings
-from verl.config.layout import layout_of, shares_devices
+from verl.config.layout import judge_shares_devices, layout_of, serves_reward_model, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, RolloutConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
 from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
+from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.shapes import ModelShape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
-# A second process on a GPU: driver context, workspaces of libraries, what torch keeps for later.
+# Another process on a GPU: driver context, workspaces of libraries, cache of torch's allocator.
 _PROCESS = int(1.0 * GB)
-# Answers are scored before the step's last generation is known to be the last.
+# Phases with the engine's weights on the device: responses are scored while more may be generated.
 _WITH_WEIGHTS = ("gen", "reward", "judge")
 
 
-def samples(config: PPOConfig) -> int:
-    """Answers of one generation batch."""
+def responses_per_batch(config: PPOConfig) -> int:
+    """Number of responses of one generation batch."""
     return config.data.gen_batch_size * config.actor_rollout_ref.rollout.n
 
 
-def beside(rollout: RolloutConfig) -> bool:
-    """Whether the engine has processes of its own on the worker's devices."""
+def runs_in_own_process(rollout: RolloutConfig) -> bool:
+    """Whether the engine runs in its own processes on the devices of the workers."""
     return names.rollout_traits(rollout.name).third_party and not rollout.in_process and not rollout.server_urls
 
 
-def engine_bytes(
-    config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, resting: float
+def rollout_bytes(
+    config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, resident: float
 ) -> float:
-    """On one device while `phase` runs. `resting`: what was there when the engine chose its KV."""
+    """Bytes of the rollout engine on one device in `phase`. `resident`: bytes in use when it chose its KV size."""
     rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
     if rollout.server_urls:
         return 0.0
-    goes_on = config.trainer.mode != "sync" and shares_devices(config)  # while training, with what is ahead of it
-    batches = 1 + async_settings(config.trainer).max_staleness if goes_on else 1
-    running = min(rollout.max_num_seqs, math.ceil(batches * samples(config) / layout_of(config, "rollout").dp_size))
-    parts = engine_parts(rollout, shape, running, on_gpu, device, resting)
-    held = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
+    overlaps_training = config.trainer.mode != "sync" and shares_devices(config)
+    batches = 1 + async_settings(config.trainer).max_staleness if overlaps_training else 1
+    responses = math.ceil(batches * responses_per_batch(config) / layout_of(config, "rollout").dp_size)
+    parts = engine_memory(rollout, shape, min(rollout.max_num_seqs, responses), on_gpu, device, resident)
+    weights = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
     if names.rollout_traits(rollout.name).third_party and on_gpu and device is not None:
         c = BYTES[rollout.dtype]
-        bucket = _bucket(rollout, c * shape.parameters, c * shape.largest_parameters)
+        bucket = _bucket_bytes(rollout, c * shape.parameters, c * shape.largest_parameters)
         layer = c * shape.layer_parameters / shape.layers / rollout.tensor_model_parallel_size
-        return _share(rollout, phase, device, parts.weights, held, parts.step, bucket, layer)
-    if phase != "gen" and not goes_on:
-        freed = rollout.free_cache_engine and rollout.name == "native"
-        return held + parts.graphs + (0.0 if freed else parts.kv)
-    return held + parts.graphs + parts.kv + parts.step
+        return _third_party_bytes(rollout, phase, device, parts, weights, bucket, layer)
+    if phase != "gen" and not overlaps_training:
+        frees_kv = rollout.free_cache_engine and rollout.name == "native"
+        return weights + parts.graphs + (0.0 if frees_kv else parts.kv)
+    return weights + parts.graphs + parts.kv + parts.step
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """What an engine of ours takes of one device."""
+class EngineMemory:
+    """Bytes of a native engine on one device."""
 
     weights: float
     graphs: float
@@ -70,62 +75,112 @@ class EngineParts:
         return self.weights + self.graphs + self.kv + self.step
 
 
-def engine_parts(
+def engine_memory(
     rollout: GeneratorConfig,
     shape: ModelShape,
     running: int,
     on_gpu: bool,
     device: DeviceMemory | None,
-    resting: float = 0.0,
-) -> EngineParts:
-    """With `running` sequences at once. `resting`: what was on the device when the engine chose its KV."""
+    resident: float = 0.0,
+) -> EngineMemory:
+    """Return the memory with `running` concurrent sequences. `resident`: bytes in use when it chose its KV size."""
     c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     weights = (1 if rollout.quantization else c) * shape.parameters / ranks
     truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    wide = shape.intermediate // ranks
-    step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
+    intermediate = shape.intermediate // ranks
+    step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, intermediate, c)
     step += logit_bytes(running, shape.vocab, truncated)
     graphs = 0
     if on_gpu and not rollout.enforce_eager:
-        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
+        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, intermediate, c), rollout.max_num_seqs)
     block = NativeOptions.of(rollout).block_size
     per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
     kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
     if device is not None and on_gpu:
         logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
-        free = device.total - int(weights + resting)
+        free = device.total - int(weights + resident)
         kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
         kv = min(kv, host_room(device.total))
-    return EngineParts(weights, graphs, kv, step)
+    return EngineMemory(weights, graphs, kv, step)
 
 
-def _bucket(rollout: RolloutConfig, weights: float, largest: float) -> float:
-    """Of a hand-over; a tensor that is larger goes alone, and whole."""
+def _bucket_bytes(rollout: RolloutConfig, weights: float, largest: float) -> float:
+    """Size of a weight-sync bucket; a larger tensor is sent alone and undivided."""
     return max(min(weights, rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20), largest)
 
 
-def _share(
+def _third_party_bytes(
     rollout: RolloutConfig,
     phase: str,
     device: DeviceMemory,
-    weights: float,
-    held: float,
-    step: float,
+    parts: EngineMemory,
+    resident_weights: float,
     bucket: float,
     layer: float,
 ) -> float:
-    """Of another project's engine: it takes the share that it is given, whatever the model needs of it.
+    """Bytes of a third-party engine, which takes its configured share of the device independently of the model.
 
-    vLLM counts weights, activations and graphs into `gpu_memory_utilization`; SGLang and TensorRT-LLM what stays, and
-    a step comes on top. Asleep it keeps its process, and weights that are not let go; a bucket's buffer stays for life.
-    In a hand-over, before it generates, it has a copy of a bucket, another one for ranks in processes of their own, and
-    a layer that is put together.
+    vLLM includes weights, activations and graphs in `gpu_memory_utilization`; SGLang and TensorRT-LLM exclude the
+    activations of a step. While asleep, it keeps its process, a bucket buffer and `resident_weights`. In a weight sync,
+    before it generates, it has a copy of a bucket (two if its ranks have their own processes) and a fused layer.
     """
-    share = max(rollout.gpu_memory_utilization * device.total, weights)
-    kv = 0.0 if rollout.free_cache_engine else share - weights
-    here = _PROCESS + bucket if beside(rollout) else 0.0
+    share = max(rollout.gpu_memory_utilization * device.total, parts.weights)
+    kv = 0.0 if rollout.free_cache_engine else share - parts.weights
+    process = _PROCESS + bucket if runs_in_own_process(rollout) else 0.0
     if phase != "gen":
-        return here + held + kv
+        return process + resident_weights + kv
     copies = bucket * (1 if rollout.tensor_model_parallel_size == 1 else 2) + layer
-    return here + max(share + (0.0 if rollout.name == "vllm" else step), weights + kv + copies)
+    return process + max(share + (0.0 if rollout.name == "vllm" else parts.step), parts.weights + kv + copies)
+
+
+@dataclass(frozen=True)
+class RewardServerMemory:
+    """Memory of a served reward model, which has a full copy on every rank of its pool.
+
+    `generates`: it is a causal LM; otherwise a classifier, which has no KV cache.
+    """
+
+    config: PPOConfig
+    shape: ModelShape
+    generates: bool
+
+    @classmethod
+    def from_config(cls, config: PPOConfig, shapes: Mapping[str, ModelShape]) -> RewardServerMemory | None:
+        """Return None if the run has no served reward model, or its shape is unknown; `shapes` as in `memory_plan`."""
+        shape = shapes.get("judge", shapes.get("reward_model"))
+        return cls(config, shape, "judge" in shapes) if shape is not None and serves_reward_model(config) else None
+
+    def bytes(self, phase: str, device: DeviceMemory | None) -> float:
+        """Bytes on one device in `phase`: everything, or what remains there when the model is offloaded."""
+        parts, on_gpu = self._parts(device), self.config.trainer.device == "cuda"
+        if phase == "judge" or not self.is_offloaded:
+            return parts.total
+        return parts.graphs if on_gpu else parts.weights  # weights on a CPU are not moved
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the model is offloaded to the host outside its phase."""
+        return judge_shares_devices(self.config)
+
+    def model(self) -> FSDPModelMemory:
+        """Return the model for the plan of host memory."""
+        size = BYTES[self._dtype]
+        return FSDPModelMemory(self.shape, compute_bytes=size, frozen=True, device=self.config.trainer.device)
+
+    def _parts(self, device: DeviceMemory | None) -> EngineMemory:
+        rollout = self.config.reward_model.rollout
+        length = rollout.max_model_len or self.shape.positions
+        if length is None:  # the server would raise the same error
+            raise ValueError("reward_model.rollout.max_model_len: the model's config has no maximum length. Set it.")
+        from verl.inference.serving.model import engine_config  # imports the web server
+
+        engine = engine_config(rollout, length)
+        engine.dtype = self._dtype
+        parts = engine_memory(engine, self.shape, rollout.max_num_seqs, self.config.trainer.device == "cuda", device)
+        return parts if self.generates else EngineMemory(parts.weights, 0.0, 0.0, parts.step)
+
+    @property
+    def _dtype(self) -> str:
+        dtype = self.config.reward_model.rollout.dtype
+        return dtype if dtype != "auto" else "bfloat16" if self.config.trainer.device == "cuda" else "float32"

@@ -1,4 +1,4 @@
-"""What a plan is made of: phases, on a device or a host, each with its parts and the room there is; and their table."""
+"""The memory plan: phases on a device or a host with their parts and capacity, and their rendering as a table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ GB = 2**30
 # The columns of the tables, in order.
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "judge", "context")
 HOST_PARTS = ("processes", "models", "offloaded", "snapshot", "copies", "files", "batches")
-# Whose passes a phase runs, in the order of a step.
+# The role that computes in a phase, in the order of a step.
 ROLE_OF_PHASE = {
     "gen": "rollout",
     "reward": "reward_model",
-    "judge": "reward_model",  # the same where it answers requests
+    "judge": "reward_model",  # served
     "old_log_prob": "actor",
     "ref": "ref",
     "teacher": "teacher",
@@ -21,13 +21,13 @@ ROLE_OF_PHASE = {
     "update_critic": "critic",
     "update_actor": "actor",
 }
-# Share of what torch allocates that is lost between blocks.
-_SLACK = 0.03
+# Fraction of torch's allocations that is lost to fragmentation.
+_FRAGMENTATION = 0.03
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one rank may take: of a GPU, or its share of the host's memory on a CPU."""
+    """Memory of one rank: a GPU, or its share of host memory on a CPU."""
 
     kind: str
     total: int
@@ -36,13 +36,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes while a phase is at its fullest, by what they are for."""
+    """Peak memory of a phase by part."""
 
     phase: str
     pool: str
     parts: dict[str, float]
-    room: int | None = None
-    """None: not known here."""
+    capacity: int | None = None
+    """Available bytes; None: unknown."""
 
     @property
     def on_host(self) -> bool:
@@ -50,40 +50,40 @@ class PhaseMemory:
 
     @property
     def allocated(self) -> float:
-        """What this process's tensors take: what `memory_gb/<phase>` will show."""
+        """Bytes of tensors, which the metric `memory_gb/<phase>` measures."""
         return sum(size for name, size in self.parts.items() if name != "context")
 
     @property
     def total(self) -> float:
-        """With a device's context, and what is lost between blocks."""
-        return self.allocated if self.on_host else self.parts["context"] + self.allocated * (1 + _SLACK)
+        """On a device including its context and fragmentation."""
+        return self.allocated if self.on_host else self.parts["context"] + self.allocated * (1 + _FRAGMENTATION)
 
     @property
     def excess(self) -> float:
-        """Bytes beyond the room."""
-        return 0.0 if self.room is None else max(0.0, self.total - self.room)
+        """Bytes beyond the capacity."""
+        return 0.0 if self.capacity is None else max(0.0, self.total - self.capacity)
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return "the host" if self.on_host else "a device"
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Every phase of a run, those of its devices first."""
+    """All phases of a run, first those of devices, then those of hosts."""
 
     phases: tuple[PhaseMemory, ...]
     device: DeviceMemory | None
     no_snapshot: Mapping[str, float] = field(default_factory=dict)
-    """By block: the bytes of host memory that a copy of its checkpoints lacks; 0 where it has room."""
+    """Bytes of host memory that are missing for a snapshot of checkpoints, by config block; 0 if it fits."""
     installed: int | None = None
-    """Bytes of memory that the host has in all; None: unknown."""
+    """Total bytes of host memory; None: unknown."""
     used: int = 0
-    """Bytes of host memory that other processes hold."""
+    """Bytes of host memory in use by other processes."""
 
     @property
-    def fullest(self) -> PhaseMemory:
-        """The one furthest beyond its room; of a device where all fit."""
+    def worst_phase(self) -> PhaseMemory:
+        """The phase with the largest excess; if all fit, the largest device phase."""
         return max(self.phases, key=lambda phase: (phase.excess, not phase.on_host, phase.total))
 
     @property
@@ -94,24 +94,24 @@ class MemoryPlan:
         """Whether host memory limits a phase: a host phase, or any phase of a run on CPUs."""
         return phase.on_host or (self.device is not None and self.device.kind == "cpu")
 
-    def fits_if_alone(self, phase: PhaseMemory) -> bool:
-        """Whether a phase would fit if other processes held no host memory."""
-        if phase.room is None or self.installed is None or not self.limited_by_host(phase):
+    def fits_without_other_processes(self, phase: PhaseMemory) -> bool:
+        """Whether a phase would fit if other processes used no host memory."""
+        if phase.capacity is None or self.installed is None or not self.limited_by_host(phase):
             return False
-        return phase.total * max(0, self.installed - self.used) <= phase.room * self.installed
+        return phase.total * max(0, self.installed - self.used) <= phase.capacity * self.installed
 
     def phase(self, name: str) -> PhaseMemory:
         return next(phase for phase in self.phases if phase.phase == name)
 
     def render(self) -> str:
-        """Tables for the log, in GB: one of a device, one of a host."""
-        where = "" if self.device is None else f" of {self.device.total / GB:.1f} ({self.device.name})"
-        tables = [f"Memory plan: GB per device at the longest sequences{where}"]
+        """Return tables for the log, in GB: one of devices, one of hosts."""
+        capacity = "" if self.device is None else f" of {self.device.total / GB:.1f} ({self.device.name})"
+        tables = [f"Memory plan: GB per device at the longest sequences{capacity}"]
         tables += _table([phase for phase in self.phases if not phase.on_host], DEVICE_PARTS)
         host = [phase for phase in self.phases if phase.on_host]
         if host:
-            room = host[0].room
-            tables.append("Host memory: GB per node" + ("" if room is None else f" of {room / GB:.1f} available"))
+            available = "" if host[0].capacity is None else f" of {host[0].capacity / GB:.1f} available"
+            tables.append(f"Host memory: GB per node{available}")
             if self.installed is not None:
                 tables[-1] += f" ({self.installed / GB:.1f} installed, {self.used / GB:.1f} used by other processes)"
             tables += _table(host, HOST_PARTS)

@@ -1,7 +1,7 @@
-"""The memory plan: what every phase of a run takes of a device and of a host, before anything is loaded.
+"""Compute the memory plan: the peak of every phase of a run on a device and on a host, before anything is loaded.
 
-Formulas are those of `planning.costs` and `planning.megatron`; sequences are taken to be as long as they may get, so it
-is an upper bound for shorter ones. Refusals and their remedies: `planning.advice`.
+The formulas are in `planning.fsdp`, `planning.megatron`, `planning.engines` and `planning.host`. All sequences are
+assumed to have the maximum length, so the plan is an upper bound. `planning.advice` checks that it fits.
 """
 
 from __future__ import annotations
@@ -26,80 +26,87 @@ from verl.config.rollout import RolloutConfig
 from verl.config.schema import pick
 from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
-from verl.planning.core_shapes import CoreSizes
-from verl.planning.costs import TrainedModel
-from verl.planning.engines import BYTES, EngineParts, beside, engine_bytes, engine_parts, samples
-from verl.planning.host import Held, HostMemory, HostPhases, PlannedModel, host_phases, with_snapshots
-from verl.planning.judge import Judge
-from verl.planning.megatron import CoreModel
+from verl.planning.engines import (
+    BYTES,
+    EngineMemory,
+    RewardServerMemory,
+    engine_memory,
+    responses_per_batch,
+    rollout_bytes,
+    runs_in_own_process,
+)
+from verl.planning.fsdp import FSDPModelMemory
+from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases
+from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import DEVICE_PARTS, GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory
-from verl.planning.shapes import ModelShape
+from verl.planning.shapes import CoreLayout, ModelShape
 
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
-# Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
+# Measured: a process on a GPU (driver context, library workspaces), and NCCL buffers if there are several ranks.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
 
 
 def memory_plan(
     config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles; those
-    of teachers are called `teacher/<name>`, that of a reward model that writes `judge`.
+    """Return the plan of a resolved configuration.
 
-    `host`: a node's own memory.
+    `shapes` by role: actor, critic, reward_model (`judge` if it is a served causal LM), `teacher/<name>`.
     """
-    models, judge = _models(config, shapes), Judge.of(config, shapes)
-    phases = [_phase(config, models, judge, phase, device) for phase in _phases(config)]
-    return _with_host(phases, device, host, *_host(config, models, judge, host))
+    models, reward_server = _models(config, shapes), RewardServerMemory.from_config(config, shapes)
+    phases = [_phase(config, models, reward_server, phase, device) for phase in _phases(config)]
+    return _add_host(phases, device, host, *_hosted_models(config, models, reward_server, host))
 
 
 def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Of a supervised run: training, and answers to prompts where a validation asks for them."""
+    """Return the plan of a supervised run: training, and generation if there are validation prompts."""
     data, sharing, kind = config.data, config.sharing, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
-    by_rows = data.micro_batch_size_per_gpu * data.max_length
-    wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else by_rows
+    rows_limit = data.micro_batch_size_per_gpu * data.max_length
+    limit = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else rows_limit
     rows = config.most_rows_per_rank
-    most = 2 * wanted if rows is None else rows * data.max_length  # rows without a bound fill several micro-batches
-    tokens = min(most, wanted)
-    share = math.ceil(tokens / sharing)
-    here = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
-    here["context"] = _context(kind, config.ranks)
-    engine = _answering(config, shape, device, model.weights())
-    parts = here | {"rollout": engine.graphs if engine else 0.0}
-    _add(parts, model.update(share, share, math.ceil(most / tokens)))
+    step_tokens = 2 * limit if rows is None else rows * data.max_length  # unbounded rows fill several micro-batches
+    tokens = min(step_tokens, limit)
+    rank_tokens = math.ceil(tokens / sharing)
+    state = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
+    state["context"] = _context(kind, config.ranks)
+    engine = _validation_engine(config, shape, device, model.weights())
+    parts = state | {"rollout": engine.graphs if engine else 0.0}
+    _add(parts, model.update(rank_tokens, rank_tokens, math.ceil(step_tokens / tokens)))
     by_phase = {"sft": parts}
     if engine is not None:
-        by_phase["sft_answers"] = here | {
-            "gradients": model.resting_gradients(),
-            "gathered": _on_their_way(model, as_config(RolloutConfig, {})),
+        by_phase["sft_answers"] = state | {
+            "gradients": model.gradients_between_updates(),
+            "gathered": _weight_sync_bytes(model, as_config(RolloutConfig, {})),
             "rollout": engine.total,
         }
-    room = device.total if device else None
-    phases = [PhaseMemory(name, "all ranks", parts, room) for name, parts in by_phase.items()]
+    capacity = device.total if device else None
+    phases = [PhaseMemory(name, "all ranks", parts, capacity) for name, parts in by_phase.items()]
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
     checkpoint = config.checkpoint
-    held = Held(model, ranks, saved=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
+    hosted = HostedModel(model, ranks, save_contents=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
     batch = config.rows_per_step * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
-    return _with_host(phases, device, host, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+    return _add_host(phases, device, host, {"": hosted}, partial(host_phases, ranks, batch, kept, host, "sft_"))
 
 
-def _answering(
-    config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, resting: float
-) -> EngineParts | None:
-    """The engine that answers prompts of a validation, and is opened with the first; between these it keeps its
-    graphs."""
+def _validation_engine(
+    config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, resident: float
+) -> EngineMemory | None:
+    """Memory of the engine that generates validation responses; None if there are no validation prompts.
+
+    It keeps its graphs between validations.
+    """
     if not isinstance(config, SFTConfig) or not config.data.val_prompt_files:
         return None
     rollout = config.rollout
-    return engine_parts(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resting)
+    return engine_memory(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resident)
 
 
-def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
-    """(tokens, answer tokens, how many there are) of a pass on one rank, at the longest sequences."""
+def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
+    """Return (tokens, response tokens, number of micro-batches) of a phase on one rank, with maximum lengths."""
     sizes = {
         "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
         "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
@@ -115,26 +122,27 @@ def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     prompts = config.data.train_batch_size
     if phase.startswith("update"):
         prompts = min(prompts, block.ppo_mini_batch_size)
-    most = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
+    step_tokens = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
     if block[f"{dynamic_prefix}use_dynamic_bsz"]:
-        # Ranks that share every sequence pool their budgets, and a sequence over the budget goes alone.
-        wanted = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.sharing)
+        # Sequence-parallel ranks add up their budgets; a sequence over the budget is its own micro-batch.
+        limit = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.sharing)
     else:
         size = "micro_batch_size_per_gpu" if phase == "reward" else f"{prefix}micro_batch_size_per_gpu"
-        wanted = block[size] * longest
-    tokens = min(most, wanted)
-    share = math.ceil(tokens / layout.sharing)
-    return share, math.ceil(share * config.data.max_response_length / longest), math.ceil(most / tokens)
+        limit = block[size] * longest
+    tokens = min(step_tokens, limit)
+    rank_tokens = math.ceil(tokens / layout.sharing)
+    response_tokens = math.ceil(rank_tokens * config.data.max_response_length / longest)
+    return rank_tokens, response_tokens, math.ceil(step_tokens / tokens)
 
 
 def _phases(config: PPOConfig) -> list[str]:
     roles = {*active_roles(config), *(("ref",) if needs_reference(config) else ())}
-    other = "reward" if serves_reward_model(config) else "judge"
-    return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles and phase != other]
+    absent = "reward" if serves_reward_model(config) else "judge"
+    return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles and phase != absent]
 
 
-def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, PlannedModel]:
-    """The models of the run by role, each teacher under its own name; with LoRA the actor is the reference too."""
+def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, ModelMemory]:
+    """Return the models by role, teachers as `teacher/<name>`; with LoRA the actor is also the reference."""
     models, device, policy = {}, config.trainer.device, config.actor_rollout_ref.model
     for role in active_roles(config):
         shape = shapes.get("actor" if role == "ref" else role)
@@ -153,47 +161,47 @@ def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, Pl
 
 
 def _role(model: str) -> str:
-    """The role of a model, which several teachers share."""
+    """Return the role of a model; all teachers have the same one."""
     return model.partition("/")[0]
 
 
-def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> PlannedModel:
-    """Of a block with an optimizer one that learns, else a frozen one."""
-    learns = "optim" in block
+def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> ModelMemory:
+    """Return the memory of a model with the engine settings of `block`; it is frozen if `block` has no optimizer."""
+    trains = "optim" in block
     if block.strategy == "megatron" and shape.core is not None:
         megatron = block.megatron_config
-        return CoreModel(
+        return MegatronModelMemory(
             shape=shape,
             core=shape.core,
-            sizes=CoreSizes.of(megatron, world),
+            layout=CoreLayout.from_config(megatron, world),
             kind=kind,
             compute_bytes=BYTES[megatron.dtype],
-            frozen=not learns,
-            recompute=megatron.recompute(learns and model["enable_gradient_checkpointing"]),
+            frozen=not trains,
+            recompute=megatron.recompute(trains and model["enable_gradient_checkpointing"]),
             grad_offload=bool(megatron.grad_offload),
             device=device,
             bridged=bool(megatron.use_mbridge),
         )
     fsdp = block["fsdp_config"]
-    return TrainedModel(
+    return FSDPModelMemory(
         shape=shape,
         kind=kind,
         compute_bytes=BYTES[fsdp.mixed_precision],
         shards=world if fsdp.fsdp_size in (-1, 0, None) else min(fsdp.fsdp_size, world),
-        frozen=not learns,
-        checkpointing=learns and model["enable_gradient_checkpointing"],
-        compiled=learns and block["use_torch_compile"] and device == "cuda",
+        frozen=not trains,
+        checkpointing=trains and model["enable_gradient_checkpointing"],
+        compiled=trains and block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
-        state_bytes=BYTES[block["optim"].state_dtype] if learns else 4,
-        grad_offload=learns and bool(fsdp.grad_offload),
+        state_bytes=BYTES[block["optim"].state_dtype] if trains else 4,
+        grad_offload=trains and bool(fsdp.grad_offload),
         device=device,
     )
 
 
 def _phase(
     config: PPOConfig,
-    models: Mapping[str, PlannedModel],
-    judge: Judge | None,
+    models: Mapping[str, ModelMemory],
+    reward_server: RewardServerMemory | None,
     phase: str,
     device: DeviceMemory | None,
 ) -> PhaseMemory:
@@ -201,100 +209,108 @@ def _phase(
     if phase == "ref" and actor_is_reference(config):
         role = "actor"
     layout = layout_of(config, role)
-    # Of several teachers one works at a time: the largest is what must fit.
+    # Teachers run one at a time: plan for the largest.
     role = max((name for name in models if _role(name) == role), key=lambda name: models[name].weights(), default=role)
     parts = dict.fromkeys(DEVICE_PARTS, 0.0)
     for other, model in models.items():
         if layout_of(config, _role(other)).pool == layout.pool:
-            _add(parts, _at_rest(config, _role(other), model, phase, working=other == role))
+            _add(parts, _resident_state(config, _role(other), model, phase, computes=other == role))
     if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
-        resting = sum(
-            model.weights() for name, model in models.items() if _rests_here(config, _role(name), layout.pool)
+        resident = sum(
+            model.weights() for name, model in models.items() if _keeps_weights(config, _role(name), layout.pool)
         )
-        parts["rollout"] += engine_bytes(config, models["actor"].shape, phase, device, resting)
+        parts["rollout"] += rollout_bytes(config, models["actor"].shape, phase, device, resident)
         if phase == "gen":
-            parts["gathered"] += _on_their_way(models["actor"], config.actor_rollout_ref.rollout)
+            parts["gathered"] += _weight_sync_bytes(models["actor"], config.actor_rollout_ref.rollout)
     if role in models:
-        tokens, answers, passes = micro_batch_tokens(config, phase)
-        model = models[role]
-        updates = phase.startswith("update")
-        _add(parts, model.update(tokens, answers, passes) if updates else model.inference(tokens, answers))
-    if judge is not None and layout_of(config, "reward_model").pool == layout.pool:
-        parts["judge"] = judge.bytes(phase, device)
+        tokens, response_tokens, micro_batches = micro_batch_sizes(config, phase)
+        if phase.startswith("update"):
+            _add(parts, models[role].update(tokens, response_tokens, micro_batches))
+        else:
+            _add(parts, models[role].inference(tokens, response_tokens))
+    if reward_server is not None and layout_of(config, "reward_model").pool == layout.pool:
+        parts["judge"] = reward_server.bytes(phase, device)
     parts["context"] = _context(config.trainer.device, layout.world_size)
     return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
 
 
-def _with_host(
+def _add_host(
     phases: list[PhaseMemory],
     device: DeviceMemory | None,
     host: HostMemory | None,
-    held: Mapping[str, Held],
-    phases_of: HostPhases,
+    hosted: Mapping[str, HostedModel],
+    host_phases_of: HostPhases,
 ) -> MemoryPlan:
-    """The plan of a device's phases and of what a host holds, by block."""
-    settled = dict(zip(held, with_snapshots(list(held.values()), phases_of), strict=True))
-    missing = {block: role.missing for block, role in settled.items() if role.saved}
-    whole = (None, 0) if host is None else (host.installed, host.used)
-    return MemoryPlan((*phases, *phases_of(list(settled.values()))), device, missing, *whole)
+    """Return the plan of device phases and the host phases of models, which are named by their config blocks."""
+    decided = dict(zip(hosted, decide_snapshots(list(hosted.values()), host_phases_of), strict=True))
+    missing = {block: model.missing for block, model in decided.items() if model.save_contents}
+    installed, used = (None, 0) if host is None else (host.installed, host.used)
+    return MemoryPlan((*phases, *host_phases_of(list(decided.values()))), device, missing, installed, used)
 
 
-def _host(
-    config: PPOConfig, models: Mapping[str, PlannedModel], judge: Judge | None, host: HostMemory | None
-) -> tuple[dict[str, Held], HostPhases]:
-    """Of the node that has a rank of every role: what it holds by block, and the phases of that."""
+def _hosted_models(
+    config: PPOConfig,
+    models: Mapping[str, ModelMemory],
+    reward_server: RewardServerMemory | None,
+    host: HostMemory | None,
+) -> tuple[dict[str, HostedModel], HostPhases]:
+    """Return the models by config block on a node that has ranks of every role, and the function of its phases."""
     trainer = config.trainer
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
-    held = {}
+    hosted = {}
     for name, model in models.items():
         block = pick(config, BLOCK_OF_ROLE[_role(name)])
-        saved = () if model.frozen else tuple(block.checkpoint.save_contents)
-        copied = None if model.frozen else block.checkpoint.snapshot
+        contents = () if model.frozen else tuple(block.checkpoint.save_contents)
+        snapshot = None if model.frozen else block.checkpoint.snapshot
         engine = _engine(block)
-        moments_away = engine.optimizer_offload and not model.frozen
-        at = name.replace(_role(name), BLOCK_OF_ROLE[_role(name)], 1)
-        held[at] = Held(model, ranks[_role(name)], engine.param_offload, moments_away, saved, copied)
-    if judge is not None:
-        held["reward_model"] = Held(judge.model(), ranks["reward_model"], param_offload=judge.parks)
+        optimizer_offload = engine.optimizer_offload and not model.frozen
+        block_name = name.replace(_role(name), BLOCK_OF_ROLE[_role(name)], 1)
+        hosted[block_name] = HostedModel(
+            model, ranks[_role(name)], engine.param_offload, optimizer_offload, contents, snapshot
+        )
+    if reward_server is not None:
+        hosted["reward_model"] = HostedModel(
+            reward_server.model(), ranks["reward_model"], param_offload=reward_server.is_offloaded
+        )
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
-    if beside(config.actor_rollout_ref.rollout):
+    if runs_in_own_process(config.actor_rollout_ref.rollout):
         processes += ranks["rollout"]
-    batch = samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
+    batch = responses_per_batch(config) * (config.data.max_prompt_length + config.data.max_response_length)
     kept = _kept_steps(trainer.save_freq, trainer.max_actor_ckpt_to_keep)
-    return held, partial(host_phases, processes, batch, kept, host, "")
+    return hosted, partial(host_phases, processes, batch, kept, host, "")
 
 
-def _on_their_way(model: PlannedModel, rollout: RolloutConfig) -> float:
-    """Weights in a hand-over, on the megatron engine."""
+def _weight_sync_bytes(model: ModelMemory, rollout: RolloutConfig) -> float:
+    """Buffers of a weight sync on the trainer's side; 0 on the fsdp engine."""
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20
-    return model.on_their_way(bucket) if isinstance(model, CoreModel) else 0.0
+    return model.weight_sync_bytes(bucket) if isinstance(model, MegatronModelMemory) else 0.0
 
 
 def _kept_steps(save_freq: int | None, kept: int | None) -> int:
-    """Checkpoints that lie side by side at least."""
+    """Minimum number of checkpoints that exist at the same time."""
     return 1 if save_freq is not None and save_freq <= 0 else 1 + (kept or 1)
 
 
-def _rests_here(config: PPOConfig, role: str, pool: str) -> bool:
-    """Whether a role's weights stay on the pool's devices between its phases."""
+def _keeps_weights(config: PPOConfig, role: str, pool: str) -> bool:
+    """Whether the weights of a role stay on the devices of a pool between its phases."""
     return layout_of(config, role).pool == pool and not _engine(pick(config, BLOCK_OF_ROLE[role])).param_offload
 
 
-def _at_rest(config: PPOConfig, role: str, model: PlannedModel, phase: str, working: bool) -> dict[str, float]:
-    """What a role holds although, or while, this phase runs: what is offloaded is here only for its own."""
+def _resident_state(config: PPOConfig, role: str, model: ModelMemory, phase: str, computes: bool) -> dict[str, float]:
+    """State of a role on the device in a phase; offloaded state is there only in phases in which the role computes."""
     engine, updates = _engine(pick(config, BLOCK_OF_ROLE[role])), phase == f"update_{role}"
-    on_cpu = config.trainer.device == "cpu"  # the host is the device: nothing is offloaded to anywhere
-    weights_here = working or on_cpu or not engine.param_offload
-    moments_here = updates or on_cpu or not engine.optimizer_offload
+    on_cpu = config.trainer.device == "cpu"  # nothing is offloaded
+    has_weights = computes or on_cpu or not engine.param_offload
+    has_moments = updates or on_cpu or not engine.optimizer_offload
     return {
-        "weights": model.weights() if weights_here else 0.0,
-        "optimizer": model.moments() if moments_here else 0.0,
-        "gradients": 0.0 if updates else model.resting_gradients(),
+        "weights": model.weights() if has_weights else 0.0,
+        "optimizer": model.moments() if has_moments else 0.0,
+        "gradients": 0.0 if updates else model.gradients_between_updates(),
     }
 
 
 def _engine(block: Any) -> Any:
-    """The keys of the engine that a role's block names."""
+    """Return the engine settings of a role's block."""
     return block[TRAINING_ENGINES[block.strategy].block]
 
 

@@ -1,4 +1,4 @@
-"""What to change when a phase needs more memory than there is, cheapest first: one table for plan and error alike."""
+"""Config changes that reduce the memory of a phase, cheapest first, for the memory plan and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _BLOCKS = {
     "teacher": _TEACHER,
 }
 UNKNOWN: Any = object()
-"""The value of a key that is not in the configuration at hand."""
-# Parts of keys' names, and what moving them costs.
+"""The value of a key that the configuration does not have."""
+# Parts of key names, and the cost of changing these keys.
 _COSTS = (
     ("micro_batch_size", "smaller passes"),
     ("max_token_len", "smaller passes"),
@@ -38,50 +38,50 @@ _COSTS = (
     ("save_contents", "no folder for transformers beside the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )
-# Of a role, read by fsdp alone.
-_OF_FSDP = ("ulysses_sequence_parallel_size", "optim.state_dtype")
-# Smaller shares leave an engine no room for its weights and a few sequences.
-_LEAST_UTILIZATION = 0.1
+# Keys of a role that only the fsdp engine reads.
+_FSDP_ONLY = ("ulysses_sequence_parallel_size", "optim.state_dtype")
+# With a smaller share, weights and a few sequences do not fit.
+_MIN_UTILIZATION = 0.1
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One key, and which way it moves: `halve`, `on`, `off`, `double`, `lower`, to `bf16`, or by leaving
-    `hf_model` out."""
+    """A key and how to change it: `halve`, `double`, `lower`, `on`, `off`, `bf16` (set it to bf16), or `hf_model`
+    (remove it from a list)."""
 
     key: str
-    way: str
+    action: str
     only_if: tuple[str, Any] | None = None
-    """Another key that must have this value for the remedy to help."""
+    """(key, value): the remedy applies only if another key has this value."""
 
-    def values(self, now: Any, least: int = 1, most: int = 1 << 30) -> Iterator[Any]:
-        """Values to try after `now`, mildest first; none where it has gone all the way."""
-        if self.way in ("on", "off") and bool(now) != (self.way == "on"):
-            yield self.way == "on"
-        if self.way == "bf16" and now != "bf16":
+    def values(self, now: Any, lowest: int = 1, highest: int = 1 << 30) -> Iterator[Any]:
+        """Yield the values to try after `now`, mildest first; none if it cannot be changed further."""
+        if self.action in ("on", "off") and bool(now) != (self.action == "on"):
+            yield self.action == "on"
+        if self.action == "bf16" and now != "bf16":
             yield "bf16"
-        if self.way == "hf_model" and isinstance(now, list) and self.way in now:
-            yield [part for part in now if part != self.way]
-        while self.way == "halve" and isinstance(now, int) and now > least:
-            now = max(least, now // 2)
+        if self.action == "hf_model" and isinstance(now, list) and self.action in now:
+            yield [part for part in now if part != self.action]
+        while self.action == "halve" and isinstance(now, int) and now > lowest:
+            now = max(lowest, now // 2)
             yield now
-        while self.way == "double" and isinstance(now, int) and now * 2 <= most:
+        while self.action == "double" and isinstance(now, int) and now * 2 <= highest:
             now *= 2
             yield now
-        while self.way == "lower" and isinstance(now, float) and now > _LEAST_UTILIZATION + 1e-9:
-            now = round(max(_LEAST_UTILIZATION, now - 0.05), 2)
+        while self.action == "lower" and isinstance(now, float) and now > _MIN_UTILIZATION + 1e-9:
+            now = round(max(_MIN_UTILIZATION, now - 0.05), 2)
             yield now
 
     @property
     def role(self) -> str | None:
-        """Whose key it is; None: the run's."""
+        """The role that the key belongs to; None: the whole run."""
         return next((role for role, block in _BLOCKS.items() if self.key.startswith(f"{block}.")), None)
 
     @property
     def cost(self) -> str:
-        """What is paid for it."""
+        """What the change costs, as text."""
         name = self.key.rpartition(".")[2]
-        if self.way == "off" and "offload" in name:
+        if self.action == "off" and "offload" in name:
             return "device memory"
         return next((cost for part, cost in _COSTS if part in name), "a little speed")
 
@@ -90,15 +90,15 @@ class Remedy:
         return self.key.startswith("data.") and self.key.endswith("_length")
 
     def describe(self, now: Any) -> str:
-        """`key=True`, or `key (now 8): lower it`."""
-        if self.way in ("on", "off", "bf16"):
-            return f"{self.key}={ {'on': True, 'off': False}.get(self.way, self.way) }"
-        what = {"double": "raise it", "hf_model": "leave hf_model out"}.get(self.way, "lower it")
-        return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {what}"
+        """Return the change as text: `key=True`, or `key (now 8): lower it`."""
+        if self.action in ("on", "off", "bf16"):
+            return f"{self.key}={ {'on': True, 'off': False}.get(self.action, self.action) }"
+        change = {"double": "raise it", "hf_model": "leave hf_model out"}.get(self.action, "lower it")
+        return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {change}"
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of a key, or UNKNOWN."""
+    """Return the value of a key, or UNKNOWN."""
     try:
         return pick(config, key)
     except (KeyError, AttributeError):
@@ -106,18 +106,21 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def remedies(phase: str, roles: Collection[str] | None = None) -> list[Remedy]:
-    """For a phase of a device or a host (see `PHASES`), in the order of what they cost: of its own role and of `roles`,
-    those that are there (None: not known, any)."""
-    there = None if roles is None else {None, ROLE_OF_PHASE.get(phase), *roles}
-    return [remedy for remedy in _TABLE.get(phase, ()) if there is None or remedy.role in there]
+    """Return the remedies of a phase (see `PHASES`) in the order of their cost.
+
+    `roles`: roles on the same devices, whose keys are included; None: unknown, all are included.
+    """
+    included = None if roles is None else {None, ROLE_OF_PHASE.get(phase), *roles}
+    return [remedy for remedy in _REMEDIES.get(phase, ()) if included is None or remedy.role in included]
 
 
-def helpful(
+def applicable_remedies(
     phase: str, value_of: Callable[[str], Any], roles: Collection[str] | None = None
 ) -> Iterator[tuple[Remedy, Any]]:
-    """Those that can still move, with the key's value; `value_of` gives UNKNOWN where there is none."""
+    """Yield the remedies that can still be applied, with the current value of the key, which is UNKNOWN if `value_of`
+    does not know it."""
     for remedy in remedies(phase, roles):
-        if not is_read(remedy, value_of):
+        if not is_read_by_engine(remedy, value_of):
             continue
         if remedy.only_if is not None:
             other = value_of(remedy.only_if[0])
@@ -128,116 +131,120 @@ def helpful(
             yield remedy, now
 
 
-def is_read(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
-    """Whether the training engine of the key's role reads it; where that is not known, as fsdp does."""
+def is_read_by_engine(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
+    """Whether the training engine of the key's role reads the key; fsdp is assumed if the engine is unknown."""
     if remedy.role in (None, "rollout") or remedy.key.startswith(f"{_REWARD}.rollout."):
         return True
-    if remedy.role == _REWARD and _is_served(value_of):
-        return False  # no training engine has it
+    if remedy.role == _REWARD and _is_reward_model_served(value_of):
+        return False  # a served reward model has no training engine
     row = TRAINING_ENGINES.get(value_of(f"{_BLOCKS[remedy.role]}.strategy"), TRAINING_ENGINES["fsdp2"])
     others = {other.block for other in TRAINING_ENGINES.values()} - {row.block}
     key = remedy.key
-    return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_OF_FSDP))
+    return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_FSDP_ONLY))
 
 
-def _is_served(value_of: Callable[[str], Any]) -> bool:
-    """As `serves_reward_model` of the configuration, as far as it is known."""
+def _is_reward_model_served(value_of: Callable[[str], Any]) -> bool:
+    """Like `config.layout.serves_reward_model`, for a partially known configuration."""
     return value_of(f"{_REWARD}.judge.enable") is True or isinstance(value_of("custom_reward_function.path"), str)
 
 
-def _of_engines(block: str, name: str, way: str) -> list[Remedy]:
-    """A key that every training engine has, in its own block."""
-    return [Remedy(f"{block}.{engine}.{name}", way) for engine in ("fsdp_config", "megatron_config")]
+def _for_all_engines(block: str, name: str, action: str) -> list[Remedy]:
+    """Return remedies for a key that every training engine has in its block."""
+    return [Remedy(f"{block}.{engine}.{name}", action) for engine in ("fsdp_config", "megatron_config")]
 
 
-def _cut(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -> list[Remedy]:
-    """Fewer samples, or tokens, in a pass: results do not change."""
+def _smaller_batches(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -> list[Remedy]:
+    """Return remedies with fewer samples or tokens per micro-batch, which do not change results."""
     return [
         Remedy(f"{block}.{tokens}", "halve", (f"{block}.{dynamic}", True)),
         Remedy(f"{block}.{size}", "halve", (f"{block}.{dynamic}", False)),
     ]
 
 
-def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
-    """Moments (but its own in an update), and weights of all but the role that works, wait in host memory."""
+def _offload_others(own: str, updating: bool = False) -> list[Remedy]:
+    """Return remedies that offload optimizer states (not the role's own in its update) and weights of other roles."""
     moments = [(block, "optimizer_offload") for block in (_ACTOR, _CRITIC) if not updating or block != own]
     weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR, _TEACHER) if block != own]
-    # Of fsdp there are no gradients between phases.
+    # The fsdp engine has no gradients between phases.
     buffers = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
-    return [*buffers, *(each for block, name in (*moments, *weights) for each in _of_engines(block, name, "on"))]
+    return [*buffers, *(each for block, name in (*moments, *weights) for each in _for_all_engines(block, name, "on"))]
 
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-# Generation that goes on beside training keeps what it has, and may have less.
-_KV_STAYS = [
+# Generation that overlaps training (async) keeps its KV cache, which may be smaller.
+_RELEASE_KV = [
     Remedy(f"{_ROLLOUT}.free_cache_engine", "on", ("trainer.mode", "sync")),
     Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower", (f"{_ROLLOUT}.free_cache_engine", False)),
 ]
-_ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on", ("trainer.mode", "sync"))]
-_BACK = [
+_RELEASE_ENGINE = [*_RELEASE_KV, Remedy(f"{_ROLLOUT}.free_weights", "on", ("trainer.mode", "sync"))]
+_NO_OFFLOAD = [
     each
     for part in ("param", "grad", "optimizer")
     for block in (_TEACHER, _REF, _REWARD, _CRITIC, _ACTOR)
-    for each in _of_engines(block, f"{part}_offload", "off")
+    for each in _for_all_engines(block, f"{part}_offload", "off")
 ]
-_HALF = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
-_EXPORTS = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]
-_WAITS = [Remedy(f"{block}.checkpoint.snapshot", "off") for block in (_CRITIC, _ACTOR)]
-_LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
+_BF16_MOMENTS = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
+_NO_HF_EXPORT = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]
+_NO_SNAPSHOT = [Remedy(f"{block}.checkpoint.snapshot", "off") for block in (_CRITIC, _ACTOR)]
+_SHORTER_SEQUENCES = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
 
-def _reading(role: str, cut: list[Remedy]) -> tuple[Remedy, ...]:
-    """A pass without gradient."""
-    sharing = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
-    stays = _KV_STAYS if role == _REWARD else _ENGINE_STAYS  # answers are scored while more may be wanted
-    return (*cut, *stays, sharing, *_more_ranks(role), *_others_rest(role), *_LENGTHS)
+def _inference_remedies(role: str, micro_batches: list[Remedy]) -> tuple[Remedy, ...]:
+    """Return the remedies of a pass without gradient."""
+    ulysses = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
+    release = _RELEASE_KV if role == _REWARD else _RELEASE_ENGINE  # responses are scored while more may be generated
+    return (*micro_batches, *release, ulysses, *_model_parallelism(role), *_offload_others(role), *_SHORTER_SEQUENCES)
 
 
-def _more_ranks(block: str) -> list[Remedy]:
-    """A copy of a model over more ranks, on the megatron engine."""
+def _model_parallelism(block: str) -> list[Remedy]:
+    """Return remedies that divide a model over more ranks of the megatron engine."""
     return [Remedy(f"{block}.megatron_config.{size}_model_parallel_size", "double") for size in ("tensor", "pipeline")]
 
 
-def _update(block: str, model: str) -> tuple[Remedy, ...]:
+def _update_remedies(block: str, model: str) -> tuple[Remedy, ...]:
     return (
-        *_cut(block, *_UPDATE),
+        *_smaller_batches(block, *_UPDATE),
         Remedy(f"{model}.enable_gradient_checkpointing", "on"),
-        *_ENGINE_STAYS,
+        *_RELEASE_ENGINE,
         Remedy(f"{block}.fsdp_config.reshard_after_forward", "on"),
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
-        *_more_ranks(block),
-        *_others_rest(block, updating=True),
+        *_model_parallelism(block),
+        *_offload_others(block, updating=True),
         Remedy(f"{block}.fsdp_config.grad_offload", "on"),
         Remedy(f"{block}.optim.state_dtype", "bf16"),
-        *_LENGTHS,
+        *_SHORTER_SEQUENCES,
     )
 
 
-_TABLE: dict[str, tuple[Remedy, ...]] = {
+_REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "gen": (
         Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower"),
         Remedy(f"{_ROLLOUT}.tensor_model_parallel_size", "double"),
-        *_others_rest(_ROLLOUT),
+        *_offload_others(_ROLLOUT),
         Remedy(f"{_ROLLOUT}.max_num_seqs", "halve"),
         Remedy(f"{_ROLLOUT}.max_num_batched_tokens", "halve"),
     ),
-    "old_log_prob": _reading(_ACTOR, _cut(_ROLLOUT, *_LOG_PROB)),
-    "ref": _reading(_REF, _cut(_REF, *_LOG_PROB)),
-    "teacher": _reading(_TEACHER, _cut(_TEACHER, *_LOG_PROB)),
-    "values": _reading(_CRITIC, _cut(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
-    "reward": _reading(_REWARD, _cut(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
+    "old_log_prob": _inference_remedies(_ACTOR, _smaller_batches(_ROLLOUT, *_LOG_PROB)),
+    "ref": _inference_remedies(_REF, _smaller_batches(_REF, *_LOG_PROB)),
+    "teacher": _inference_remedies(_TEACHER, _smaller_batches(_TEACHER, *_LOG_PROB)),
+    "values": _inference_remedies(
+        _CRITIC, _smaller_batches(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+    ),
+    "reward": _inference_remedies(
+        _REWARD, _smaller_batches(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+    ),
     "judge": (
         Remedy(f"{_REWARD}.rollout.gpu_memory_utilization", "lower"),
-        *_KV_STAYS,
-        *_others_rest(_REWARD),
+        *_RELEASE_KV,
+        *_offload_others(_REWARD),
         Remedy(f"{_REWARD}.rollout.max_num_seqs", "halve"),
     ),
-    "update_critic": _update(_CRITIC, f"{_CRITIC}.model"),
-    "update_actor": _update(_ACTOR, f"{_POLICY}.model"),
-    # The host's: what was moved there may come back, and a checkpoint need not hold all.
-    "train": (*_WAITS, *_HALF, *_BACK),
-    "save_checkpoint": (*_WAITS, *_EXPORTS, *_HALF, *_BACK),
+    "update_critic": _update_remedies(_CRITIC, f"{_CRITIC}.model"),
+    "update_actor": _update_remedies(_ACTOR, f"{_POLICY}.model"),
+    # Host phases.
+    "train": (*_NO_SNAPSHOT, *_BF16_MOMENTS, *_NO_OFFLOAD),
+    "save_checkpoint": (*_NO_SNAPSHOT, *_NO_HF_EXPORT, *_BF16_MOMENTS, *_NO_OFFLOAD),
     "sft_train": (Remedy("checkpoint.snapshot", "off"), Remedy("fsdp_config.grad_offload", "off")),
     "sft_save_checkpoint": (
         Remedy("checkpoint.snapshot", "off"),
@@ -246,7 +253,7 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         Remedy("fsdp_config.grad_offload", "off"),
     ),
     "sft": (
-        *_cut("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
+        *_smaller_batches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
         Remedy("model.enable_gradient_checkpointing", "on"),
         Remedy("fsdp_config.reshard_after_forward", "on"),
         Remedy("ulysses_sequence_parallel_size", "double"),
@@ -261,4 +268,4 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         Remedy("rollout.max_num_batched_tokens", "halve"),
     ),
 }
-PHASES = tuple(_TABLE)
+PHASES = tuple(_REMEDIES)

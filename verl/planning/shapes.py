@@ -1,17 +1,18 @@
-"""The shape of a model, as far as its memory goes: asked of the empty model that an engine would build."""
+"""Shapes of models, read from models on the meta device, and how the megatron engine distributes them over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from verl.config.context_length import context_limit
+from verl.config.engine import MegatronConfig
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import Adapters
-from verl.planning.core_shapes import CoreShape
 from verl.workers.engine.fsdp.sharding import outermost_layers
 
 
@@ -25,28 +26,28 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Of the MLP a token goes through; of all its experts together where there are several."""
+    """MLP width per token; the sum over its experts in a mixture of experts."""
     vocab: int
     tied: bool
     layer_parameters: int
-    """Of all layers together."""
+    """Parameters of all layers."""
     root_parameters: int
-    """Those outside the layers (embeddings, head), which are gathered for the whole of a pass."""
+    """Parameters outside the layers (embeddings, head), which are gathered during a whole pass."""
     largest_parameters: int
-    """Of the largest tensor: an embedding, or all experts of a layer."""
+    """Parameters of the largest tensor: an embedding, or all experts of a layer."""
     adapter_parameters: int | None = None
-    """Of LoRA; None without."""
+    """LoRA parameters; None without LoRA."""
     gated: bool = True
     """Whether the MLP multiplies two projections."""
     norms_per_layer: int = 2
     norm_in_float32: bool = False
-    """Whether a norm's weight is applied before the cast back to half precision (Gemma)."""
+    """Whether the weight of a norm is applied before the cast back to half precision (Gemma)."""
     head_norms: bool = False
-    """Whether queries and keys have norms of their own (Qwen3)."""
+    """Whether queries and keys are normalised (Qwen3)."""
     core: CoreShape | None = None
-    """As the megatron engine divides it; None where it cannot."""
+    """Shape for the megatron engine; None if it does not support the model."""
     positions: int | None = None
-    """Tokens that a sequence may have; None: not told."""
+    """Maximum sequence length; None: unknown."""
 
     @property
     def parameters(self) -> int:
@@ -65,30 +66,30 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @classmethod
-    def of_folder(cls, folder: str, model_config: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
-        """Of the model in a local folder, with the overrides and adapters of its configuration; None where its config
-        has not the usual names."""
+    def from_folder(cls, folder: str, model_config: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
+        """Return the shape of the model in a local folder, with the overrides and adapters of `model_config`; None if
+        its config lacks the usual fields."""
         trusted = model_config.trust_remote_code
         config = read_config(folder, trusted, model_config.override_config)
-        shape = cls.of_config(config, kind, trusted)
+        shape = cls.from_config(config, kind, trusted)
         rank = model_config["lora_rank"] if "lora_rank" in model_config else 0
         if shape is None or not rank:
             return shape
         model = empty_model(config, kind, torch.bfloat16, trusted)
         Adapters(model, kind, model_config)
-        learning = sum(value.numel() for value in model.parameters() if value.requires_grad)
-        return replace(shape, adapter_parameters=learning)
+        trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+        return replace(shape, adapter_parameters=trained)
 
     @classmethod
-    def of_config(cls, config: Any, kind: ModelKind = "causal_lm", trusted: bool = False) -> ModelShape | None:
-        """Of the model that transformers builds from a config; None where the usual names are missing."""
+    def from_config(cls, config: Any, kind: ModelKind = "causal_lm", trusted: bool = False) -> ModelShape | None:
+        """Return the shape of the model that transformers builds from a config; None if usual fields are missing."""
         text = config.get_text_config()
         if not all(hasattr(text, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")):
             return None
         model = empty_model(config, kind, torch.bfloat16, trusted)
         layers = outermost_layers(model)
         norms = [part.weight.numel() for part in layers[0].modules() if "Norm" in type(part).__name__]
-        inside = sum(value.numel() for layer in layers for value in layer.parameters())
+        layer_parameters = sum(value.numel() for layer in layers for value in layer.parameters())
         sizes = [value.numel() for value in model.parameters()]
         hidden, heads = text.hidden_size, text.num_attention_heads
         inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
@@ -103,20 +104,237 @@ class ModelShape:
             intermediate=inner,
             vocab=text.vocab_size,
             tied=bool(text.tie_word_embeddings),
-            layer_parameters=inside,
-            root_parameters=sum(sizes) - inside,
+            layer_parameters=layer_parameters,
+            root_parameters=sum(sizes) - layer_parameters,
             largest_parameters=max(sizes),
             gated=any("gate" in name for name, _ in layers[0].named_modules()),
             norms_per_layer=norms.count(hidden),
             norm_in_float32=text.model_type.startswith("gemma"),
             head_norms=any(size != hidden for size in norms),
-            core=_core(text),
+            core=_core_shape(text),
             positions=context_limit(text.to_dict()),
         )
 
 
-def _core(config: Any) -> CoreShape | None:
+def _core_shape(config: Any) -> CoreShape | None:
     try:
-        return CoreShape.of(CoreArchitecture.of(config))
-    except ValueError:  # whoever wants that engine for it is told why (`planning.check`)
+        return CoreShape.from_architecture(CoreArchitecture.of(config))
+    except ValueError:  # `planning.check` reports the cause if the run uses the megatron engine
         return None
+
+
+# ---------------------------------------------------------------- megatron engine
+
+
+@dataclass(frozen=True)
+class CoreShape:
+    """Sizes of one transformer that the megatron engine divides over ranks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query_width: int
+    key_width: int
+    ffn: int
+    vocab: int
+    tied: bool
+    attention: int
+    """Attention parameters of a layer, which are divided over tensor-parallel ranks."""
+    replicated: int
+    """Parameters of a layer that every tensor-parallel rank has: norms."""
+    head_norms: bool = False
+    sparse: tuple[bool, ...] = ()
+    """Whether each layer has experts; empty: none has."""
+    experts: int = 0
+    per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+
+    @classmethod
+    def from_architecture(cls, arch: CoreArchitecture) -> CoreShape:
+        query, key = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+        rows = query + 2 * key
+        bias = rows if arch.qkv_bias else 0
+        output = arch.hidden if arch.linear_bias else 0
+        sparse = arch.experts
+        return cls(
+            layers=arch.layers,
+            hidden=arch.hidden,
+            heads=arch.heads,
+            query_width=query,
+            key_width=key,
+            ffn=arch.ffn,
+            vocab=arch.vocab,
+            tied=arch.tied,
+            attention=(rows + query) * arch.hidden + bias,
+            replicated=2 * arch.hidden + output + (2 * arch.head_dim if arch.qk_norm else 0),
+            head_norms=arch.qk_norm,
+            sparse=sparse.layers if sparse else (),
+            experts=sparse.count if sparse else 0,
+            per_token=sparse.per_token if sparse else 0,
+            expert_ffn=sparse.ffn if sparse else 0,
+            shared_ffn=sparse.shared_ffn if sparse else 0,
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        return bool(self.sparse) and self.sparse[layer]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole causal LM."""
+        single_rank = CoreLayout(world=1)
+        layers = sum(sum(self.layer_parameters(layer, single_rank)) for layer in range(self.layers))
+        return int(layers) + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
+
+    def layer_parameters(self, layer: int, layout: CoreLayout) -> tuple[float, float]:
+        """Parameters of a layer on one rank: outside the experts, and of its experts."""
+        dense = self.attention / layout.tp + self.replicated
+        if not self.is_sparse(layer):
+            return dense + 3 * self.hidden * self.ffn / layout.tp, 0.0
+        gate = self.hidden if self.shared_ffn else 0
+        dense += self.experts * self.hidden + gate + 3 * self.hidden * self.shared_ffn / layout.tp
+        return dense, 3 * self.hidden * self.expert_ffn * self.experts / (layout.ep * layout.etp)
+
+
+@dataclass(frozen=True)
+class CoreLayout:
+    """Parallel sizes of a model on the megatron engine."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    first: int | None = None
+    """Layers of the first pipeline stage; None: as many as the others."""
+    last: int | None = None
+
+    @classmethod
+    def from_config(cls, config: MegatronConfig, world: int) -> CoreLayout:
+        first, last = config.outer_stages()
+        return cls(
+            world=world,
+            tp=config.tensor_model_parallel_size,
+            pp=config.pipeline_model_parallel_size,
+            vpp=config.virtual_pipeline_model_parallel_size or 1,
+            cp=config.context_parallel_size,
+            ep=config.expert_model_parallel_size,
+            etp=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+            sequence_parallel=config.sequence_parallel,
+            distributed_optimizer=config.use_distributed_optimizer,
+            first=first,
+            last=last,
+        )
+
+    @property
+    def dp(self) -> int:
+        return max(1, self.world // (self.tp * self.pp * self.cp))
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks with the same weights outside the experts."""
+        return self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        return max(1, self.world // (self.etp * self.ep * self.pp))
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks that divide the tokens between layers, in addition to context parallelism."""
+        return self.tp if self.sequence_parallel else 1
+
+    def stages(self, layers: int) -> list[list[range]]:
+        """Layers of each stage and chunk: `[stage][chunk]`."""
+        return stage_layers(layers, self.pp, self.vpp, first=self.first, last=self.last)
+
+    def in_flight(self, stage: int, micro_batches: int) -> float:
+        """Maximum number of micro-batches whose activations a stage holds (1F1B; with chunks a fraction, Narayanan et
+        al., arXiv 2104.04473)."""
+        if self.vpp == 1:
+            return min(micro_batches, self.pp - stage)
+        warm_up = 2 * (self.pp - stage - 1) + (self.vpp - 1) * self.pp + 1
+        return min(micro_batches * self.vpp, warm_up) / self.vpp
+
+    def bubble(self, micro_batches: int) -> float:
+        """Fraction of a step in which a stage is idle."""
+        return (self.pp - 1) / (self.vpp * micro_batches + self.pp - 1)
+
+
+_UNEVEN_KEYS = "override_transformer_config.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+
+
+def stage_layers(
+    layers: int,
+    pp: int,
+    vpp: int | None = None,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+) -> list[list[range]]:
+    """Return the layers of each pipeline stage and chunk as Megatron-Core assigns them: `[stage][chunk]`.
+
+    `vpp`: chunks per stage (interleaved schedule). `first`, `last`: number of layers of the first and last stage, if it
+    differs from the others. `embedding_counts`, `loss_counts`: the embedding or the loss counts as a layer.
+    """
+    chunks = vpp or 1
+    if chunks > 1 and pp == 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size: {vpp} requires several pipeline stages, but "
+            "pipeline_model_parallel_size is 1. Leave it out, or use more stages."
+        )
+    if pp > 1 and (first is not None or last is not None):
+        if embedding_counts or loss_counts:
+            raise ValueError(
+                f"{_UNEVEN_KEYS}: incompatible with account_for_embedding_in_pipeline_split and "
+                "account_for_loss_in_pipeline_split. Set one or the other."
+            )
+        counts = _uneven_stages(layers, pp, first, last)
+    else:
+        counts = [_layers_per_stage(layers + embedding_counts + loss_counts, pp)] * pp
+    sizes = [[_layers_per_chunk(count, chunks)] * chunks for count in counts]
+    sizes[0][0] -= embedding_counts
+    sizes[-1][-1] -= loss_counts
+    if min(map(min, sizes)) < 0:
+        raise ValueError(
+            f"pipeline_model_parallel_size: {layers} layers are too few for {pp} stages of {chunks} chunks."
+        )
+    ends = accumulate((sizes[stage][chunk] for chunk in range(chunks) for stage in range(pp)), initial=0)
+    ranges = [range(start, stop) for start, stop in pairwise(ends)]
+    return [[ranges[chunk * pp + stage] for chunk in range(chunks)] for stage in range(pp)]
+
+
+def _uneven_stages(layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
+    others = pp - (first is not None) - (last is not None)
+    remaining = layers - (first or 0) - (last or 0)
+    if remaining < 0 or (remaining % others if others else remaining):
+        raise ValueError(
+            f"{_UNEVEN_KEYS}: {first} and {last} leave {remaining} of {layers} layers, which cannot be divided evenly "
+            f"over {others} other stages."
+        )
+    middle = [remaining // others] * others if others else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def _layers_per_stage(layers: int, pp: int) -> int:
+    if layers % pp:
+        divisors = [size for size in range(1, layers + 1) if layers % size == 0]
+        raise ValueError(
+            f"pipeline_model_parallel_size: {pp} does not divide the {layers} layers. Use one of {divisors}, "
+            f"or set {_UNEVEN_KEYS}."
+        )
+    return layers // pp
+
+
+def _layers_per_chunk(layers: int, chunks: int) -> int:
+    if layers % chunks:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size: {chunks} does not divide the {layers} layers of a stage."
+        )
+    return layers // chunks

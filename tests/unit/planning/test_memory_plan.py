@@ -10,16 +10,16 @@ from transformers import AutoConfig, PretrainedConfig
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.schema import pick
-from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
+from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
-from verl.planning.costs import TrainedModel
+from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import GB, DeviceMemory
-from verl.planning.plan import memory_plan, micro_batch_tokens, supervised_memory_plan
-from verl.planning.remedies import helpful
+from verl.planning.plan import memory_plan, micro_batch_sizes, supervised_memory_plan
+from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-SHAPE = ModelShape.of_config(
+SHAPE = ModelShape.from_config(
     AutoConfig.for_model(
         "qwen2",
         hidden_size=896,
@@ -74,8 +74,8 @@ def test_what_a_layer_keeps_is_what_autograd_keeps_of_it(family, dtype):
     for layers in (1, 3):
         model = tiny_model(family, num_hidden_layers=layers, intermediate_size=192).to(dtype).train()
         kept.append(bytes_kept(model, tokens))
-    shape = ModelShape.of_config(model.config)
-    planned = TrainedModel(shape, compute_bytes=dtype.itemsize).layer_activations()
+    shape = ModelShape.from_config(model.config)
+    planned = FSDPModelMemory(shape, compute_bytes=dtype.itemsize).layer_activations()
     assert (kept[1] - kept[0]) / 2 / tokens == pytest.approx(planned, rel=0.01)
 
 
@@ -84,33 +84,33 @@ def test_what_a_layer_keeps_is_what_autograd_keeps_of_it(family, dtype):
 def test_parameters_are_those_of_the_model_that_is_built(family, tied):
     model = tiny_model(family, tie_word_embeddings=tied)
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    shape = ModelShape.of_config(model.config)
+    shape = ModelShape.from_config(model.config)
     assert shape.parameters == wanted
-    value = ModelShape.of_config(model.config, "value")
+    value = ModelShape.from_config(model.config, "value")
     assert value.parameters == sum(parameter.numel() for parameter in model.base_model.parameters()) + shape.hidden + 1
-    assert ModelShape.of_config(PretrainedConfig()) is None, "nothing is known of its shape"
+    assert ModelShape.from_config(PretrainedConfig()) is None, "nothing is known of its shape"
 
 
 def test_training_takes_sixteen_bytes_per_parameter_and_bf16_moments_twelve():
-    exact, half = TrainedModel(SHAPE), TrainedModel(SHAPE, state_bytes=2)
+    exact, half = FSDPModelMemory(SHAPE), FSDPModelMemory(SHAPE, state_bytes=2)
     for model, each in ((exact, 16), (half, 12)):
         assert model.weights() + model.moments() + model.gradients() == each * model.shape.parameters
-    sharded = TrainedModel(SHAPE, shards=4)
+    sharded = FSDPModelMemory(SHAPE, shards=4)
     assert sharded.weights() * 4 == exact.weights()
-    frozen = TrainedModel(SHAPE, frozen=True)
+    frozen = FSDPModelMemory(SHAPE, frozen=True)
     assert (frozen.weights(), frozen.moments(), frozen.gradients()) == (2 * frozen.shape.parameters, 0, 0)
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     tokens = 32768
-    plain, checkpointed = (TrainedModel(SHAPE, checkpointing=on).update(tokens, tokens, 1) for on in (False, True))
+    plain, checkpointed = (FSDPModelMemory(SHAPE, checkpointing=on).update(tokens, tokens, 1) for on in (False, True))
     assert plain["activations"] > 5 * checkpointed["activations"]
     assert checkpointed["activations"] > tokens * SHAPE.layers * 2 * SHAPE.hidden
 
 
 def test_gradients_of_earlier_micro_batches_count_unless_they_wait_in_host_memory():
-    here = TrainedModel(SHAPE, checkpointing=False)
-    away = TrainedModel(SHAPE, checkpointing=False, grad_offload=True)
+    here = FSDPModelMemory(SHAPE, checkpointing=False)
+    away = FSDPModelMemory(SHAPE, checkpointing=False, grad_offload=True)
     assert sum(here.update(8192, 8192, 2).values()) - sum(away.update(8192, 8192, 2).values()) == here.gradients()
     assert here.update(8192, 8192, 1) == away.update(8192, 8192, 1)
 
@@ -173,12 +173,12 @@ def test_kv_follows_the_share_of_the_device_and_leaves_with_training():
     assert phase(kept, "update_actor").parts["rollout"] > 5 * GB
 
 
-def test_generation_beside_training_gives_nothing_back_and_may_be_told_to_take_less():
-    beside = load("trainer.mode=async", "trainer.overlap=True")
-    plan = plan_of(beside, 24)
+def test_generation_that_overlaps_training_releases_nothing_and_can_be_given_less():
+    overlapping = load("trainer.mode=async", "trainer.overlap=True")
+    plan = plan_of(overlapping, 24)
     taken = phase(plan, "gen").parts["rollout"]
     assert phase(plan, "update_actor").parts["rollout"] == taken >= phase(plan_of(load(), 24), "gen").parts["rollout"]
-    found = {remedy.key for remedy, _ in helpful("update_actor", lambda key: pick(beside, key))}
+    found = {remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: pick(overlapping, key))}
     assert f"{ROLLOUT}.gpu_memory_utilization" in found
     assert not found & {f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.free_weights"}
     by_turns = plan_of(load("trainer.mode=async"), 24)
@@ -187,7 +187,7 @@ def test_generation_beside_training_gives_nothing_back_and_may_be_told_to_take_l
     assert apart.actor_rollout_ref.rollout.free_cache_engine
 
 
-def test_weights_that_are_let_go_leave_with_training_and_not_with_scoring():
+def test_released_weights_are_absent_in_training_but_not_in_scoring():
     judged = ("reward_model.enable=True", "reward_model.path=z")
     freed, kept = (plan_of(load(*judged, f"{ROLLOUT}.free_weights={free}"), 24) for free in (True, False))
     gaps = {each.phase: kept.phase(each.phase).parts["rollout"] - each.parts["rollout"] for each in freed.phases[:-2]}
@@ -196,7 +196,7 @@ def test_weights_that_are_let_go_leave_with_training_and_not_with_scoring():
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_another_projects_engine_takes_the_share_it_is_given_and_keeps_its_process(name):
+def test_a_third_party_engine_takes_its_configured_share_and_keeps_its_process(name):
     engine = (f"{ROLLOUT}.name={name}", f"{ROLLOUT}.gpu_memory_utilization=0.5")
     plan = plan_of(load(*engine), 24)
     more = phase(plan, "gen").parts["rollout"] - 0.5 * 24 * GB
@@ -228,11 +228,11 @@ def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     fixed = load(
         "data.max_prompt_length=100", "data.max_response_length=300", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"
     )
-    assert micro_batch_tokens(fixed, "update_actor") == (3200, 2400, 16)
+    assert micro_batch_sizes(fixed, "update_actor") == (3200, 2400, 16)
     dynamic = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
-    assert micro_batch_tokens(load(*dynamic), "update_actor")[::2] == (8192, 24)
+    assert micro_batch_sizes(load(*dynamic), "update_actor")[::2] == (8192, 24)
     few = load(*dynamic, "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", "critic.ppo_mini_batch_size=1")
-    assert micro_batch_tokens(few, "update_actor")[::2] == (1024 + 512, 1)
+    assert micro_batch_sizes(few, "update_actor")[::2] == (1024 + 512, 1)
 
 
 def test_the_table_names_phases_and_device():
@@ -248,8 +248,8 @@ def test_the_table_names_phases_and_device():
 
 
 def test_a_plan_that_fits_says_nothing():
-    assert refuse_what_cannot_fit(load(), lambda config: plan_of(config, 80)) == []
-    assert refuse_what_cannot_fit(load(), plan_of) == [], "an unknown device refuses nothing"
+    assert check_fits(load(), lambda config: plan_of(config, 80)) == []
+    assert check_fits(load(), plan_of) == [], "an unknown device refuses nothing"
 
 
 def test_a_plan_that_cannot_fit_names_the_cheapest_changes_and_they_make_it_fit():
@@ -259,7 +259,7 @@ def test_a_plan_that_cannot_fit_names_the_cheapest_changes_and_they_make_it_fit(
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     )
     with pytest.raises(ConfigError) as caught:
-        refuse_what_cannot_fit(config, lambda config: plan_of(config, 40))
+        check_fits(config, lambda config: plan_of(config, 40))
     (problem,) = caught.value.problems
     assert problem.key == f"{ACTOR}.ppo_max_token_len_per_gpu"
     assert "the update_actor phase is planned to take" in problem.why
@@ -268,7 +268,7 @@ def test_a_plan_that_cannot_fit_names_the_cheapest_changes_and_they_make_it_fit(
     assert fits
     assert [change.key for change in changes] == [f"{ACTOR}.ppo_max_token_len_per_gpu"]
     repaired = load(*(f"{change.key}={change.value}" for change in changes), f"{ACTOR}.use_dynamic_bsz=True")
-    assert plan_of(repaired, 40).fullest.total <= 40 * GB
+    assert plan_of(repaired, 40).worst_phase.total <= 40 * GB
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 65536, "the configuration itself is not touched"
 
 
@@ -280,18 +280,18 @@ def test_changes_go_on_in_the_order_of_cost_and_take_back_what_was_not_needed():
     assert "data.max_response_length" not in keys
     for left_out in changes:
         others = load(*(f"{change.key}={change.value}" for change in changes if change is not left_out))
-        assert plan_of(others, 12).fullest.total > 12 * GB, f"{left_out.key} was not needed"
+        assert plan_of(others, 12).worst_phase.total > 12 * GB, f"{left_out.key} was not needed"
 
 
-def test_what_no_change_can_fit_is_told_so():
+def test_a_plan_that_no_change_makes_fit_is_reported():
     with pytest.raises(ConfigError, match="not enough: use more devices"):
-        refuse_what_cannot_fit(load(), lambda config: plan_of(config, 2))
+        check_fits(load(), lambda config: plan_of(config, 2))
 
 
 def test_a_plan_a_little_too_large_is_a_warning():
     config = load(f"{ROLLOUT}.gpu_memory_utilization=0.1")
     needed = phase(plan_of(config), "update_actor").total / GB
-    (warning,) = refuse_what_cannot_fit(config, lambda config: plan_of(config, needed * 0.95))
+    (warning,) = check_fits(config, lambda config: plan_of(config, needed * 0.95))
     assert "may just fit" in warning
     assert "update_actor" in warning
 
@@ -301,11 +301,9 @@ def test_supervised_fine_tuning_has_one_phase():
     config = load_config(None, given, check_files=False, root=SFTConfig)
     plan = supervised_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
     assert [found.phase for found in plan.phases] == ["sft", "sft_train", "sft_save_checkpoint"]
-    assert plan.fullest.total > 16 * SHAPE.parameters * 0.5
+    assert plan.worst_phase.total > 16 * SHAPE.parameters * 0.5
     with pytest.raises(ConfigError):
-        refuse_what_cannot_fit(
-            config, lambda c: supervised_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
-        )
+        check_fits(config, lambda c: supervised_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU")))
 
 
 @pytest.mark.parametrize("cut", ["data.micro_batch_size_per_gpu=8", "data.use_dynamic_bsz=True"])
@@ -328,7 +326,7 @@ def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
         plan = check_memory(config)
     assert "Memory plan" in caplog.text
     assert plan.device.kind == "cpu"
-    assert plan.fullest.total < plan.device.total
+    assert plan.worst_phase.total < plan.device.total
     named = load("actor_rollout_ref.model.path=org/name", "trainer.device=cpu")
     assert check_memory(named) is None, "nothing is fetched for the plan's sake"
     assert check_memory(named, {"org/name": str(folder)}) is not None
@@ -336,4 +334,4 @@ def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
         None, ["data.train_files=x", f"model.path={folder}", "trainer.device=cpu"], check_files=False, root=SFTConfig
     )
     assert check_supervised_memory(sft) is not None
-    assert tiny_config().hidden_size == ModelShape.of_folder(str(folder), config.actor_rollout_ref.model).hidden
+    assert tiny_config().hidden_size == ModelShape.from_folder(str(folder), config.actor_rollout_ref.model).hidden

@@ -14,12 +14,12 @@ from transformers import AutoConfig
 from verl.config import ConfigError, PPOConfig, load_config
 from verl.config.schema import pick, put
 from verl.planning import check
-from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit, repair
-from verl.planning.costs import TrainedModel
-from verl.planning.host import HostMemory, holds_files
+from verl.planning.advice import apply_cheapest_changes, cheapest_changes, check_fits
+from verl.planning.fsdp import FSDPModelMemory
+from verl.planning.host import HostMemory, is_in_memory
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan
-from verl.planning.remedies import helpful
+from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -33,9 +33,9 @@ def qwen(hidden, intermediate, layers, heads, kv_heads, vocab=151936, tied=True)
 
 QWEN_7B = qwen(3584, 18944, 28, 28, 4, 152064, tied=False)
 SHAPES = {
-    "0.5b": ModelShape.of_config(qwen(896, 4864, 24, 14, 2)),
-    "1.5b": ModelShape.of_config(qwen(1536, 8960, 28, 12, 2)),
-    "7b": ModelShape.of_config(QWEN_7B),
+    "0.5b": ModelShape.from_config(qwen(896, 4864, 24, 14, 2)),
+    "1.5b": ModelShape.from_config(qwen(1536, 8960, 28, 12, 2)),
+    "7b": ModelShape.from_config(QWEN_7B),
 }
 H200 = DeviceMemory("cuda", int(139.8 * GB), "H200")
 GRPO = ("algorithm=grpo", f"{ROLLOUT}.n=8", "data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32")
@@ -120,14 +120,14 @@ def on_megatron(config: PPOConfig) -> PPOConfig:
 @pytest.mark.parametrize("phase", ["gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"])
 def test_every_remedy_shrinks_its_phase(phase, tight):
     before = plan_of(tight, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
-    found = list(helpful(phase, lambda key: pick(tight, key)))
+    found = list(applicable_remedies(phase, lambda key: pick(tight, key)))
     assert [remedy for remedy, _ in found if "_config" in remedy.key]
     for remedy, now in found:
         if remedy.key.endswith("reshard_after_forward"):
             continue  # with several ranks layers are freed already
-        most = 4 if remedy.way == "double" else 1
+        highest = 4 if remedy.action == "double" else 1
         changed = copy.deepcopy(tight)
-        put(changed, remedy.key, list(remedy.values(now, most=most))[-1])
+        put(changed, remedy.key, list(remedy.values(now, highest=highest))[-1])
         after = plan_of(changed, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
         assert after < before, remedy.key
 
@@ -135,13 +135,13 @@ def test_every_remedy_shrinks_its_phase(phase, tight):
 def test_7b_on_one_120_gb_gpu_starts_by_itself_and_says_at_what_cost():
     config, small = load(*GRPO, *LENGTHS), replace(H200, total=120 * GB)
     with pytest.raises(ValueError, match=r"update_actor phase.*Set trainer.auto_memory=True, or, cheapest first"):
-        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
-    (change,) = repair(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
+        check_fits(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
+    (change,) = apply_cheapest_changes(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
     assert config.actor_rollout_ref.actor.optim.state_dtype == "bf16"
-    assert "fp32 -> bf16" in change.told()
-    assert "moments are rounded at random" in change.told()
+    assert "fp32 -> bf16" in change.log_text()
+    assert "moments are rounded at random" in change.log_text()
     assert not plan_of(config, "7b", small, HostMemory(119 * GB)).excess
-    assert refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB))) == []
+    assert check_fits(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB))) == []
 
 
 def test_a_run_with_auto_memory_is_repaired_before_anything_is_loaded(tmp_path, monkeypatch, caplog):
@@ -175,7 +175,7 @@ def test_casting_layer_by_layer_alone_is_chosen_where_it_is_enough():
 def test_auto_memory_never_changes_lengths():
     config = load(*GRPO, *LENGTHS)
     small = DeviceMemory("cuda", 8 * GB, "")
-    assert repair(config, lambda changed: plan_of(changed, "7b", small)) == []
+    assert apply_cheapest_changes(config, lambda changed: plan_of(changed, "7b", small)) == []
     assert config == load(*GRPO, *LENGTHS)
 
 
@@ -224,8 +224,8 @@ def test_the_plan_is_never_below_and_at_most_7_percent_above_what_was_measured(s
 
 def test_an_engine_alone_takes_what_was_measured():
     """(a) without the rollout, 20 rows of 384 tokens a micro-batch: 16.9 GB."""
-    model = TrainedModel(SHAPES["0.5b"], checkpointing=False, compiled=True)
-    planned = model.weights() + model.moments() + sum(model.update(20 * 384, 20 * 256, passes=2).values())
+    model = FSDPModelMemory(SHAPES["0.5b"], checkpointing=False, compiled=True)
+    planned = model.weights() + model.moments() + sum(model.update(20 * 384, 20 * 256, micro_batches=2).values())
     assert 16.9 <= planned / GB <= 1.07 * 16.9
 
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_copied_and_where_files_take_memory_they_count_too():
     assert on_disk.parts["copies"] < 4 * GB, "what a save takes beside the copy"
     assert on_disk.parts["files"] == 0
     config = load(*OFFLOADED, "trainer.save_freq=-1")
-    host = HostMemory(108 * GB, holds_files=True)
+    host = HostMemory(108 * GB, checkpoints_in_memory=True)
     saving = plan_of(config, "7b", host=host).phase("save_checkpoint")
     assert saving.parts["files"] == (4 + 4 + 2) * N
     assert saving.excess
@@ -261,14 +261,14 @@ def test_a_checkpoint_is_copied_and_where_files_take_memory_they_count_too():
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs here")
 def test_a_tmpfs_keeps_files_in_memory_and_other_folders_do_not():
-    assert holds_files("/dev/shm/a/folder/that/is/not/there/yet")
-    assert not holds_files("/proc/nowhere")
+    assert is_in_memory("/dev/shm/a/folder/that/is/not/there/yet")
+    assert not is_in_memory("/proc/nowhere")
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_cheapest_change():
     config = load(*OFFLOADED)
     with pytest.raises(ConfigError) as caught:
-        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=HostMemory(36 * GB)))
+        check_fits(config, lambda changed: plan_of(changed, "7b", host=HostMemory(36 * GB)))
     (problem,) = caught.value.problems
     assert problem.key == f"{ACTOR}.fsdp_config.optimizer_offload"
     assert "the save_checkpoint phase is planned to take" in problem.why
@@ -292,14 +292,14 @@ def test_memory_that_other_processes_hold_is_reported_and_no_devices_are_advised
     assert "smaller model" not in problem.fix
 
 
-def test_a_model_too_large_for_the_whole_host_is_told_so_whatever_others_hold():
+def test_a_model_too_large_for_the_host_is_reported_whatever_others_use():
     host = HostMemory(int(30 * GB), installed=36 * GB, used=4 * GB)
     config = load(*OFFLOADED, f"{ACTOR}.optim.state_dtype=bf16")
     plan = plan_of(config, "7b", host=host)
     assert plan.excess
-    assert not plan.fits_if_alone(plan.fullest)
+    assert not plan.fits_without_other_processes(plan.worst_phase)
     with pytest.raises(ConfigError) as caught:
-        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=host))
+        check_fits(config, lambda changed: plan_of(changed, "7b", host=host))
     assert "Stop other processes" not in caught.value.problems[0].fix
 
 
@@ -311,10 +311,10 @@ def test_copies_of_checkpoints_are_made_where_the_host_has_room_the_actors_first
     assert [round(size / GB) for size in plan.no_snapshot.values()] == list(missing)
 
 
-def test_a_copy_that_is_asked_for_is_made_or_refused():
+def test_a_requested_snapshot_is_made_or_rejected():
     config = load(*OFFLOADED, f"{ACTOR}.checkpoint.snapshot=True")
     with pytest.raises(ConfigError) as caught:
-        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=HostMemory(60 * GB)))
+        check_fits(config, lambda changed: plan_of(changed, "7b", host=HostMemory(60 * GB)))
     (problem,) = caught.value.problems
     assert problem.key == f"{ACTOR}.checkpoint.snapshot"
     assert "snapshot=False" in problem.fix

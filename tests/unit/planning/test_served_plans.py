@@ -13,16 +13,16 @@ from tests.support.tiny import save_tiny_model
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.layout import active_roles
 from verl.config.schema import pick, put
-from verl.planning.advice import refuse_what_cannot_fit
+from verl.planning.advice import check_fits
 from verl.planning.check import check_memory
 from verl.planning.host import HostMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.plan import memory_plan, supervised_memory_plan
-from verl.planning.remedies import helpful
+from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
 
 SIZES = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
-SHAPE = ModelShape.of_config(
+SHAPE = ModelShape.from_config(
     AutoConfig.for_model(
         "qwen2", **SIZES, intermediate_size=4864, vocab_size=151936, max_position_embeddings=32768,
         tie_word_embeddings=True,
@@ -82,7 +82,7 @@ def test_the_judge_of_a_function_may_be_a_classifier_which_keeps_no_kv():
 @pytest.mark.parametrize("config", [load(*JUDGE, "actor_rollout_ref.rollout.free_cache_engine=False")])
 def test_every_remedy_of_a_judge_shrinks_its_phase(config):
     before = plan_of(config).phase("judge").total
-    found = list(helpful("judge", lambda key: pick(config, key), active_roles(config)))
+    found = list(applicable_remedies("judge", lambda key: pick(config, key), active_roles(config)))
     assert f"{found[0][0].key}={found[0][1]}" == "reward_model.rollout.gpu_memory_utilization=0.4"
     for remedy, now in found:
         changed = copy.deepcopy(config)
@@ -94,9 +94,9 @@ def test_a_run_whose_judge_has_no_room_is_refused_with_its_keys():
     small = DeviceMemory("cuda", 14 * GB, "a GPU")
     plan_of_small = lambda config: plan_of(config, small)  # noqa: E731
     config = load(*JUDGE, "reward_model.rollout.gpu_memory_utilization=0.8")
-    assert plan_of_small(config).fullest.phase == "judge"
+    assert plan_of_small(config).worst_phase.phase == "judge"
     with pytest.raises(ConfigError, match=r"judge phase is planned.*reward_model\.rollout\.gpu_memory_utilization="):
-        refuse_what_cannot_fit(config, plan_of_small)
+        check_fits(config, plan_of_small)
 
 
 def test_a_judge_that_names_no_longest_sequence_is_refused_by_the_key_that_sets_it():
@@ -129,4 +129,4 @@ def test_answers_of_a_supervised_run_are_a_phase_with_an_engine():
     tight = DeviceMemory("cuda", int(plan.phase("sft").total), "a GPU")
     config = load_sft(ANSWERS, "rollout.gpu_memory_utilization=0.9", "rollout.max_new_tokens=8192")
     with pytest.raises(ConfigError, match=r"sft_answers phase is planned.*rollout\.gpu_memory_utilization="):
-        refuse_what_cannot_fit(config, lambda changed: supervised_memory_plan(changed, SHAPE, tight))
+        check_fits(config, lambda changed: supervised_memory_plan(changed, SHAPE, tight))

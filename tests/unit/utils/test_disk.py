@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from verl.planning.host import holds_files
+from verl.planning.host import is_in_memory
 from verl.utils import disk
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.disk import UncachedFile
@@ -29,7 +29,7 @@ def cached_blocks(path):
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
 def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
-    if holds_files(str(tmp_path)):
+    if is_in_memory(str(tmp_path)):
         pytest.skip("this file system is in memory")
     monkeypatch.setattr(disk, "_PORTION", BLOCK)
     monkeypatch.setattr(disk, "_MAX_PENDING", 4 * BLOCK)

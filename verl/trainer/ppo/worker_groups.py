@@ -18,7 +18,7 @@ from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, names
 from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
-from verl.planning.engines import beside
+from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.handle import RankHandle
@@ -164,7 +164,7 @@ class WorkerGroups:
         """Whether engines share processes, and devices, with other models."""
         rollout = self._config.actor_rollout_ref.rollout
         alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
-        return not alone and not beside(rollout) and not rollout.server_urls
+        return not alone and not runs_in_own_process(rollout) and not rollout.server_urls
 
     @property
     def uses_ray(self) -> bool:
@@ -175,7 +175,7 @@ class WorkerGroups:
     def may_lose_hosts(self) -> bool:
         """Whether a rollout rank, or its engine, can be lost without losing training state."""
         rollout = self._config.actor_rollout_ref.rollout
-        return self.rollout is not self.actor or beside(rollout) or bool(rollout.server_urls)
+        return self.rollout is not self.actor or runs_in_own_process(rollout) or bool(rollout.server_urls)
 
     def is_single_turn(self, agent_name: str) -> bool:
         """Whether rows of this agent loop are one model call each, which needs no loop worker."""

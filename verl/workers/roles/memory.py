@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.planning.remedies import UNKNOWN, helpful, is_read, remedies, value_of
+from verl.planning.remedies import UNKNOWN, applicable_remedies, is_read_by_engine, remedies, value_of
 from verl.single_controller.base import Worker
 from verl.utils.device import memory_in_use
 
@@ -66,7 +66,7 @@ def explain(
     if size is None:
         lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size reported'}")
     lines.append("What helps, cheapest first:")
-    advice = list(helpful(phase, partial(_value, config, at=at), roles))[:_MAX_REMEDIES]
+    advice = list(applicable_remedies(phase, partial(_value, config, at=at), roles))[:_MAX_REMEDIES]
     lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(advice, start=1)]
     if not advice:
         lines.append("  more devices, or a smaller model")
@@ -83,8 +83,10 @@ def explain_host(phase: str, error: Exception, config: Any, at: str, roles: Coll
 def host_advice(phase: str, config: Any, at: str = "", roles: Collection[str] | None = None) -> str:
     """Return the keys to change when a phase needs more host memory than available, cheapest first."""
     value = partial(_value, config, at=at)
-    advice = [remedy.describe(now) for remedy, now in helpful(phase, value, roles) if "offload" not in remedy.key]
-    offloads = [remedy.key for remedy in remedies(phase, roles) if "offload" in remedy.key and is_read(remedy, value)]
+    applicable = applicable_remedies(phase, value, roles)
+    advice = [remedy.describe(now) for remedy, now in applicable if "offload" not in remedy.key]
+    read_keys = [remedy.key for remedy in remedies(phase, roles) if is_read_by_engine(remedy, value)]
+    offloads = [key for key in read_keys if "offload" in key]
     active = [key for key in offloads if value(key) is True]
     steps = [
         *advice[:_MAX_REMEDIES],

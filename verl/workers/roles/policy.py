@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_config
 from verl.config.engine import CheckpointConfig
-from verl.planning.engines import beside
+from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.base.dispatch import MeshPlace
@@ -386,7 +386,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     def _free_device_cache(self) -> None:
         """Release torch's cached memory for the rollout engine's own process on the same devices."""
-        if self.device.type == "cuda" and "actor" in self.parts and beside(self.config.rollout):
+        if self.device.type == "cuda" and "actor" in self.parts and runs_in_own_process(self.config.rollout):
             torch.cuda.empty_cache()
             if self.config.rollout.tensor_model_parallel_size > 1:
                 dist.barrier()  # the engine allocates on all devices of its group

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl.models.core.pipeline import stage_layers
+from verl.planning.shapes import stage_layers
 
 
 def _counts(*args: Any, **kwargs: Any) -> list[list[int]]:
@@ -38,18 +38,18 @@ def test_embedding_and_loss_may_count_as_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "pp", "vpp", "options", "said"),
+    ("layers", "pp", "vpp", "options", "message"),
     [
-        (7, 2, None, {}, r"pipeline_model_parallel_size: 2 stages .* one of \[1, 7\]"),
-        (8, 2, 3, {}, "virtual_pipeline_model_parallel_size: 3 chunks cannot share the 4 layers"),
-        (8, 1, 2, {}, "virtual_pipeline_model_parallel_size: 2 chunks take turns"),
+        (7, 2, None, {}, r"^pipeline_model_parallel_size: 2 .* one of \[1, 7\]"),
+        (8, 2, 3, {}, "virtual_pipeline_model_parallel_size: 3 .* 4 layers"),
+        (8, 1, 2, {}, "virtual_pipeline_model_parallel_size: 2 .*pipeline_model_parallel_size is 1"),
         (8, 4, None, {"first": 1}, "num_layers_in_first_pipeline_stage .* leave 7 of 8 layers"),
-        (8, 2, None, {"first": 1, "last": 1}, "leave 6 of 8 layers, which 0 other stages"),
-        (8, 2, None, {"first": 4, "loss_counts": True}, "not beside account_for_embedding"),
+        (8, 2, None, {"first": 1, "last": 1}, "num_layers_in_last_pipeline_stage: 1 and 1 leave 6 of 8 layers"),
+        (8, 2, None, {"first": 4, "loss_counts": True}, "account_for_embedding_in_pipeline_split"),
     ],
 )
-def test_layers_that_cannot_be_dealt_out_are_refused_by_key(
-    layers: int, pp: int, vpp: int | None, options: dict[str, Any], said: str
+def test_layers_that_cannot_be_divided_are_rejected_by_key(
+    layers: int, pp: int, vpp: int | None, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         stage_layers(layers, pp, vpp, **options)
