@@ -18,7 +18,7 @@ from verl.config.megatron import split_evenly
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import GB, PhaseMemory
-from verl.planning.shapes import CoreLayout, CoreShape, ModelShape
+from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -123,7 +123,7 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         if not even and split is None:
             continue
         first, last = split or (None, None)
-        sizes = CoreLayout(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
+        sizes = MegatronLayout(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
         passes = work.sequences / (micro * sizes.dp)
         if passes < 1:
             continue
@@ -142,7 +142,7 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         yield Row(layout_name(sizes), micro, parts, sent, bubble, seconds)
 
 
-def layout_name(sizes: CoreLayout) -> str:
+def layout_name(sizes: MegatronLayout) -> str:
     named = {"TP": sizes.tp, "PP": sizes.pp, "EP": sizes.ep, "DP": sizes.dp}
     text = " × ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "DP 1"
     return text if sizes.first is None else f"{text} (first {sizes.first}, last {sizes.last} layers)"

@@ -23,7 +23,7 @@ Planner = Callable[[Any], MemoryPlan]
 
 
 @dataclass(frozen=True)
-class Change:
+class MemoryChange:
     """A key set to another value, and the total memory of the phase that it reduces, before and after."""
 
     remedy: Remedy
@@ -71,7 +71,7 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
 
-def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[Change]:
+def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[MemoryChange]:
     """Apply the cheapest changes that make the plan fit to `config`, and return them.
 
     If it cannot fit without changing the results of training, nothing is changed, and the list is empty.
@@ -84,14 +84,14 @@ def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[Change]:
 
 def cheapest_changes(
     config: Block, plan_of: Planner, allowed: Callable[[Remedy], bool] = lambda remedy: True
-) -> tuple[list[Change], bool]:
+) -> tuple[list[MemoryChange], bool]:
     """Return a minimal list of changes in the order of cost, and whether the plan fits with them.
 
     Each remedy in turn is applied as far as it reduces the worst phase without another phase exceeding its capacity.
     When everything fits, changes that turned out to be unnecessary are reverted, the most expensive first.
     """
     trial = copy.deepcopy(config)
-    changes: list[Change] = []
+    changes: list[MemoryChange] = []
     plan = plan_of(trial)
     while plan.excess:
         tried = {change.key for change in changes}
@@ -105,7 +105,7 @@ def cheapest_changes(
     return _revert_unneeded(config, changes, plan_of), True
 
 
-def _revert_unneeded(config: Block, changes: list[Change], plan_of: Planner) -> list[Change]:
+def _revert_unneeded(config: Block, changes: list[MemoryChange], plan_of: Planner) -> list[MemoryChange]:
     """Return the changes with the mildest values that still fit, without those that are not needed."""
     values = {change.key: change.value for change in changes}
     for change in reversed(changes):
@@ -114,32 +114,32 @@ def _revert_unneeded(config: Block, changes: list[Change], plan_of: Planner) -> 
             if not plan_of(changed).excess and _is_valid(changed):
                 values[change.key] = value
                 break
-    needed: list[Change] = []
+    needed: list[MemoryChange] = []
     current = config
     for change in changes:
         if values[change.key] != change.before:
             previous, current = current, _with_values(current, {change.key: values[change.key]})
             totals = (plan_of(step).phase(change.phase).total for step in (previous, current))
-            needed.append(Change(change.remedy, change.before, values[change.key], change.phase, *totals))
+            needed.append(MemoryChange(change.remedy, change.before, values[change.key], change.phase, *totals))
     return needed
 
 
 def _candidate_changes(
     config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]
-) -> Iterator[Change]:
+) -> Iterator[MemoryChange]:
     """Yield, for each remedy of the worst phase, the mildest value with which it fits, or else the best one."""
     phase = plan.worst_phase
     for remedy, now in applicable_remedies(phase.phase, partial(value_of, config)):
         if now is UNKNOWN or not allowed(remedy):
             continue
-        best: Change | None = None
+        best: MemoryChange | None = None
         for value in _allowed_values(config, remedy, now):
             changed = _with_values(config, {remedy.key: value})
             new_plan = plan_of(changed)
             new_phase = new_plan.phase(phase.phase)
             lowest = (best.total if best is not None else phase.total) * (1 - _MIN_REDUCTION)
             if new_phase.total < lowest and new_plan.excess < plan.excess and _is_valid(changed):
-                best = Change(remedy, now, value, phase.phase, phase.total, new_phase.total)
+                best = MemoryChange(remedy, now, value, phase.phase, phase.total, new_phase.total)
             if not new_phase.excess:
                 break
         if best is not None:
@@ -173,7 +173,7 @@ def _allowed_values(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     return remedy.values(now, lowest, highest)
 
 
-def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
+def _advice(changes: list[MemoryChange], fits: bool, freeing: bool) -> str:
     """Return the text of the advice. `freeing`: it would fit if other processes used no host memory."""
     free = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
     if freeing and not fits:

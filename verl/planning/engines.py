@@ -48,7 +48,7 @@ def rollout_bytes(
     overlaps_training = config.trainer.mode != "sync" and shares_devices(config)
     batches = 1 + async_settings(config.trainer).max_staleness if overlaps_training else 1
     responses = math.ceil(batches * responses_per_batch(config) / layout_of(config, "rollout").dp_size)
-    parts = engine_memory(rollout, shape, min(rollout.max_num_seqs, responses), on_gpu, device, resident)
+    parts = engine_footprint(rollout, shape, min(rollout.max_num_seqs, responses), on_gpu, device, resident)
     weights = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
     if names.rollout_traits(rollout.name).third_party and on_gpu and device is not None:
         c = BYTES[rollout.dtype]
@@ -62,7 +62,7 @@ def rollout_bytes(
 
 
 @dataclass(frozen=True)
-class EngineMemory:
+class EngineFootprint:
     """Bytes of a native engine on one device."""
 
     weights: float
@@ -75,14 +75,14 @@ class EngineMemory:
         return self.weights + self.graphs + self.kv + self.step
 
 
-def engine_memory(
+def engine_footprint(
     rollout: GeneratorConfig,
     shape: ModelShape,
     running: int,
     on_gpu: bool,
     device: DeviceMemory | None,
     resident: float = 0.0,
-) -> EngineMemory:
+) -> EngineFootprint:
     """Return the memory with `running` concurrent sequences. `resident`: bytes in use when it chose its KV size."""
     c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     weights = (1 if rollout.quantization else c) * shape.parameters / ranks
@@ -102,7 +102,7 @@ def engine_memory(
         kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
         kv = min(kv, host_room(device.total))
-    return EngineMemory(weights, graphs, kv, step)
+    return EngineFootprint(weights, graphs, kv, step)
 
 
 def _bucket_bytes(rollout: RolloutConfig, weights: float, largest: float) -> float:
@@ -114,7 +114,7 @@ def _third_party_bytes(
     rollout: RolloutConfig,
     phase: str,
     device: DeviceMemory,
-    parts: EngineMemory,
+    parts: EngineFootprint,
     resident_weights: float,
     bucket: float,
     layer: float,
@@ -168,7 +168,7 @@ class RewardServerMemory:
         size = BYTES[self._dtype]
         return FSDPModelMemory(self.shape, compute_bytes=size, frozen=True, device=self.config.trainer.device)
 
-    def _parts(self, device: DeviceMemory | None) -> EngineMemory:
+    def _parts(self, device: DeviceMemory | None) -> EngineFootprint:
         rollout = self.config.reward_model.rollout
         length = rollout.max_model_len or self.shape.positions
         if length is None:  # the server would raise the same error
@@ -177,8 +177,8 @@ class RewardServerMemory:
 
         engine = engine_config(rollout, length)
         engine.dtype = self._dtype
-        parts = engine_memory(engine, self.shape, rollout.max_num_seqs, self.config.trainer.device == "cuda", device)
-        return parts if self.generates else EngineMemory(parts.weights, 0.0, 0.0, parts.step)
+        parts = engine_footprint(engine, self.shape, rollout.max_num_seqs, self.config.trainer.device == "cuda", device)
+        return parts if self.generates else EngineFootprint(parts.weights, 0.0, 0.0, parts.step)
 
     @property
     def _dtype(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.models.core.architecture import padded_vocab
 from verl.models.fused_head import chunk_bytes
-from verl.planning.shapes import CoreLayout, CoreShape, ModelShape
+from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MegatronModelMemory:
 
     shape: ModelShape
     core: CoreShape
-    layout: CoreLayout
+    layout: MegatronLayout
     kind: str = "causal_lm"
     compute_bytes: int = 2
     frozen: bool = False

@@ -28,9 +28,9 @@ from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
 from verl.planning.engines import (
     BYTES,
-    EngineMemory,
+    EngineFootprint,
     RewardServerMemory,
-    engine_memory,
+    engine_footprint,
     responses_per_batch,
     rollout_bytes,
     runs_in_own_process,
@@ -39,7 +39,7 @@ from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import DEVICE_PARTS, GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory
-from verl.planning.shapes import CoreLayout, ModelShape
+from verl.planning.shapes import MegatronLayout, ModelShape
 
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
 # Measured: a process on a GPU (driver context, library workspaces), and NCCL buffers if there are several ranks.
@@ -94,7 +94,7 @@ def supervised_memory_plan(
 
 def _validation_engine(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, resident: float
-) -> EngineMemory | None:
+) -> EngineFootprint | None:
     """Memory of the engine that generates validation responses; None if there are no validation prompts.
 
     It keeps its graphs between validations.
@@ -102,7 +102,7 @@ def _validation_engine(
     if not isinstance(config, SFTConfig) or not config.data.val_prompt_files:
         return None
     rollout = config.rollout
-    return engine_memory(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resident)
+    return engine_footprint(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resident)
 
 
 def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
@@ -173,7 +173,7 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
         return MegatronModelMemory(
             shape=shape,
             core=shape.core,
-            layout=CoreLayout.from_config(megatron, world),
+            layout=MegatronLayout.from_config(megatron, world),
             kind=kind,
             compute_bytes=BYTES[megatron.dtype],
             frozen=not trains,

@@ -182,11 +182,11 @@ class CoreShape:
     @property
     def parameters(self) -> int:
         """Parameters of the whole causal LM."""
-        single_rank = CoreLayout(world=1)
+        single_rank = MegatronLayout(world=1)
         layers = sum(sum(self.layer_parameters(layer, single_rank)) for layer in range(self.layers))
         return int(layers) + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
 
-    def layer_parameters(self, layer: int, layout: CoreLayout) -> tuple[float, float]:
+    def layer_parameters(self, layer: int, layout: MegatronLayout) -> tuple[float, float]:
         """Parameters of a layer on one rank: outside the experts, and of its experts."""
         dense = self.attention / layout.tp + self.replicated
         if not self.is_sparse(layer):
@@ -197,7 +197,7 @@ class CoreShape:
 
 
 @dataclass(frozen=True)
-class CoreLayout:
+class MegatronLayout:
     """Parallel sizes of a model on the megatron engine."""
 
     world: int
@@ -214,7 +214,7 @@ class CoreLayout:
     last: int | None = None
 
     @classmethod
-    def from_config(cls, config: MegatronConfig, world: int) -> CoreLayout:
+    def from_config(cls, config: MegatronConfig, world: int) -> MegatronLayout:
         first, last = config.outer_stages()
         return cls(
             world=world,

@@ -16,7 +16,7 @@ from verl.planning.check import check_memory
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.plan import memory_plan
-from verl.planning.shapes import CoreLayout, CoreShape, ModelShape
+from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALL = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -29,10 +29,10 @@ CONFIGS = {
     "mixtral": AutoConfig.for_model("mixtral", **SMALL, num_local_experts=4),
 }
 LAYOUTS = {
-    "one": CoreLayout(world=1),
-    "tp2 pp2": CoreLayout(world=8, tp=2, pp=2, etp=2),
-    "tp4 pp2 vpp2": CoreLayout(world=8, tp=4, pp=2, vpp=2, etp=1, ep=2),
-    "uneven": CoreLayout(world=4, pp=4, first=1, last=3),
+    "one": MegatronLayout(world=1),
+    "tp2 pp2": MegatronLayout(world=8, tp=2, pp=2, etp=2),
+    "tp4 pp2 vpp2": MegatronLayout(world=8, tp=4, pp=2, vpp=2, etp=1, ep=2),
+    "uneven": MegatronLayout(world=4, pp=4, first=1, last=3),
 }
 QWEN_7B = AutoConfig.for_model(
     "qwen2",
@@ -42,14 +42,14 @@ QWEN_7B = AutoConfig.for_model(
 H100 = DeviceMemory("cuda", 80 * GB, "H100")
 
 
-def model_of(config, sizes: CoreLayout, **rest) -> MegatronModelMemory:
+def model_of(config, sizes: MegatronLayout, **rest) -> MegatronModelMemory:
     shape = ModelShape.from_config(config)
     assert shape is not None
     assert shape.core is not None
     return MegatronModelMemory(shape=shape, core=shape.core, layout=sizes, **rest)
 
 
-def counted(config, sizes: CoreLayout) -> float:
+def counted(config, sizes: MegatronLayout) -> float:
     """Parameters on the fullest stage, added up from the table by which weights are loaded."""
     arch = CoreArchitecture.of(config)
     stages = sizes.stages(arch.layers)
@@ -81,7 +81,7 @@ def test_the_whole_model_has_the_parameters_that_transformers_counts(family):
 
 
 def test_the_distributed_optimizer_divides_its_states_over_ranks_with_the_same_weights():
-    sizes = CoreLayout(world=16, tp=2, pp=2, cp=2, etp=1, ep=4)
+    sizes = MegatronLayout(world=16, tp=2, pp=2, cp=2, etp=1, ep=4)
     model = model_of(CONFIGS["qwen3_moe"], sizes)
     alone = replace(model, layout=replace(sizes, distributed_optimizer=False))
     assert sizes.copies == 4
@@ -92,16 +92,16 @@ def test_the_distributed_optimizer_divides_its_states_over_ranks_with_the_same_w
 
 
 def test_a_pipeline_holds_the_micro_batches_of_its_schedule():
-    plain, parts = CoreLayout(world=4, pp=4), CoreLayout(world=4, pp=4, vpp=2)
+    plain, parts = MegatronLayout(world=4, pp=4), MegatronLayout(world=4, pp=4, vpp=2)
     assert [plain.in_flight(stage, 16) for stage in range(4)] == [4, 3, 2, 1]
     assert plain.in_flight(0, 2) == 2, "no more than there are"
     assert [parts.in_flight(stage, 16) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
-    assert CoreLayout(world=1).in_flight(0, 16) == 1
+    assert MegatronLayout(world=1).in_flight(0, 16) == 1
     assert plain.bubble(9) == 3 / 12 == 2 * parts.bubble(9) * 21 / 24
 
 
 def test_layouts_and_recomputation_shrink_what_they_should():
-    plain = model_of(QWEN_7B, CoreLayout(world=8))
+    plain = model_of(QWEN_7B, MegatronLayout(world=8))
 
     def activations(model: MegatronModelMemory) -> float:
         return model.update(8192, 4096, 8)["activations"]
@@ -112,11 +112,11 @@ def test_layouts_and_recomputation_shrink_what_they_should():
     sizes = [activations(replace(plain, recompute=each)) for each in ({}, block, mlp, full)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0] / 8
-    tensor = replace(plain, layout=CoreLayout(world=8, tp=4, etp=4))
+    tensor = replace(plain, layout=MegatronLayout(world=8, tp=4, etp=4))
     assert activations(tensor) == pytest.approx(activations(plain) / 4, rel=0.02)
     half = replace(tensor, layout=replace(tensor.layout, sequence_parallel=False))
     assert activations(tensor) < activations(half) < activations(plain)
-    staged = replace(plain, layout=CoreLayout(world=8, pp=4))
+    staged = replace(plain, layout=MegatronLayout(world=8, pp=4))
     assert activations(staged) == pytest.approx(activations(plain), rel=0.1), "a quarter of the layers, four passes"
     assert tensor.update(8192, 4096, 8)["gradients"] == pytest.approx(plain.gradients() / 4, rel=0.01)
 
@@ -124,12 +124,12 @@ def test_layouts_and_recomputation_shrink_what_they_should():
 def test_what_ranks_send_in_a_step():
     tokens, hidden, layers = 1000, 3584, 28
     unit = 2 * hidden * tokens
-    sent = model_of(QWEN_7B, CoreLayout(world=16, tp=4, pp=2, cp=2, etp=4)).communication(tokens)
+    sent = model_of(QWEN_7B, MegatronLayout(world=16, tp=4, pp=2, cp=2, etp=4)).communication(tokens)
     assert sent["tensor"] == pytest.approx(unit * 3 / 4 * 2 * (layers / 2) * 5)
     assert sent["pipeline"] == pytest.approx(2 * unit / 4)
     assert sent["context"] == pytest.approx(tokens * 2 * (2 * 3584 + 2 * 512) / 4 / 2 * (layers / 2) * 2)
     assert sent["expert"] == 0
-    alone = model_of(QWEN_7B, CoreLayout(world=8)).communication(tokens)
+    alone = model_of(QWEN_7B, MegatronLayout(world=8)).communication(tokens)
     assert alone["data"] == pytest.approx(6 * 7 / 8 * 7.6e9, rel=0.01)
     assert not any(alone[kind] for kind in ("tensor", "pipeline", "context", "expert"))
 
