@@ -148,7 +148,7 @@ class Case:
 
 
 def kernel_rows(vocab: int, repeats: int) -> list[dict[str, object]]:
-    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
+    from verl.models.fused_head_kernel import logit_gradients, row_statistics
 
     device = torch.device("cuda")
     rows = rows_per_chunk(10**6, vocab, 4, "cuda")

@@ -13,7 +13,7 @@ import torch
 from tests.engines.engines import MODELS
 from tests.support.engine_cases import DEVICE
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from verl.models.routing import note_routes
+from verl.models.routing import record_routes
 from verl.types.request import Output, Request, SamplingParams
 
 PROMPTS = [[10, 20, 30, 40], [9] * 11, list(range(60, 100))]
@@ -185,7 +185,7 @@ def test_experts_are_transformers_or_it_is_said_why_the_engine_cannot_say_them(
         return
     engine = start("experts", return_routed_experts=True)
     model, seen = tiny_model(**MODELS["experts"]), {}
-    note_routes(model, seen.__setitem__)
+    record_routes(model, seen.__setitem__)
     for prompt, output in zip(PROMPTS, ask(engine, GREEDY), strict=True):
         logits_of(model, prompt, output)
         wanted = torch.stack([seen[layer] for layer in sorted(seen)], dim=1)[:-1]

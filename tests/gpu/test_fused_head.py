@@ -41,7 +41,7 @@ def exact(logits, labels, temperature, adjust):
 @pytest.mark.parametrize("vocab", [2, 37, 8192, 50_257, QWEN_VOCAB])
 @pytest.mark.parametrize("adjust", ADJUSTMENTS)
 def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
-    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
+    from verl.models.fused_head_kernel import logit_gradients, row_statistics
 
     rows, temperature = 19, 0.7
     logits = padded(rows, vocab, dtype)
@@ -67,7 +67,7 @@ def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
 
 
 def test_tokens_that_cannot_occur_add_nothing_and_what_is_not_a_number_stays_so():
-    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
+    from verl.models.fused_head_kernel import logit_gradients, row_statistics
 
     logits = padded(3, 9001, torch.bfloat16)
     logits[0, 100:9000] = -torch.inf

@@ -20,7 +20,7 @@ LENGTHS = (1, 200, 37, 512, 64)
 
 
 def packing_of(lengths):
-    packing = Packing.of(lengths)
+    packing = Packing.from_lengths(lengths)
     return packing.with_starts(packing.cu_seqlens.to(CUDA))
 
 
@@ -60,7 +60,9 @@ def test_grouped_attention_on_the_gpu_is_that_of_the_cpu():
     for window, softcap in ((None, None), (50, None), (50, 2.0)):
         query, key, value = (part[0].transpose(0, 1) for part in inputs)
         found = grouped_attention(query, key, value, packing_of(LENGTHS), 0.2, window, softcap)
-        wanted = grouped_attention(query.cpu(), key.cpu(), value.cpu(), Packing.of(LENGTHS), 0.2, window, softcap)
+        wanted = grouped_attention(
+            query.cpu(), key.cpu(), value.cpu(), Packing.from_lengths(LENGTHS), 0.2, window, softcap
+        )
         torch.testing.assert_close(found.cpu(), wanted, atol=2e-3, rtol=2e-3)
 
 

@@ -16,7 +16,7 @@ from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
-from verl.models.routing import note_routes, routers
+from verl.models.routing import record_routes, routers
 from verl.types.request import Output, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ class Versions:
         for name, weight in model.state_dict().items():
             self.weights[name].copy_(weight)
         model.seen = {}
-        note_routes(model, model.seen.__setitem__)
+        record_routes(model, model.seen.__setitem__)
         self.models.append(model)
 
     def update(self) -> None:

@@ -145,7 +145,7 @@ def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
     """Weights or gradients by Hugging Face name, put together from all ranks' parts. After gradients, no step."""
     from megatron.core.distributed import finalize_model_grads
 
-    from verl.models.core.weight_map import shard_slices, weight_map
+    from verl.models.megatron_core import shard_slices, weight_map
     from verl.workers.engine.megatron.model import global_names
 
     layout, table = engine.layout, {weight.name: weight for weight in weight_map(engine.arch, engine.kind)}

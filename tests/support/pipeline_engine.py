@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.forward import front_rows
 from verl.models.loading import pretrained_model, read_config
+from verl.models.packing import right_padded_rows
 from verl.protocol import DataProto
 from verl.types.weights import TensorSlice, TensorSpec
 from verl.utils.balancing import COST_PER_TOKEN
@@ -127,7 +127,7 @@ class PipelineEngine:
 
     def _rows(self, part):
         width = part.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
-        return front_rows(part.batch["input_ids"], part.batch["attention_mask"], width)
+        return right_padded_rows(part.batch["input_ids"], part.batch["attention_mask"], width)
 
     def _hidden(self, rows):
         """What the first stage gives to the last."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
-from verl.models.routing import note_routes, routers
+from verl.models.routing import record_routes, routers
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 
@@ -46,7 +46,7 @@ def told_experts(data: DataProto, layers: int, experts: int, chosen: int) -> tor
 def own_experts(model: Any, data: DataProto, told: torch.Tensor) -> torch.Tensor:
     """[B, P+R, layers, k] as the routers of transformers choose, row by row; `UNKNOWN` elsewhere."""
     seen: dict[int, torch.Tensor] = {}
-    note_routes(model, seen.__setitem__)
+    record_routes(model, seen.__setitem__)
     table = torch.full_like(told, UNKNOWN)
     for place, ids, mask in zip(table, data.batch["input_ids"], data.batch["attention_mask"].bool(), strict=True):
         with torch.no_grad():

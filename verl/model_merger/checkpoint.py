@@ -13,7 +13,7 @@ from typing import Any
 from verl.model_merger import MergeOptions
 from verl.model_merger.formats import METADATA, core_folder, core_tensors, dcp_tensors, rank_files, shard_tensors
 from verl.model_merger.lazy_tensors import AdaptedTensor, LazyTensor, folder_tensors
-from verl.models.loading import ModelKind, refuse_hub_kernels
+from verl.models.loading import ModelKind, reject_hub_kernels
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import MANIFEST, damaged_files, read_manifest
 from verl.workers.engine.common.checkpoint_compatibility import MODEL_JSON
@@ -112,7 +112,7 @@ def _config(config_folder: Path | None, info: Mapping[str, Any], options: MergeO
     if config_folder is not None:
         config = AutoConfig.from_pretrained(config_folder, trust_remote_code=options.trust_remote_code)
         if not options.trust_remote_code:
-            refuse_hub_kernels(config, str(config_folder))
+            reject_hub_kernels(config, str(config_folder))
     elif info.get("config"):
         fields = dict(info["config"])
         config = type(AutoConfig.for_model(fields.pop("model_type"))).from_dict(fields)

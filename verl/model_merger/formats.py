@@ -21,9 +21,8 @@ from verl.model_merger.lazy_tensors import (
     assemble,
     read_torch_file,
 )
-from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.weight_map import shard_slices, weight_map
 from verl.models.loading import ModelKind
+from verl.models.megatron_core import CoreArchitecture, shard_slices, weight_map
 from verl.utils.safe_pickle import Record
 from verl.workers.engine.common.dcp_reader import METADATA, StoredChunk, read_folder
 
@@ -218,7 +217,7 @@ def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, 
     Core need not be installed: its files are those of torch, and their weights are independent of the layout.
     """
     stored = _without_prefix(folder, dcp_tensors(folder))
-    arch = CoreArchitecture.of(hf_config)
+    arch = CoreArchitecture.from_config(hf_config)
     pieces: dict[str, list[TensorPiece]] = {}
     for weight in weight_map(arch, kind):
         if weight.copy_of is not None:

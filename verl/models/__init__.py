@@ -1,1 +1,1 @@
-"""Hugging Face models as training sees them: loading, the forward pass without padding, heads."""
+"""Hugging Face models for training: loading, LoRA, packed forward pass, output heads, sequence parallelism."""

@@ -1,13 +1,12 @@
-"""One forward pass over padded rows: padding is taken out before, and fields are put back at response columns after.
+"""ResponseModel: a forward pass over rows without left padding, with results scattered to response columns.
 
-Nothing of padding reaches the model. Packed rows have none left. Where a model cannot attend packed, each row's tokens
-move to the front: padding only follows, so a causal model needs no attention mask and runs the fast kernels.
+Rows are packed (`PackedRows`), or, if a model does not support packed attention, padded on the right
+(`RightPaddedRows`), so that a causal model needs no attention mask and can use fast kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,66 +14,24 @@ from torch import nn
 
 from verl.models.fused_head import label_statistics
 from verl.models.heads import head_weights, logit_adjustment, logit_head
-from verl.models.packing import PackedRows, TokenRows, refuse_lone_responses
-from verl.models.sharing import SharedRows
+from verl.models.packing import PackedRows, RightPaddedRows, SequenceParallelRows
 from verl.models.top_tokens import TopTokens, top_tokens
-from verl.utils.device import copy_to_device
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy", "other_log_probs", "top_ids", "top_log_probs"),
     "value": ("values", "last_value"),
     "sequence_classification": ("scores",),
 }
-# One number per row; all others have one per response token, or several: `other_log_probs`, of tokens that the rows
-# name beside each, and `top_ids` with `top_log_probs`, the likeliest ones.
+# Fields with one number per row; others have one per response token, or K: `other_log_probs` of the alternative tokens
+# in `labels`, `top_ids` and `top_log_probs` of the most likely tokens.
 FIELDS_OF_ROWS = ("scores", "last_value")
 
-
-@dataclass(frozen=True, kw_only=True)
-class FrontRows(TokenRows):
-    """Rows with their attended tokens in front, as wide as the longest."""
-
-    attention_mask: torch.Tensor
-    """[b, n]."""
-
-    def to(self, device: torch.device) -> FrontRows:
-        """Without waiting for it."""
-        return FrontRows(**dict(zip(vars(self), copy_to_device(list(vars(self).values()), device), strict=True)))
-
-
-Rows: TypeAlias = "FrontRows | PackedRows"
-"""What a forward pass takes."""
-
-
-def front_rows(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, response_length: int = 0, pad_token_id: int = 0
-) -> FrontRows:
-    """`input_ids`, `attention_mask` [b, P+R] -> the rows without their padding; the last R columns are responses."""
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=1)
-    longest = max(1, int(lengths.max())) if len(lengths) else 1
-    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
-    attended = torch.arange(longest) < lengths[:, None]
-    ids = torch.where(attended, input_ids.gather(1, order), pad_token_id)
-    place = mask.long().cumsum(dim=1) - 1
-    first = mask.shape[1] - response_length
-    rows, columns = mask[:, first:].nonzero(as_tuple=True)
-    in_row = place[rows, first + columns]
-    refuse_lone_responses(rows, in_row)
-    starts = torch.arange(len(mask)) * longest
-    return FrontRows(
-        input_ids=ids,
-        attention_mask=attended.long(),
-        rows=rows,
-        columns=columns,
-        before=starts[rows] + in_row - 1,
-        labels=input_ids[rows, first + columns],
-        last=starts + lengths.clamp(min=1) - 1,
-    )
+Rows: TypeAlias = "RightPaddedRows | PackedRows"
+"""Input of a forward pass."""
 
 
 class ResponseModel(nn.Module):
-    """A Hugging Face model (or ValueModel) whose forward pass gives per-token fields at response columns.
+    """A Hugging Face model (or ValueModel) whose forward pass returns per-token fields at response columns.
 
     It is the root module that an engine shards: heads run inside its forward pass, where their weights are gathered.
     """
@@ -85,15 +42,15 @@ class ResponseModel(nn.Module):
         self.kind = kind
         config = self.hf.config
         self.pad_token_id = getattr(config.get_text_config(), "pad_token_id", None) or 0
-        check_labels(kind, config)
+        check_single_label(kind, config)
 
     def forward(
         self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0, top_k: int = 0
     ) -> dict[str, torch.Tensor]:
-        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b]; `top_ids` and
-        `top_log_probs` [b, R, `top_k`], without gradients.
+        """Return the named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b]; `top_ids`
+        and `top_log_probs` [b, R, `top_k`], without gradients.
 
-        Two more, for trials: `hidden` [tokens, H] and, of rows with padding, `head_gap` as one number.
+        Two more for `model_checks`: `hidden` [tokens, H] and, of rows with padding, the scalar `head_gap`.
         """
         if "head_gap" in fields:
             return {"head_gap": self._head_gap(rows)}
@@ -109,17 +66,17 @@ class ResponseModel(nn.Module):
         adjust = logit_adjustment(self.hf.config)
         if top_k:
             top = top_tokens(hidden, weight, rows.labels, temperature, top_k, bias=bias, adjust=adjust)
-            found = top_fields(top)
+            per_token = top_token_fields(top)
         else:
-            found = label_fields(
+            per_token = label_statistics_fields(
                 *label_statistics(
                     hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
                 )
             )
-        return {name: scattered(found[name], rows, shape) for name in fields}
+        return {name: scatter_to_responses(per_token[name], rows, shape) for name in fields}
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
-        """[tokens, H], in the order of the flattened `rows.input_ids`."""
+        """Return hidden states [tokens, H] in the order of the flattened `rows.input_ids`."""
         packed = {"position_ids": rows.position_ids, "packing": rows.packing} if isinstance(rows, PackedRows) else {}
         output = self.hf.base_model(input_ids=rows.input_ids, use_cache=False, **packed)
         return output.last_hidden_state.flatten(0, 1)
@@ -127,63 +84,65 @@ class ResponseModel(nn.Module):
     def _values(
         self, hidden: torch.Tensor, rows: Rows, fields: Sequence[str], shape: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """Of the states before the response tokens and, if asked for, after each row's last token; one pass of the head
-        for both: its weights are gathered once."""
+        """Return values of the states before response tokens and, if `last_value` is a field, after each row's last
+        token. The head is called once for both, so that its weights are gathered once."""
         if "last_value" not in fields:
-            return {"values": scattered(self._scored(hidden, rows.before), rows, shape)}
-        before, last = self._scored(hidden, torch.cat([rows.before, rows.last])).split(
+            return {"values": scatter_to_responses(self._score(hidden, rows.before), rows, shape)}
+        before, last = self._score(hidden, torch.cat([rows.before, rows.last])).split(
             [len(rows.before), len(rows.last)]
         )
-        found = {"values": scattered(before, rows, shape), "last_value": of_rows(last, rows)}
-        return {name: found[name] for name in fields}
+        results = {"values": scatter_to_responses(before, rows, shape), "last_value": gather_row_values(last, rows)}
+        return {name: results[name] for name in fields}
 
-    def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What the head gives for the states at `places` [n]."""
-        return self.hf.score(hidden.index_select(0, places)).squeeze(-1).float()
+    def _score(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Apply the head to the states at `index` [n]."""
+        return self.hf.score(hidden.index_select(0, index)).squeeze(-1).float()
 
     def _head_gap(self, rows: Rows) -> torch.Tensor:
-        """How far our logits are from those of the model's own forward pass, relative to the largest."""
+        """Return the maximum difference between `logit_head` and the logits of the model's forward pass, relative to the
+        largest logit."""
         ours = logit_head(self.hf)(self._hidden(rows))
         own = self.hf(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1).float()
         return (ours - own).abs().max() / own.abs().max().clamp(min=1e-6)
 
     def _scores(self, rows: Rows) -> torch.Tensor:
-        if hasattr(self.hf, "score"):  # a decoder: its last token has read everything
-            return of_rows(self._scored(self._hidden(rows), rows.last), rows)
-        assert isinstance(rows, FrontRows), "an encoder runs with padding"
+        if hasattr(self.hf, "score"):  # a decoder: only the last token attends to the whole row
+            return gather_row_values(self._score(self._hidden(rows), rows.last), rows)
+        assert isinstance(rows, RightPaddedRows), "an encoder runs with padding"
         logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
 
 
-def label_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
-    """What `label_statistics` found, by field; of labels [N, 1 + K] the first is the token's own."""
+def label_statistics_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
+    """Return results of `label_statistics` by field; of labels [N, 1 + K] the first is the response token."""
     if log_probs.dim() == 1:
         return {"log_probs": log_probs, "entropy": entropy}
     return {"log_probs": log_probs[:, 0], "other_log_probs": log_probs[:, 1:], "entropy": entropy}
 
 
-def top_fields(top: TopTokens) -> dict[str, torch.Tensor]:
-    """What `top_tokens` found, by field."""
+def top_token_fields(top: TopTokens) -> dict[str, torch.Tensor]:
+    """Return results of `top_tokens` by field."""
     return {"log_probs": top.log_probs, "top_ids": top.ids, "top_log_probs": top.top_log_probs}
 
 
-def check_labels(kind: str, config: Any) -> None:
-    """ValueError for a classifier that gives several numbers."""
+def check_single_label(kind: str, config: Any) -> None:
+    """Raise ValueError for a classifier with several labels."""
     if kind == "sequence_classification" and config.num_labels != 1:
         raise ValueError(
-            f"reward_model.path: the model has {config.num_labels} labels; a score is one number. "
-            "Give a model with num_labels=1."
+            f"reward_model.path: the model has {config.num_labels} labels, but a reward model needs one. "
+            "Use a model with num_labels=1."
         )
 
 
-def of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[b]: those that ranks which share the rows found, too. Never a view, which loses FSDP's hook if it is written."""
-    return rows.of_rows(values) if isinstance(rows, SharedRows) else values.clone()
+def gather_row_values(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return one value per row [b], gathered from sequence-parallel ranks. Never a view, because an in-place write to a
+    view would remove FSDP's backward hook."""
+    return rows.gather_rows(values) if isinstance(rows, SequenceParallelRows) else values.clone()
 
 
-def scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
-    """[N, …] -> [b, R, …] with 0 elsewhere; only real positions are part of the graph."""
-    if isinstance(rows, SharedRows):
-        values = rows.of_responses(values)
-    empty = torch.zeros((*shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
-    return empty.index_put((rows.rows, rows.columns), values)
+def scatter_to_responses(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
+    """Scatter values of response tokens [N, …] to [b, R, …], 0 elsewhere."""
+    if isinstance(rows, SequenceParallelRows):
+        values = rows.gather_responses(values)
+    zeros = torch.zeros((*shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
+    return zeros.index_put((rows.rows, rows.columns), values)

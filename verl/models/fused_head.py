@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies straight from hidden states: logits exist for a chunk of rows at a time, never whole.
+"""Log-probs and entropies computed from hidden states in chunks, without materializing all logits.
 
-The backward pass computes each chunk's logits again and turns them into their gradient, so a call keeps only its inputs
-and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
+The backward pass recomputes the logits of each chunk and replaces them by their gradient, so a call saves only its
+inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
 
-Logits are never rounded to half precision: at 32 and above bfloat16 knows only every fourth of a unit, and two engines
-that round on their own disagree by 1.5 % about the probability of a token.
+Logits are never rounded to half precision: above 32, bfloat16 has a spacing of 0.25, and rounding logits changes
+probabilities by up to 1.5 % between engines.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch.autograd.function import once_differentiable
 
 from verl.models.heads import LogitAdjustment, wide_product
 
-# One chunk of float32 logits. On CUDA large enough that the matmuls run at full speed and that adding up the weight's
-# gradient, a read and a write of float32 [vocab, H] per chunk, stays small beside them. On CPU the same holds from
-# 32 MB on, and beyond 64 MB the passes over the chunk get slower.
+# Bytes of a chunk of float32 logits. On CUDA large enough that matmuls run at full speed, and that accumulating the
+# gradient of the weight (a read and a write of float32 [vocab, H] per chunk) is cheap in comparison. On CPU the same
+# holds from 32 MB on, and above 64 MB the passes over the chunk get slower.
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
-# Rows of the tiles that matmul kernels work in.
+# Rows of a matmul tile.
 _TILE_ROWS = 128
-# Rows of logits begin at multiples of so many elements, which vector loads and matmul kernels want.
+# Alignment of rows of logits in elements, for vector loads and matmul kernels.
 _ROW_MULTIPLE = 16
-# exp of it is 0 in every float type, and 0 times it is 0: stands for -inf, which would give NaN.
-_LOWEST_LOG_P = -1e4
+# Instead of -inf, which would result in NaN: its exp is 0 in every float type, and 0 times it is 0.
+_MIN_LOG_PROB = -1e4
 
 
 class RowStatistics(NamedTuple):
-    """The softmax of rows of logits, or of a part of their vocabulary; [rows] each, of x = adjusted logit / T."""
+    """Softmax statistics of rows of logits, or of a part of the vocabulary; [rows] each; x = adjusted logit / T."""
 
     highest: torch.Tensor
     """max x."""
     total: torch.Tensor
     """sum of exp(x - highest)."""
     weighted: torch.Tensor
-    """sum of exp(x - highest) (x - highest); unset unless the entropy is wanted."""
+    """sum of exp(x - highest) (x - highest); undefined without `with_entropy`."""
     label: torch.Tensor
-    """x of the label; -inf when it is not in this part."""
+    """x of the label; -inf if it is not in this part of the vocabulary."""
 
     def log_total(self) -> torch.Tensor:
         """log of the sum of exp(x)."""
@@ -50,14 +50,14 @@ class RowStatistics(NamedTuple):
         return (self.label - self.highest) - self.total.log()
 
     def log_probs_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Of others than the label: x [rows, K]."""
+        """Log-probs of other tokens with logits x [rows, K]."""
         return (x - self.highest[:, None]) - self.total.log()[:, None]
 
     def entropy(self) -> torch.Tensor:
         return self.total.log() - self.weighted / self.total
 
-    def across(self, group: dist.ProcessGroup) -> RowStatistics:
-        """The statistics of the whole vocabulary, of which each rank of `group` has a part; the same on every rank."""
+    def all_reduce(self, group: dist.ProcessGroup) -> RowStatistics:
+        """Return the statistics of the whole vocabulary, of which each rank of `group` has a part."""
         tops = torch.stack([self.highest, self.label])
         dist.all_reduce(tops, dist.ReduceOp.MAX, group)
         lower = self.highest - tops[0]
@@ -76,58 +76,57 @@ def label_statistics(
     bias: torch.Tensor | None = None,
     adjust: LogitAdjustment | None = None,
     chunk_rows: int | None = None,
-    shared_by: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of `labels` [N] at `hidden` [N, H] under the head `weight` [vocab, H], and the entropy: [N] each.
+    """Return the log-probs of `labels` [N] at `hidden` [N, H] with the head `weight` [vocab, H], and entropies [N].
 
-    Labels may be [N, K], and their log-probabilities are then; -inf for those that no row of the head stands for.
-    The inputs are multiplied in their dtype; logits and all that follows are float32 (float64 for such inputs).
-    `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no second derivatives.
-    Where the vocabulary is shared by the ranks of a group, `weight` and `bias` are this rank's part (maybe none of it),
-    labels count from its beginning, and hidden states are the same on every rank, as are their gradients.
+    Labels, and then log-probs, may be [N, K]; labels outside the vocabulary have log-prob -inf. Inputs are multiplied
+    in their dtype; logits and results are float32 (float64 for float64 inputs). `adjust` is applied before
+    `temperature`. `hidden`, `weight` and `bias` get gradients; second derivatives are not supported. With
+    `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part (possibly empty), labels
+    are relative to its start, and hidden states and their gradients are the same on every rank.
     """
     rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), _wide(hidden.dtype).itemsize, hidden.device.type)
     return _LabelStatistics.apply(
-        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows, shared_by
+        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows, vocab_group
     )
 
 
 def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -> int:
-    """How many of `rows` rows of logits to hold at once: chunks of one size, within the budget, whole tiles."""
-    most = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, vocab * element_size))
-    tile = _TILE_ROWS if most >= _TILE_ROWS else 1
-    most -= most % tile
-    chunks = max(1, -(-rows // most))
+    """Return the rows per chunk: chunks of equal size within `CHUNK_BYTES`, a multiple of the tile size."""
+    limit = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, vocab * element_size))
+    tile = _TILE_ROWS if limit >= _TILE_ROWS else 1
+    limit -= limit % tile
+    chunks = max(1, -(-rows // limit))
     return -(-rows // (chunks * tile)) * tile or 1
 
 
 def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> int:
-    """The most that a chunk of the logits of up to `rows` rows takes; `element_size` is that of what the head
-    multiplies."""
+    """Return the maximum size of a chunk of logits of `rows` rows; `element_size`: of the inputs of the head."""
     return min(rows * vocab * max(4, element_size), CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]))
 
 
-def statistics_into(
-    planes: torch.Tensor,
+def write_statistics(
+    out: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
     temperature: float,
     adjust: LogitAdjustment,
     with_entropy: bool,
 ) -> None:
-    """`RowStatistics` of `logits` [rows, vocab], which may be overwritten, into its planes [4, rows]."""
+    """Write the `RowStatistics` of `logits` [rows, vocab], which may be overwritten, to `out` [4, rows]."""
     if _has_kernels(logits):
-        from verl.models.kernels.label_statistics import row_statistics
+        from verl.models.fused_head_kernel import row_statistics
 
-        row_statistics(logits, labels, planes, temperature, adjust.scale, adjust.softcap, with_entropy)
+        row_statistics(logits, labels, out, temperature, adjust.scale, adjust.softcap, with_entropy)
     else:
-        torch.stack(chunk_statistics(logits, labels, temperature, adjust, with_entropy), out=planes)
+        torch.stack(chunk_statistics(logits, labels, temperature, adjust, with_entropy), out=out)
 
 
 def chunk_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
 ) -> RowStatistics:
-    """The statistics of `logits` [rows, vocab], which are overwritten; labels may lie outside this vocabulary."""
+    """Return the statistics of `logits` [rows, vocab], which are overwritten; labels may be outside the vocabulary."""
     x = scaled_(logits, temperature, adjust)
     inside = (labels >= 0) & (labels < x.shape[1])
     label = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
@@ -136,16 +135,18 @@ def chunk_statistics(
     x.sub_(highest[:, None])
     if not with_entropy:
         return RowStatistics(highest, x.exp_().sum(dim=1), torch.zeros_like(highest), label)
-    share = x.clamp_(min=_LOWEST_LOG_P).exp()
+    share = x.clamp_(min=_MIN_LOG_PROB).exp()
     weighted = torch.bmm(share[:, None], x[:, :, None])[:, 0, 0]
     return RowStatistics(highest, share.sum(dim=1), weighted, label)
 
 
-def at_labels(logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
-    """Adjusted logits / temperature of `labels` [rows, K]; -inf where they lie outside this vocabulary."""
+def logits_at_labels(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment
+) -> torch.Tensor:
+    """Return adjusted logits / temperature of `labels` [rows, K]; -inf for labels outside the vocabulary."""
     inside = (labels >= 0) & (labels < logits.shape[1])
-    found = scaled_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
-    return torch.where(inside, found, -torch.inf)
+    x = scaled_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
+    return torch.where(inside, x, -torch.inf)
 
 
 def chunk_gradients_(
@@ -158,11 +159,11 @@ def chunk_gradients_(
     temperature: float,
     adjust: LogitAdjustment,
 ) -> torch.Tensor:
-    """The gradient with respect to `logits` [rows, vocab], which are float32 or float64, in their place; labels and
-    their gradients [rows] or [rows, K], all others [rows].
+    """Replace `logits` [rows, vocab] (float32 or float64) by their gradient; labels and their gradients are [rows] or
+    [rows, K], all others [rows].
 
-    With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times what adjustment and
-    temperature do to a small change. Log-totals and entropies are those of the whole vocabulary.
+    With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times the derivative of adjustment
+    and temperature. `log_total` and `entropy` are of the whole vocabulary.
     """
     x = scaled_(logits, temperature, adjust)
     slope = None
@@ -174,9 +175,9 @@ def chunk_gradients_(
         x.exp_().mul_(-d_log_probs.sum(dim=1, keepdim=True))
     else:
         d_entropy = d_entropy * (adjust.scale / temperature)
-        p = x.clamp_(min=_LOWEST_LOG_P).exp()
+        p = x.clamp_(min=_MIN_LOG_PROB).exp()
         x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs.sum(dim=1, keepdim=True)).mul_(p).neg_()
-    _add_at_(x, labels, d_log_probs)
+    _add_at_labels_(x, labels, d_log_probs)
     return x if slope is None else x.mul_(slope)
 
 
@@ -191,20 +192,20 @@ def _kernel_gradients(
     temperature: float,
     adjust: LogitAdjustment,
 ) -> None:
-    """The same into `d_logits`, which may be `logits`, by a kernel that knows of one label per row: of several it is
-    told none, and what it wrote at their places is written anew."""
-    from verl.models.kernels.label_statistics import logit_gradients
+    """Write the same to `d_logits`, which may be `logits`, with a kernel that supports one label per row: with several,
+    it is called without labels, and its results at their columns are overwritten."""
+    from verl.models.fused_head_kernel import logit_gradients
 
     statistics = (labels, log_total, entropy, d_log_probs, d_entropy)
-    at_several = None
+    label_gradients = None
     if labels.dim() > 1:
-        at_several = gradients_at_labels(logits, *statistics, temperature, adjust)
-        nowhere = labels.new_full((len(labels),), -1)
-        statistics = (nowhere, log_total, entropy, d_log_probs.sum(dim=1), d_entropy)
+        label_gradients = gradients_at_labels(logits, *statistics, temperature, adjust)
+        no_label = labels.new_full((len(labels),), -1)
+        statistics = (no_label, log_total, entropy, d_log_probs.sum(dim=1), d_entropy)
     logit_gradients(logits, d_logits, *statistics, temperature, adjust.scale, adjust.softcap)
-    if at_several is not None:
-        columns, found = at_several
-        d_logits.scatter_(1, columns, found.to(d_logits.dtype))
+    if label_gradients is not None:
+        columns, gradients = label_gradients
+        d_logits.scatter_(1, columns, gradients.to(d_logits.dtype))
 
 
 def gradients_at_labels(
@@ -217,28 +218,28 @@ def gradients_at_labels(
     temperature: float,
     adjust: LogitAdjustment,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of `logits` [rows, vocab], among them those of all `labels` [rows, K], and `chunk_gradients_` there:
-    [rows, K] each. At a token that is nearly certain -p and the label's part all but cancel: rounding comes after the
-    sum."""
+    """Return columns of `logits` [rows, vocab] that include all `labels` [rows, K], and `chunk_gradients_` there:
+    [rows, K] each. They are computed before rounding, because for nearly certain tokens -p and the gradient of the
+    label almost cancel."""
     inside = (labels >= 0) & (labels < logits.shape[1])
-    # A column that comes several times has its sum at the first of its places, and every place says the same.
+    # The gradient of a column that occurs several times is summed at its first occurrence, and copied to the others.
     columns, order = torch.where(inside, labels, 0).sort(dim=1)
     first = torch.searchsorted(columns, columns)
-    places = torch.where(inside.gather(1, order), first, -1)
-    found, pulls = logits.gather(1, columns), d_log_probs.gather(1, order)
-    found = chunk_gradients_(found, places, log_total, entropy, pulls, d_entropy, temperature, adjust)
-    return columns, found.gather(1, first)
+    label_columns = torch.where(inside.gather(1, order), first, -1)
+    values, d_labels = logits.gather(1, columns), d_log_probs.gather(1, order)
+    gradients = chunk_gradients_(values, label_columns, log_total, entropy, d_labels, d_entropy, temperature, adjust)
+    return columns, gradients.gather(1, first)
 
 
-def _add_at_(x: torch.Tensor, labels: torch.Tensor, values: torch.Tensor) -> None:
-    """x[row, label] += value, of `labels` [rows] or [rows, K] that lie inside, `values` [rows, K]."""
+def _add_at_labels_(x: torch.Tensor, labels: torch.Tensor, values: torch.Tensor) -> None:
+    """x[row, label] += value for `labels` [rows] or [rows, K] inside the vocabulary; `values` [rows, K]."""
     labels = labels.reshape(len(x), -1)
     inside = (labels >= 0) & (labels < x.shape[1])
     x.scatter_add_(1, torch.where(inside, labels, 0), torch.where(inside, values, 0.0).to(x.dtype))
 
 
 class _LabelStatistics(torch.autograd.Function):
-    """hidden, weight, bias -> log_probs, entropy (None when not wanted)."""
+    """(hidden, weight, bias, …) -> (log_probs, entropy or None)."""
 
     @staticmethod
     def forward(
@@ -251,34 +252,35 @@ class _LabelStatistics(torch.autograd.Function):
         adjust: LogitAdjustment,
         with_entropy: bool,
         chunk_rows: int,
-        shared_by: dist.ProcessGroup | None,
+        vocab_group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, labels = hidden.contiguous(), labels.contiguous()
-        planes = empty_statistics(hidden, weight)
-        several = planes.new_full(labels.shape, -torch.inf) if labels.dim() > 1 else None
+        out = empty_statistics(hidden, weight)
+        label_logits = out.new_full(labels.shape, -torch.inf) if labels.dim() > 1 else None
         for rows, logits in logit_chunks(hidden, weight, bias, chunk_rows):
-            one = labels[rows]
-            if several is not None:
-                several[rows] = at_labels(logits, one, temperature, adjust)
-                one = one.new_full((len(one),), -1)
-            statistics_into(planes[:, rows], logits, one, temperature, adjust, with_entropy)
-        statistics = RowStatistics(*planes)
-        if shared_by is not None:
-            statistics = statistics.across(shared_by)
-            if several is not None:
-                dist.all_reduce(several, dist.ReduceOp.MAX, shared_by)
+            chunk_labels = labels[rows]
+            if label_logits is not None:
+                label_logits[rows] = logits_at_labels(logits, chunk_labels, temperature, adjust)
+                chunk_labels = chunk_labels.new_full((len(chunk_labels),), -1)
+            write_statistics(out[:, rows], logits, chunk_labels, temperature, adjust, with_entropy)
+        statistics = RowStatistics(*out)
+        if vocab_group is not None:
+            statistics = statistics.all_reduce(vocab_group)
+            if label_logits is not None:
+                dist.all_reduce(label_logits, dist.ReduceOp.MAX, vocab_group)
         entropy = statistics.entropy() if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_total(), entropy)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.adjust, ctx.chunk_rows, ctx.shared_by = temperature, adjust, chunk_rows, shared_by
-        return statistics.log_probs() if several is None else statistics.log_probs_of(several), entropy
+        ctx.temperature, ctx.adjust, ctx.chunk_rows, ctx.vocab_group = temperature, adjust, chunk_rows, vocab_group
+        log_probs = statistics.log_probs() if label_logits is None else statistics.log_probs_of(label_logits)
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_log_probs: torch.Tensor | None, d_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, log_total, entropy = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        totals = _Totals(hidden, weight, bias, wanted, one_chunk=len(hidden) <= ctx.chunk_rows)
+        needed = ctx.needs_input_grad[:3]
+        totals = _GradientSums(hidden, weight, bias, needed, one_chunk=len(hidden) <= ctx.chunk_rows)
         d_log_probs = log_total.new_zeros(labels.shape) if d_log_probs is None else d_log_probs.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
         for rows, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
@@ -292,57 +294,57 @@ class _LabelStatistics(torch.autograd.Function):
                 ctx.adjust,
             )
             if _has_kernels(logits):
-                d_logits = totals.place(logits)
+                d_logits = totals.buffer(logits)
                 _kernel_gradients(logits, d_logits, *statistics)
             else:
                 d_logits = chunk_gradients_(logits, *statistics).to(hidden.dtype)
             totals.add(rows, d_logits)
         d_hidden, d_weight, d_bias = totals.gradients()
-        if ctx.shared_by is not None and d_hidden is not None:
-            dist.all_reduce(d_hidden, group=ctx.shared_by)
+        if ctx.vocab_group is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=ctx.vocab_group)
         return (d_hidden, d_weight, d_bias, None, None, None, None, None, None)
 
 
-class _Totals:
-    """The gradients of hidden, weight and bias while chunks of the logits' gradient come in; unwanted ones are None."""
+class _GradientSums:
+    """Accumulates the gradients of hidden, weight and bias over chunks; those that are not `needed` are None."""
 
     def __init__(
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        wanted: tuple[bool, bool, bool],
+        needed: tuple[bool, bool, bool],
         one_chunk: bool,
     ) -> None:
         self._hidden, self._weight = hidden, weight
-        # Sums over chunks are float32 and rounded once; what is no sum needs no wider place.
+        # Sums over several chunks are float32 and rounded once.
         wide = weight.dtype if one_chunk else torch.promote_types(weight.dtype, torch.float32)
-        self._d_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._d_weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
-        self._d_bias = torch.zeros_like(bias, dtype=torch.promote_types(wide, torch.float32)) if wanted[2] else None
-        self._begun = False
-        self._place: torch.Tensor | None = None
+        self._d_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._d_weight = torch.empty_like(weight, dtype=wide) if needed[1] else None
+        self._d_bias = torch.zeros_like(bias, dtype=torch.promote_types(wide, torch.float32)) if needed[2] else None
+        self._started = False
+        self._buffer: torch.Tensor | None = None
 
-    def place(self, logits: torch.Tensor) -> torch.Tensor:
-        """Where a kernel writes the gradient of these logits, in the dtype it is multiplied in."""
+    def buffer(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for the gradient of these logits, in the dtype of the matmuls."""
         if logits.dtype == self._hidden.dtype:
             return logits
-        if self._place is None:  # the first chunk is the largest
-            self._place = self._hidden.new_empty(len(logits), logits.stride(0))
-        return self._place[: len(logits), : logits.shape[1]]
+        if self._buffer is None:  # the first chunk is the largest
+            self._buffer = self._hidden.new_empty(len(logits), logits.stride(0))
+        return self._buffer[: len(logits), : logits.shape[1]]
 
     def add(self, rows: slice, d_logits: torch.Tensor) -> None:
         if self._d_hidden is not None:
             torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
         if self._d_weight is not None:
-            _add_product(self._d_weight, d_logits.t(), self._hidden[rows], beta=1.0 if self._begun else 0.0)
+            _add_product(self._d_weight, d_logits.t(), self._hidden[rows], beta=1.0 if self._started else 0.0)
         if self._d_bias is not None:
             self._d_bias.add_(d_logits.sum(dim=0, dtype=self._d_bias.dtype))
-        self._begun = True
+        self._started = True
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         for total in (self._d_hidden, self._d_weight):
-            if total is not None and not self._begun:
+            if total is not None and not self._started:
                 total.zero_()
         dtype = self._weight.dtype
         sums = (None if total is None else total.to(dtype) for total in (self._d_weight, self._d_bias))
@@ -350,25 +352,26 @@ class _Totals:
 
 
 def empty_statistics(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The planes of `RowStatistics` for `hidden` [N, H]: [4, N], to be filled; of an empty vocabulary, its own."""
-    planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
-    if not len(weight):  # padding of the vocabulary, all of it
-        planes.copy_(planes.new_tensor([torch.finfo(planes.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
-    return planes
+    """Return an uninitialized tensor for the `RowStatistics` of `hidden` [N, H]: [4, N]; the statistics of no tokens if
+    this rank's part of the vocabulary is empty (only padding)."""
+    out = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+    if not len(weight):
+        out.copy_(out.new_tensor([torch.finfo(out.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
+    return out
 
 
 def logit_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their logits, at least float32; each chunk is written over the one before."""
+    """Yield rows and their logits, at least float32; every chunk uses the same memory."""
     vocab = len(weight)
     if not vocab:
         return
     width = -(-vocab // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    place = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
+    buffer = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
     for begin in range(0, len(hidden), chunk_rows):
         rows = slice(begin, min(begin + chunk_rows, len(hidden)))
-        logits = place[: rows.stop - begin]
+        logits = buffer[: rows.stop - begin]
         wide_product(hidden[rows], weight.t(), out=logits)
         if bias is not None:
             logits.add_(bias)
@@ -380,7 +383,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
-    """total = beta total + left @ right, multiplied in the factors' dtype and added in the total's."""
+    """total = beta * total + left @ right, multiplied in the dtype of the factors and added in that of `total`."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
     elif total.is_cuda:
@@ -390,7 +393,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, b
 
 
 def scaled_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
-    """Adjusted logits / temperature, at least float32; in place when `logits` are."""
+    """Return adjusted logits / temperature, at least float32; in place if `logits` are."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if adjust.scale != 1.0:
         x.mul_(adjust.scale)

@@ -1,4 +1,4 @@
-"""What stands on top of the hidden states: the vocabulary head as each model family has it, and the value head."""
+"""Output heads: the vocabulary head with the logit adjustments of each model family, and the value head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 class ValueModel(nn.Module):
-    """A bare transformer with a linear map to one number per token, under the names of a token classifier.
+    """A transformer with a linear head of one value per token, with the parameter names of a token classifier.
 
-    The head starts at 0 (every state is worth nothing yet) unless `head` gives `score.weight` and `score.bias`.
+    The head is initialized with 0, or with `score.weight` and `score.bias` of `head`.
     """
 
     def __init__(self, base: Any, head: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -28,8 +28,8 @@ class ValueModel(nn.Module):
             parameter = self.get_parameter(name)
             if parameter.shape != value.shape:
                 raise ValueError(
-                    f"model.path: {name} of the checkpoint has shape {tuple(value.shape)}, a value head needs "
-                    f"{tuple(parameter.shape)}. Give a model with one label, or one without a head."
+                    f"model.path: {name} of the checkpoint has shape {tuple(value.shape)}, but a value head needs "
+                    f"{tuple(parameter.shape)}. Use a model with one label, or one without a head."
                 )
             parameter.data.copy_(value)
 
@@ -39,18 +39,18 @@ class ValueModel(nn.Module):
 
 
 def head_weights(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [vocab, H] and bias [vocab] of the linear map from hidden states to logits, as they are now."""
+    """Return weight [vocab, H] and bias [vocab] or None of the linear output layer."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ValueError(
-            f"model.path: the output layer is a {type(linear).__name__}; log-probabilities are computed from a plain "
-            "linear one. Leave it out of model.target_modules (model.exclude_modules), or use another model."
+            f"model.path: the output layer is a {type(linear).__name__}, but log-probs need an nn.Linear. Remove it "
+            "from model.target_modules (model.exclude_modules), or use another model."
         )
     return linear.weight, linear.bias
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """left @ right, multiplied in their dtype and written in at least float32."""
+    """Return left @ right, multiplied in their dtype, with at least float32 results."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return torch.mm(left, right, out=out)
@@ -60,7 +60,7 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | No
 
 
 def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """hidden [N, H] -> float32 logits [N, vocab], exactly as the causal LM `model` computes them."""
+    """Return the function from hidden states [N, H] to float32 logits [N, vocab] of the causal LM `model`."""
     weight, bias = head_weights(model)
     adjusted = logit_adjustment(model.config)
 
@@ -73,7 +73,7 @@ def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class LogitAdjustment:
-    """What some models do to their float32 logits after the linear map: scale them, then hold them below a cap."""
+    """Adjustment of float32 logits after the output layer of some models: a scale, then a soft cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -85,7 +85,7 @@ class LogitAdjustment:
 
 
 def logit_adjustment(config: Any) -> LogitAdjustment | None:
-    """What a model of this config does to its logits; None: nothing."""
+    """Return the logit adjustment of a model with this config; None if it has none."""
     config = config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1.0

@@ -1,4 +1,4 @@
-"""Hugging Face models for training: their config, an empty copy on the meta device, and the real weights."""
+"""Load Hugging Face models for training: the config, a model on the meta device, and a model with its weights."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ _AUTO_CLASSES = {
     "sequence_classification": "AutoModelForSequenceClassification",
 }
 
-_HEAD = "score.weight"  # of a decoder that classifies
+_CLASSIFIER_HEAD = "score.weight"
 
 
 def read_config(path: str, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None) -> Any:
-    """The model's own config with `override_config` on top, and dropout off.
+    """Return the config of a model with `override_config` applied and dropout disabled unless it is overridden.
 
-    Dropout would give every token another probability each time it is looked at: the ratio of an unchanged policy
-    would not be 1. Set it in `override_config` to have it.
+    With dropout, the log-probs of two passes differ, and the ratio of an unchanged policy is not 1.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not trust_remote_code:
-        refuse_hub_kernels(config, path)
+        reject_hub_kernels(config, path)
     overrides = dict(override_config or {})
-    switch_dropout_off(config, keep=overrides)
+    disable_dropout(config, keep=overrides)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        # torch's fused attention has no soft-capping, and not every transformers version knows that.
+        # torch's fused attention has no soft-capping, which some versions of transformers ignore.
         overrides.setdefault("attn_implementation", "eager")
     for key, value in overrides.items():
         if not hasattr(config, key) and key != "attn_implementation":
             raise ValueError(
-                f"model.override_config: {config.model_type} has no {key!r}. Look into {path}/config.json for its keys."
+                f"model.override_config: {config.model_type} has no {key!r}. See {path}/config.json for its keys."
             )
         setattr(config, "_attn_implementation" if key == "attn_implementation" else key, value)
     return config
 
 
-def switch_dropout_off(config: Any, keep: Mapping[str, Any] | None = None) -> None:
-    """Every dropout probability of a config becomes 0, except those named in `keep`."""
+def disable_dropout(config: Any, keep: Mapping[str, Any] | None = None) -> None:
+    """Set all dropout probabilities of a config to 0, except those named in `keep`."""
     names = ("dropout", "pdrop", "dropout_prob", "drop_rate")
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in list(vars(part).items()):
@@ -58,33 +57,33 @@ def switch_dropout_off(config: Any, keep: Mapping[str, Any] | None = None) -> No
 
 
 def empty_model(config: Any, kind: ModelKind, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The model on the meta device: shapes and names, no memory."""
+    """Return the model on the meta device, without memory for weights."""
     with torch.device("meta"):
         model = _auto_class(kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         return ValueModel(model).to(dtype) if kind == "value" else model
 
 
 def pretrained_model(
-    path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False, learns: bool = False
+    path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False, trains: bool = False
 ) -> nn.Module:
-    """The model with its weights in host memory, in the dtype they are stored in.
+    """Return the model with its weights in host memory, in their stored dtype.
 
-    A classifier that `learns` may begin without a head (as a causal LM): it starts at 0, where all texts score alike.
+    If a classifier is trained (`trains`), its checkpoint may lack a head (a causal LM); it is initialized with 0.
     """
     auto = _auto_class(kind)
     for file in sorted(Path(path).glob("*.bin")):
-        if zipfile.is_zipfile(file):  # torch.load would inflate what is compressed, whatever its size
-            read_archive(file, lambda place: place, plain=True)
-    model, found = auto.from_pretrained(
+        if zipfile.is_zipfile(file):  # torch.load would decompress members of any size
+            read_archive(file, lambda location: location, plain=True)
+    model, loading_info = auto.from_pretrained(
         path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
     )
-    missing = set(found["missing_keys"])
-    if learns and kind == "sequence_classification" and missing == {_HEAD}:
-        nn.init.zeros_(model.get_parameter(_HEAD))
+    missing = set(loading_info["missing_keys"])
+    if trains and kind == "sequence_classification" and missing == {_CLASSIFIER_HEAD}:
+        nn.init.zeros_(model.get_parameter(_CLASSIFIER_HEAD))
     elif missing:
         raise ValueError(
-            f"model.path: {path} lacks weights of a {type(model).__name__}: {_some(missing)}. "
-            "Give a checkpoint of that kind of model."
+            f"model.path: {path} lacks weights of a {type(model).__name__}: {_list_names(missing)}. "
+            "Use a checkpoint of this model class."
         )
     if kind == "value":
         return ValueModel(model, stored_head(path))
@@ -92,7 +91,7 @@ def pretrained_model(
 
 
 def stored_head(path: str) -> dict[str, torch.Tensor]:
-    """`score.*` tensors of a local checkpoint (a critic's, or a reward model's); empty where there are none."""
+    """Return the `score.*` tensors of a local checkpoint (of a critic or reward model); empty if it has none."""
     from safetensors import safe_open
 
     head = {}
@@ -102,8 +101,9 @@ def stored_head(path: str) -> dict[str, torch.Tensor]:
     return head
 
 
-def refuse_hub_kernels(config: Any, path: str) -> None:
-    """A config can name an attention or experts implementation `owner/kernel`, which transformers fetches and runs."""
+def reject_hub_kernels(config: Any, path: str) -> None:
+    """Raise ValueError if a config names an attention or experts implementation `owner/kernel`, which transformers
+    would download and execute."""
     for name in ("_attn_implementation", "_experts_implementation"):
         for part in (config, config.get_text_config()):
             value = getattr(part, name, None)
@@ -122,6 +122,6 @@ def _auto_class(kind: ModelKind) -> Any:
     return getattr(transformers, _AUTO_CLASSES[kind])
 
 
-def _some(names: Any) -> str:
+def _list_names(names: Any) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

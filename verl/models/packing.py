@@ -1,6 +1,6 @@
-"""Rows without padding: the attended tokens of all rows, one after the other in a single row.
+"""Model inputs without left padding: rows packed into one, padded on the right, or split over sequence-parallel ranks.
 
-Everything here is worked out on the host, before anything moves, so that no pass waits for the device.
+Everything is computed on the host before it is copied, so that no pass has to wait for the device.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from verl.models.ulysses import SequenceParallel
 from verl.utils.device import copy_to_device
 
 Rows = TypeVar("Rows", bound="TokenRows")
 
-# Sequences are padded to the longest of their group: by up to a quarter, or by a few tokens, which cost less than
-# another call.
-_SIMILAR_SHARE = 0.75
-_SIMILAR_TOKENS = 32
+# Sequences of a group are padded to the longest: by up to a quarter, or by a few tokens, which cost less than another
+# call.
+_MIN_LENGTH_RATIO = 0.75
+_MAX_PADDING = 32
 
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Sequences of similar length as a rectangle."""
+    """Sequences of similar length as a rectangular batch."""
 
     width: int
-    """Tokens of its longest sequence."""
+    """Length of the longest sequence."""
     tokens: torch.Tensor | None
-    """[sequences * width] packed places; padding repeats the last token of its sequence. None: all, as they are."""
+    """[sequences * width] indices of packed tokens; padding repeats the last token of a sequence. None: all tokens."""
 
 
 class Packing:
-    """Where the sequences of one packed row begin; treat it as frozen.
+    """The boundaries of the sequences in a packed row; immutable.
 
-    No dataclass: FSDP takes those apart and builds them anew in front of every layer, and `groups` would be lost.
+    Not a dataclass: FSDP would copy it before every layer, and the cached `groups` would be lost.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class Packing:
         max_length: int,
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
-        """`cu_seqlens` int32 [S + 1]: where each sequence begins, then the number of tokens. `lengths`: the tokens of
-        each, at least 1. With `sequence_parallel` each rank of the group has its share of the tokens, and attention
-        exchanges heads for tokens.
+        """`cu_seqlens` int32 [S + 1]: start of each sequence, then the number of tokens. `lengths`: tokens of each, at
+        least 1. With `sequence_parallel` each rank of the group has a slice of the tokens, and attention exchanges
+        heads for tokens.
         """
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
@@ -57,8 +58,8 @@ class Packing:
         self.sequence_parallel = sequence_parallel
 
     @staticmethod
-    def of(lengths: Sequence[int]) -> Packing:
-        """Sequences of these lengths, on the host."""
+    def from_lengths(lengths: Sequence[int]) -> Packing:
+        """Return the packing of sequences with these lengths, on the host."""
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return Packing(starts, tuple(lengths), max(lengths, default=0))
 
@@ -67,39 +68,40 @@ class Packing:
         return sum(self.lengths)
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> Packing:
-        """The same with its tensor elsewhere."""
+        """Return a copy with another `cu_seqlens`, on another device."""
         return Packing(cu_seqlens, self.lengths, self.max_length, self.sequence_parallel)
 
-    def shared_by(self, parallel: SequenceParallel) -> Packing:
+    def with_sequence_parallel(self, parallel: SequenceParallel) -> Packing:
         return Packing(self.cu_seqlens, self.lengths, self.max_length, parallel)
 
     @cached_property
     def groups(self) -> tuple[tuple[LengthGroup, ...], torch.Tensor | None]:
-        """The sequences by similar length, and [total] the place of each packed token among the groups' places (None:
-        where it is).
+        """Return the sequences grouped by similar length, and for each packed token [total] its index in the
+        concatenated groups (None: unchanged).
         """
         if len(set(self.lengths)) == 1:
             return (LengthGroup(self.max_length, None),), None
         starts = [0, *accumulate(self.lengths)]
-        home = torch.empty(self.total, dtype=torch.long)
-        found, before = [], 0
-        for members in _similar(self.lengths):
+        packed_index = torch.empty(self.total, dtype=torch.long)
+        groups, offset = [], 0
+        for members in _group_by_length(self.lengths):
             lengths = torch.tensor([self.lengths[i] for i in members])[:, None]
             first = torch.tensor([starts[i] for i in members])[:, None]
             width = int(lengths.max())
             column = torch.arange(width)
-            places = first + column.minimum(lengths - 1)
-            real = column < lengths
-            home[places[real]] = before + real.flatten().nonzero()[:, 0]
-            found.append((width, places.flatten()))
-            before += places.numel()
-        *tokens, home = copy_to_device([*(places for _, places in found), home], self.cu_seqlens.device)
-        return tuple(LengthGroup(width, at) for (width, _), at in zip(found, tokens, strict=True)), home
+            tokens = first + column.minimum(lengths - 1)
+            valid = column < lengths
+            packed_index[tokens[valid]] = offset + valid.flatten().nonzero()[:, 0]
+            groups.append((width, tokens.flatten()))
+            offset += tokens.numel()
+        device = self.cu_seqlens.device
+        *copied, packed_index = copy_to_device([*(tokens for _, tokens in groups), packed_index], device)
+        return tuple(LengthGroup(width, at) for (width, _), at in zip(groups, copied, strict=True)), packed_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Rows without their padding, and where each response token came from."""
+    """Rows without left padding, and the positions of their response tokens."""
 
     input_ids: torch.Tensor
     """[b, n]; packed, [1, T]."""
@@ -108,23 +110,23 @@ class TokenRows:
     columns: torch.Tensor
     """[N] its column in `responses`."""
     before: torch.Tensor
-    """[N] the place in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
+    """[N] index in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
     labels: torch.Tensor
-    """[N] its id; or [N, 1 + K], with those of tokens that could have been in its place."""
+    """[N] its id; or [N, 1 + K] with the ids of alternative tokens."""
     last: torch.Tensor
-    """[b] the place of each row's last token in the flattened `input_ids`."""
+    """[b] index of each row's last token in the flattened `input_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows(TokenRows):
-    """The tokens of several rows in one."""
+    """Several rows concatenated to one."""
 
     position_ids: torch.Tensor
-    """[1, T], from 0 in every sequence."""
+    """[1, T], starting at 0 in every sequence."""
     packing: Packing
 
     def to(self, device: torch.device) -> PackedRows:
-        """Without waiting for it."""
+        """Copy to the device asynchronously."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         *moved, starts = copy_to_device([*tensors.values(), self.packing.cu_seqlens], device)
         return replace(self, packing=self.packing.with_starts(starts), **dict(zip(tensors, moved, strict=True)))
@@ -133,23 +135,24 @@ class PackedRows(TokenRows):
 def packed_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, response_length: int = 0, pad_token_id: int = 0
 ) -> PackedRows:
-    """`input_ids`, `attention_mask` [b, P+R] on the host, the last R columns responses. Without any token a row is
-    one padding token, so every row keeps its place.
+    """Pack rows: `input_ids`, `attention_mask` [b, P+R] on the host; the last R columns are responses.
+
+    A row without tokens becomes one padding token, so that the number of rows does not change.
     """
     mask = attention_mask.bool()
     first = mask.shape[1] - response_length
     rows, columns = mask[:, first:].nonzero(as_tuple=True)
-    kept = kept_tokens(mask)
-    if kept is not mask:
-        input_ids = input_ids.masked_fill(kept & ~mask, pad_token_id)
-    lengths = kept.sum(dim=1)
-    in_row = kept.long().cumsum(dim=1) - 1
-    refuse_lone_responses(rows, in_row[rows, first + columns])
+    packed = packed_tokens(mask)
+    if packed is not mask:
+        input_ids = input_ids.masked_fill(packed & ~mask, pad_token_id)
+    lengths = packed.sum(dim=1)
+    in_row = packed.long().cumsum(dim=1) - 1
+    check_prompts(rows, in_row[rows, first + columns])
     starts = lengths.cumsum(0) - lengths
     return PackedRows(
-        input_ids=input_ids[kept][None],
-        position_ids=in_row[kept][None],
-        packing=Packing.of(lengths.tolist()),
+        input_ids=input_ids[packed][None],
+        position_ids=in_row[packed][None],
+        packing=Packing.from_lengths(lengths.tolist()),
         rows=rows,
         columns=columns,
         before=starts[rows] + in_row[rows, first + columns] - 1,
@@ -159,13 +162,13 @@ def packed_rows(
 
 
 def with_alternatives(rows: Rows, ids: torch.Tensor) -> Rows:
-    """The same with other tokens for each response token: `ids` [b, R, K]."""
+    """Return rows with alternative tokens for each response token in `labels`: `ids` [b, R, K]."""
     others = ids[rows.rows, rows.columns].to(rows.labels.dtype)
     return replace(rows, labels=torch.cat([rows.labels[:, None], others], dim=1))
 
 
-def kept_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """[b, P+R] bool: what of the rows is packed, in order: attended tokens; of a row without any, its first column."""
+def packed_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask [b, P+R] of the tokens that are packed: attended ones; the first column of rows without any."""
     mask = mask.bool()
     empty = ~mask.any(dim=1)
     if bool(empty.any()):
@@ -174,23 +177,137 @@ def kept_tokens(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def refuse_lone_responses(rows: torch.Tensor, places: torch.Tensor) -> None:
-    """`places` [N] of response tokens in their rows [N]: one at 0 has nothing that predicts it."""
-    lone = places < 1
-    if bool(lone.any()):
+def check_prompts(rows: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raise ValueError for a response token that is the first of its row, since nothing predicts it.
+
+    `rows`, `positions` [N]: row of each response token, and its position in the row.
+    """
+    first = positions < 1
+    if bool(first.any()):
         raise ValueError(
-            f"attention_mask: row {int(rows[lone][0])} has a response but no prompt token before it. "
-            "Every prompt needs at least one."
+            f"attention_mask: row {int(rows[first][0])} has a response but no prompt token before it. "
+            "Every prompt needs at least one token."
         )
 
 
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices grouped by length, longest first; in their order where one group holds all."""
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return indices grouped by similar length, longest first; sorted within a group."""
     groups: list[list[int]] = []
     width = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not groups or lengths[i] < min(_SIMILAR_SHARE * width, width - _SIMILAR_TOKENS):
+        if not groups or lengths[i] < min(_MIN_LENGTH_RATIO * width, width - _MAX_PADDING):
             groups.append([])
             width = lengths[i]
         groups[-1].append(i)
     return [sorted(group) for group in groups]
+
+
+# ---------------------------------------------------------------- rows with padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class RightPaddedRows(TokenRows):
+    """Rows padded on the right to the longest."""
+
+    attention_mask: torch.Tensor
+    """[b, n]."""
+
+    def to(self, device: torch.device) -> RightPaddedRows:
+        """Copy to the device asynchronously."""
+        return RightPaddedRows(**dict(zip(vars(self), copy_to_device(list(vars(self).values()), device), strict=True)))
+
+
+def right_padded_rows(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, response_length: int = 0, pad_token_id: int = 0
+) -> RightPaddedRows:
+    """Move the padding to the right: `input_ids`, `attention_mask` [b, P+R]; the last R columns are responses."""
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=1)
+    longest = max(1, int(lengths.max())) if len(lengths) else 1
+    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
+    attended = torch.arange(longest) < lengths[:, None]
+    ids = torch.where(attended, input_ids.gather(1, order), pad_token_id)
+    position = mask.long().cumsum(dim=1) - 1
+    first = mask.shape[1] - response_length
+    rows, columns = mask[:, first:].nonzero(as_tuple=True)
+    in_row = position[rows, first + columns]
+    check_prompts(rows, in_row)
+    starts = torch.arange(len(mask)) * longest
+    return RightPaddedRows(
+        input_ids=ids,
+        attention_mask=attended.long(),
+        rows=rows,
+        columns=columns,
+        before=starts[rows] + in_row - 1,
+        labels=input_ids[rows, first + columns],
+        last=starts + lengths.clamp(min=1) - 1,
+    )
+
+
+# ---------------------------------------------------------------- sequence parallelism
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelRows(PackedRows):
+    """A rank's slice of packed rows: `input_ids`, `position_ids`, `before`, `labels` and `last` are of this rank,
+    `rows` and `columns` of the whole group.
+
+    A rank without response tokens has one dummy entry, which `gather_responses` and `gather_rows` drop, so that the
+    head gets a (zero) gradient on every rank, as FSDP requires.
+    """
+
+    responses_per_rank: tuple[int, ...]
+    rows_per_rank: tuple[int, ...]
+
+    def gather_responses(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather the values at `before` of all ranks: [N, ...]."""
+        assert self.packing.sequence_parallel is not None
+        return self.packing.sequence_parallel.gather(values, self.responses_per_rank)
+
+    def gather_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather the values at `last` of all ranks: [b, ...]."""
+        assert self.packing.sequence_parallel is not None
+        return self.packing.sequence_parallel.gather(values, self.rows_per_rank)
+
+
+def sequence_parallel_rows(rows: PackedRows, parallel: SequenceParallel) -> SequenceParallelRows:
+    """Return this rank's slice of `rows`, which are on the host and the same on every rank of the group."""
+    padded = parallel.padded(rows.packing.total)
+    rows, part = pad_packed_rows(rows, padded), parallel.part(padded)
+    responses, lasts = parallel.counts_per_rank(rows.before, padded), parallel.counts_per_rank(rows.last, padded)
+    local_responses = _rank_slice(responses, parallel.rank)
+    return SequenceParallelRows(
+        input_ids=rows.input_ids[:, part],
+        position_ids=rows.position_ids[:, part],
+        packing=rows.packing.with_sequence_parallel(parallel),
+        rows=rows.rows,
+        columns=rows.columns,
+        before=_at_least_one(rows.before[local_responses] - part.start),
+        labels=_at_least_one(rows.labels[local_responses]),
+        last=_at_least_one(rows.last[_rank_slice(lasts, parallel.rank)] - part.start),
+        responses_per_rank=tuple(responses),
+        rows_per_rank=tuple(lasts),
+    )
+
+
+def pad_packed_rows(rows: PackedRows, tokens: int) -> PackedRows:
+    """Pad rows on the host to `tokens` tokens; the padding is a separate sequence."""
+    extra = tokens - rows.packing.total
+    if not extra:
+        return rows
+    return replace(
+        rows,
+        input_ids=pad(rows.input_ids, (0, extra)),
+        position_ids=torch.cat([rows.position_ids, torch.arange(extra)[None]], dim=1),
+        packing=Packing.from_lengths([*rows.packing.lengths, extra]),
+    )
+
+
+def _rank_slice(counts: list[int], rank: int) -> slice:
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def _at_least_one(values: torch.Tensor) -> torch.Tensor:
+    """Return `values`, or a single 0 if it is empty."""
+    return values if len(values) else values.new_zeros(1, *values.shape[1:])

@@ -1,7 +1,7 @@
-"""Which experts tokens go through: read from the routers of a Hugging Face model, and told to them.
+"""The experts that routers of a Hugging Face model select: record them, and compute the weights of given experts.
 
-`routed_experts` [tokens, layers, k] is an expert's number, or `unrouted`: a layer without experts, or a token that
-nobody has seen pass. There a router that is told goes by its own choice.
+`routed_experts` [tokens, layers, k] contains expert indices, or `unrouted` for layers without experts and for tokens
+whose experts are unknown; in a replay the router then selects by itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def route_dtype(experts: int) -> torch.dtype:
-    """The smallest type that has the numbers of so many experts, and `unrouted`."""
+    """Return the smallest dtype for the indices of this number of experts, and `unrouted`."""
     return torch.uint8 if experts <= unrouted(torch.uint8) else torch.int16
 
 
 def unrouted(dtype: torch.dtype) -> int:
-    """The number that no expert has."""
+    """Return the value that means "no expert"."""
     return torch.iinfo(dtype).max
 
 
-def unknown_routes(config: Any) -> torch.Tensor:
-    """[0, layers, k]: of no token, for a model with this Hugging Face config."""
+def empty_routes(config: Any) -> torch.Tensor:
+    """Return `routed_experts` of no tokens [0, layers, k] for a model with this Hugging Face config."""
     text = config.get_text_config()
     if not getattr(text, "num_experts_per_tok", None):
         raise ValueError(f"return_routed_experts: a model of type {config.model_type} has no experts. Leave it out.")
@@ -36,23 +36,23 @@ def unknown_routes(config: Any) -> torch.Tensor:
 
 
 def routers(hf: nn.Module) -> dict[int, Any]:
-    """The routers of a model by layer, counted from 0; they give (logits, weights [T, k], experts [T, k])."""
-    found = {}
+    """Return the routers of a model by layer index; they return (logits, weights [T, k], experts [T, k])."""
+    by_layer = {}
     for name, module in hf.named_modules():
         layer = _LAYER.search(name)
         if layer is not None and type(module).__name__.endswith("TopKRouter"):
-            found[int(layer[1])] = module
-    return found
+            by_layer[int(layer[1])] = module
+    return by_layer
 
 
-def note_routes(hf: nn.Module, note: Callable[[int, torch.Tensor], None]) -> None:
-    """Calls `note(layer, experts [T, k])` for every layer with experts, in each pass from now on."""
+def record_routes(hf: nn.Module, record: Callable[[int, torch.Tensor], None]) -> None:
+    """Call `record(layer, experts [T, k])` for every layer with experts in all later passes."""
     for layer, router in routers(hf).items():
-        router.register_forward_hook(lambda _, __, found, layer=layer: note(layer, found[-1]))
+        router.register_forward_hook(lambda _, __, output, layer=layer: record(layer, output[-1]))
 
 
 def expert_weights(router: Any, hidden: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """[T, k] float32: what a router of Mixtral, Qwen2-MoE or Qwen3-MoE weighs these experts [T, k] by."""
+    """Return the weights [T, k] float32 of these experts [T, k] by a router of Mixtral, Qwen2-MoE or Qwen3-MoE."""
     logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
     weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
     return weights / weights.sum(dim=-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a model at every place, straight from hidden states: logits exist for a chunk at a time."""
+"""The most likely tokens at every position, computed from hidden states in chunks of logits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from verl.models.fused_head import (
     logit_chunks,
     rows_per_chunk,
     scaled_,
-    statistics_into,
+    write_statistics,
 )
 from verl.models.heads import LogitAdjustment
 
 
 class TopTokens(NamedTuple):
-    """At every place of N."""
+    """The most likely tokens at N positions."""
 
     log_probs: torch.Tensor
-    """[N]: of the label."""
+    """[N]: log-probs of the labels."""
     ids: torch.Tensor
-    """[N, K] int64: the likeliest tokens, the likeliest first."""
+    """[N, K] int64: the most likely tokens in descending order."""
     top_log_probs: torch.Tensor
-    """[N, K]: theirs."""
+    """[N, K]: their log-probs."""
 
 
 @torch.no_grad()
@@ -40,31 +40,31 @@ def top_tokens(
     bias: torch.Tensor | None = None,
     adjust: LogitAdjustment | None = None,
     chunk_rows: int | None = None,
-    shared_by: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
     first: int = 0,
 ) -> TopTokens:
-    """As `label_statistics` without gradients, and beside it the K = `k` likeliest tokens (all, of a smaller head).
+    """Like `label_statistics` without gradients, and the K = `k` most likely tokens (all, if the head has fewer).
 
-    Where ranks of a group share the vocabulary, `first` is where this rank's part begins.
+    `first`: with `vocab_group`, the first token id of this rank's part of the vocabulary.
     """
     adjust, width = adjust or LogitAdjustment(), min(k, len(weight))
-    planes = empty_statistics(hidden, weight)
-    top, ids = planes.new_empty(len(hidden), width), labels.new_empty(len(hidden), width)
-    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), planes.itemsize, hidden.device.type)
+    out = empty_statistics(hidden, weight)
+    top, ids = out.new_empty(len(hidden), width), labels.new_empty(len(hidden), width)
+    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), out.itemsize, hidden.device.type)
     for part, logits in logit_chunks(hidden.contiguous(), weight, bias, rows):
-        top[part], ids[part] = logits.topk(width)  # as they are: adjusting them keeps their order
-        statistics_into(planes[:, part], logits, labels[part].contiguous(), temperature, adjust, with_entropy=False)
-    top, statistics = scaled_(top, temperature, adjust), RowStatistics(*planes)
-    if shared_by is not None:
-        statistics = statistics.across(shared_by)
-        top, ids = _across(top, ids + first, k, shared_by)
+        top[part], ids[part] = logits.topk(width)  # the adjustment is monotonic
+        write_statistics(out[:, part], logits, labels[part].contiguous(), temperature, adjust, with_entropy=False)
+    top, statistics = scaled_(top, temperature, adjust), RowStatistics(*out)
+    if vocab_group is not None:
+        statistics = statistics.all_reduce(vocab_group)
+        top, ids = _gather_top(top, ids + first, k, vocab_group)
     return TopTokens(statistics.log_probs(), ids, statistics.log_probs_of(top))
 
 
-def _across(
+def _gather_top(
     top: torch.Tensor, ids: torch.Tensor, k: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest of all ranks' parts of the vocabulary, of which one may have fewer than `k` tokens."""
+    """Return the top k over all ranks' parts of the vocabulary; a part may have fewer than `k` tokens."""
     missing = k - top.shape[1]
     top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
     ids = torch.nn.functional.pad(ids, (0, missing))
@@ -72,5 +72,5 @@ def _across(
     all_ids = [torch.empty_like(ids) for _ in tops]
     dist.all_gather(tops, top.contiguous(), group=group)
     dist.all_gather(all_ids, ids.contiguous(), group=group)
-    best, places = torch.cat(tops, dim=1).topk(k)
-    return best, torch.cat(all_ids, dim=1).gather(1, places)
+    best, index = torch.cat(tops, dim=1).topk(k)
+    return best, torch.cat(all_ids, dim=1).gather(1, index)

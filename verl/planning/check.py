@@ -16,8 +16,8 @@ from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.problems import Report
 from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig
-from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, read_config
+from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_cheapest_changes, check_fits
 from verl.planning.host import HostMemory, is_in_memory
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
@@ -88,7 +88,9 @@ def _check_architecture(
     if folder is None or not os.path.isdir(expand_path(folder)):
         return
     try:
-        CoreArchitecture.of(read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config))
+        CoreArchitecture.from_config(
+            read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config)
+        )
     except ValueError as error:
         why, _, _ = str(error).partition(". ")
         report.problem(key, path, why, f"Set {strategy}=fsdp2, or choose another model")

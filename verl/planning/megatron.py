@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.models.core.architecture import padded_vocab
 from verl.models.fused_head import chunk_bytes
+from verl.models.megatron_core import padded_vocab
 from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
 
 

@@ -10,9 +10,9 @@ import torch
 
 from verl.config.context_length import context_limit
 from verl.config.engine import MegatronConfig
-from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import Adapters
+from verl.models.megatron_core import CoreArchitecture
 from verl.workers.engine.fsdp.sharding import outermost_layers
 
 
@@ -118,7 +118,7 @@ class ModelShape:
 
 def _core_shape(config: Any) -> CoreShape | None:
     try:
-        return CoreShape.from_architecture(CoreArchitecture.of(config))
+        return CoreShape.from_architecture(CoreArchitecture.from_config(config))
     except ValueError:  # `planning.check` reports the cause if the run uses the megatron engine
         return None
 

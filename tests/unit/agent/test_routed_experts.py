@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.agents import ROLLOUT, House, Mortal, Slow, house, prompts_of
 from tests.support.mixture_runs import mixture_task
 from tests.support.router_cases import EXPERTS, LAYERS, UNKNOWN
-from verl.models.routing import note_routes, routers
+from verl.models.routing import record_routes, routers
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.group_state import GroupState, from_plain, to_plain
 from verl.types.request import Output
@@ -40,7 +40,7 @@ def models(task: dict[str, str]) -> list[Any]:
         torch.nn.init.normal_(router.weight, std=0.5)
     for model in made:
         model.seen = {}
-        note_routes(model, model.seen.__setitem__)
+        record_routes(model, model.seen.__setitem__)
     return made
 
 

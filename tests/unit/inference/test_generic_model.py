@@ -118,8 +118,8 @@ def test_weights_lie_in_one_region_and_ties_stay_ties():
     ("family", "changes", "cause"),
     [
         ("mamba", {}, "MambaForCausalLM: its state is no KV cache"),
-        ("bloom", {}, "BloomForCausalLM: it does not attend through transformers' attention interface"),
-        ("llama4_text", {"head_dim": 16}, "Llama4ForCausalLM: it has layers of the kind chunked_attention"),
+        ("bloom", {}, "BloomForCausalLM: it does not use transformers' attention interface"),
+        ("llama4_text", {"head_dim": 16}, "Llama4ForCausalLM: it has layers of type chunked_attention"),
         ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, r"GptOssForCausalLM: its logits differ"),
         (
             "llama",

@@ -21,7 +21,7 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.sequence import Sequence
-from verl.models.routing import note_routes, routers
+from verl.models.routing import record_routes, routers
 from verl.types.request import Output, Request, SamplingParams
 
 FAMILIES = {
@@ -45,7 +45,7 @@ def experts_of(model: torch.nn.Module, tokens: list[int]) -> dict[int, torch.Ten
     found: dict[int, torch.Tensor] = {}
     for router in routers(model).values():
         router._forward_hooks.clear()
-    note_routes(model, found.__setitem__)
+    record_routes(model, found.__setitem__)
     with torch.no_grad():
         model(torch.tensor([tokens]), use_cache=False)
     return found

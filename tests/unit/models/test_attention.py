@@ -11,10 +11,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tests.support.engine_cases import assert_close, make_batch, plain_fields, token_loss
 from tests.support.tiny import tiny_config, tiny_model
-from verl.models.attention import attend_packed, grouped_attention, packed_attention
-from verl.models.forward import ResponseModel, front_rows
-from verl.models.packing import Packing, packed_rows
-from verl.models.trials import runs_packed
+from verl.models.attention import grouped_attention, packed_attention, use_packed_attention
+from verl.models.forward import ResponseModel
+from verl.models.model_checks import enable_packed_attention
+from verl.models.packing import Packing, packed_rows, right_padded_rows
 from verl.workers.engine.base import Counts
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(lengths, window, 
     total = sum(lengths)
     packed = [torch.randn(total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
     weight = torch.randn(total, 6, 8, dtype=torch.float64)
-    out = grouped_attention(*packed, Packing.of(lengths), 0.3, window, softcap)
+    out = grouped_attention(*packed, Packing.from_lengths(lengths), 0.3, window, softcap)
     found = torch.autograd.grad((out * weight).sum(), packed)
     alone = torch.cat(
         [one_sequence(*parts, 0.3, window, softcap) for parts in zip(*(x.split(lengths) for x in packed), strict=True)]
@@ -94,12 +94,12 @@ def one_sequence(query, key, value, scale, window, softcap):
 
 def test_attention_without_packing_or_with_dropout_is_refused():
     model = tiny_model()
-    attend_packed(model)
+    use_packed_attention(model)
     with pytest.raises(ValueError, match="Qwen2Attention was called without it"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long))
     x = torch.ones(1, 2, 3, 8)
     with pytest.raises(ValueError, match="use_remove_padding=False"):
-        packed_attention(model, x, x, x, None, dropout=0.1, packing=Packing.of([3]))
+        packed_attention(model, x, x, x, None, dropout=0.1, packing=Packing.from_lengths([3]))
 
 
 # ---------------------------------------------------------------- models
@@ -114,10 +114,10 @@ def test_packed_padded_and_plain_passes_agree_in_fields_loss_and_every_gradient(
     model = ResponseModel(hf, "causal_lm").eval()
     shape = tuple(data.batch["responses"].shape)
     arguments = (data.batch["input_ids"], data.batch["attention_mask"], shape[1])
-    padded = loss_and_gradients(hf, model(front_rows(*arguments), BOTH, shape, 0.7), data)
+    padded = loss_and_gradients(hf, model(right_padded_rows(*arguments), BOTH, shape, 0.7), data)
     assert_close(padded, wanted)
     with torch.no_grad():
-        assert runs_packed(model, CPU)
+        assert enable_packed_attention(model, CPU)
     packed = loss_and_gradients(hf, model(packed_rows(*arguments), BOTH, shape, 0.7), data)
     assert_close(packed, wanted)
 
@@ -125,7 +125,7 @@ def test_packed_padded_and_plain_passes_agree_in_fields_loss_and_every_gradient(
 def why_padded(model, caplog, kind="causal_lm"):
     own = model.config._attn_implementation
     with torch.no_grad(), caplog.at_level(logging.WARNING):
-        assert not runs_packed(ResponseModel(model, kind).eval(), CPU)
+        assert not enable_packed_attention(ResponseModel(model, kind).eval(), CPU)
     assert model.config._attn_implementation == own, "it attends as before"
     return caplog.text
 
@@ -146,9 +146,7 @@ class DeafLayer(Qwen2DecoderLayer):
         return super().forward(hidden_states, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("deaf", "reason"), [([0, 1], "do not hand arguments on"), ([1], "1 of its 2 layers attend through")]
-)
+@pytest.mark.parametrize(("deaf", "reason"), [([0, 1], "do not pass arguments"), ([1], "1 of its 2 layers use")])
 def test_a_model_that_loses_the_packing_on_the_way_runs_with_padding(deaf, reason, caplog):
     model = tiny_model()
     for layer in deaf:
@@ -159,11 +157,11 @@ def test_a_model_that_loses_the_packing_on_the_way_runs_with_padding(deaf, reaso
 def test_a_model_that_looks_ahead_or_hides_its_window_runs_with_padding(caplog):
     model = tiny_model()
     model.model.layers[1].self_attn.is_causal = False
-    assert "Qwen2Attention looks at later tokens" in why_padded(model, caplog)
+    assert "Qwen2Attention attends to later tokens" in why_padded(model, caplog)
     model = tiny_model("mistral", sliding_window=5, head_dim=16)
     for layer in model.model.layers:
         layer.self_attn.forward = hidden_window(layer.self_attn.forward, model.config)
-    assert "attention is told of window None" in why_padded(model, caplog)
+    assert "sliding_window=None" in why_padded(model, caplog)
 
 
 def hidden_window(forward, config):

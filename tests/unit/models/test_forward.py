@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.models.forward import front_rows
+from verl.models.packing import right_padded_rows
 
 ROWS = st.lists(st.tuples(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 5)), min_size=1, max_size=5)
 
@@ -16,7 +16,7 @@ def test_front_rows_keep_every_attended_token_and_know_its_predecessor(rows, pad
     # A prompt mask of any pattern (at least its first token on), then a response of some length.
     mask = torch.tensor([[True, *prompt, *(t < length for t in range(5))] for prompt, length in rows]).long()
     ids = torch.arange(100, 100 + mask.numel()).view_as(mask)
-    front = front_rows(ids, mask, response_length=5, pad_token_id=pad)
+    front = right_padded_rows(ids, mask, response_length=5, pad_token_id=pad)
     for row in range(len(rows)):
         kept = ids[row][mask[row].bool()].tolist()
         assert front.input_ids[row].tolist() == kept + [pad] * (front.input_ids.shape[1] - len(kept))
@@ -33,11 +33,11 @@ def test_front_rows_keep_every_attended_token_and_know_its_predecessor(rows, pad
 def test_a_response_without_a_prompt_is_refused():
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     with pytest.raises(ValueError, match="row 1 has a response but no prompt"):
-        front_rows(torch.ones_like(mask), mask, response_length=1)
+        right_padded_rows(torch.ones_like(mask), mask, response_length=1)
 
 
 def test_rows_of_padding_only_are_kept_as_rows():
     mask = torch.zeros((2, 6), dtype=torch.long)
-    front = front_rows(torch.full((2, 6), 9), mask, response_length=3, pad_token_id=4)
+    front = right_padded_rows(torch.full((2, 6), 9), mask, response_length=3, pad_token_id=4)
     assert front.input_ids.tolist() == [[4], [4]]
     assert front.rows.numel() == 0

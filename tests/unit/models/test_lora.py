@@ -33,7 +33,9 @@ def test_all_linear_means_what_peft_means_by_it(family):
         theirs = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear"))
     wanted = {name for name, _ in theirs.named_parameters() if "lora_" in name}
     _, adapters = adapted(family)
-    assert {adapters.peft_name(name).replace(".weight", ".default.weight") for name in adapters._own} == wanted
+    assert {
+        adapters.peft_name(name).replace(".weight", ".default.weight") for name in adapters._adapter_names
+    } == wanted
 
 
 def test_a_model_has_the_same_names_as_without_adapters():

@@ -53,7 +53,7 @@ def test_a_response_without_a_prompt_is_refused():
 @settings(max_examples=60)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12))
 def test_groups_hold_every_token_once_and_little_padding(lengths):
-    packing = Packing.of(lengths)
+    packing = Packing.from_lengths(lengths)
     groups, home = packing.groups
     sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     every = torch.arange(packing.total)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_config
-from verl.models.packing import packed_rows
-from verl.models.sharing import SharedRows, shared_rows
+from verl.models.packing import SequenceParallelRows, packed_rows, sequence_parallel_rows
 from verl.models.ulysses import SequenceParallel, check_heads
 from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 
@@ -26,9 +25,9 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     return ids, mask, response
 
 
-def shares(batch: tuple[torch.Tensor, torch.Tensor, int], size: int) -> list[SharedRows]:
+def shares(batch: tuple[torch.Tensor, torch.Tensor, int], size: int) -> list[SequenceParallelRows]:
     whole = packed_rows(*batch)
-    return [shared_rows(whole, SequenceParallel(None, size, rank)) for rank in range(size)]  # type: ignore[arg-type]
+    return [sequence_parallel_rows(whole, SequenceParallel(None, size, rank)) for rank in range(size)]  # type: ignore[arg-type]
 
 
 @given(batches(), st.integers(1, 5))
@@ -70,7 +69,7 @@ def test_a_share_moves_whole():
     ids = torch.arange(8)[None]
     share = shares((ids, torch.ones_like(ids), 3), 3)[2]
     moved = share.to(torch.device("cpu"))
-    assert isinstance(moved, SharedRows)
+    assert isinstance(moved, SequenceParallelRows)
     assert moved.packing.sequence_parallel is share.packing.sequence_parallel
     assert moved.responses_per_rank == (0, 2, 1)
 

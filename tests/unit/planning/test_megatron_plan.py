@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from verl.config import ConfigError, PPOConfig, load_config
-from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.weight_map import weight_map
+from verl.models.megatron_core import CoreArchitecture, weight_map
 from verl.planning.check import check_memory
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import GB, DeviceMemory
@@ -51,7 +50,7 @@ def model_of(config, sizes: MegatronLayout, **rest) -> MegatronModelMemory:
 
 def counted(config, sizes: MegatronLayout) -> float:
     """Parameters on the fullest stage, added up from the table by which weights are loaded."""
-    arch = CoreArchitecture.of(config)
+    arch = CoreArchitecture.from_config(config)
     stages = sizes.stages(arch.layers)
     totals = [0.0] * sizes.pp
     for weight in weight_map(arch, "causal_lm"):
@@ -77,7 +76,7 @@ def test_the_plan_counts_the_parameters_that_the_weight_map_places(family, layou
 def test_the_whole_model_has_the_parameters_that_transformers_counts(family):
     shape = ModelShape.from_config(CONFIGS[family])
     assert shape is not None
-    assert CoreShape.from_architecture(CoreArchitecture.of(CONFIGS[family])).parameters == shape.parameters
+    assert CoreShape.from_architecture(CoreArchitecture.from_config(CONFIGS[family])).parameters == shape.parameters
 
 
 def test_the_distributed_optimizer_divides_its_states_over_ranks_with_the_same_weights():

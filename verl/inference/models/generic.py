@@ -16,9 +16,9 @@ from verl.inference.attention.torch_attention import TorchAttention
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
 from verl.inference.weights import Shard, pack_module
-from verl.models.attention import layers_objection, window_lost
+from verl.models.attention import missing_window, unsupported_layers
 from verl.models.heads import logit_adjustment, wide_product
-from verl.models.routing import note_routes, route_dtype, routers, unrouted
+from verl.models.routing import record_routes, route_dtype, routers, unrouted
 
 __all__ = ["GenericModel"]
 
@@ -74,7 +74,7 @@ class GenericModel:
         def note(layer: int, experts: torch.Tensor) -> None:
             table[self._slots, layer] = experts.to(dtype)
 
-        note_routes(self._hf, note)
+        record_routes(self._hf, note)
         return table
 
     def shards(self) -> dict[str, Shard]:
@@ -111,7 +111,7 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
         return "its state is no KV cache"
     if hf.config.is_encoder_decoder:
         return "it has an encoder"
-    objection = layers_objection(hf, config)
+    objection = unsupported_layers(hf, config)
     if objection is not None:
         return objection
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -175,7 +175,7 @@ class _Trial:
         if len(set(shapes)) > 1:
             return "its layers have attention heads of different number or size"
         self.attention_shape = shapes[0]
-        return window_lost(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
+        return missing_window(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
 
     def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
         gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())

@@ -10,7 +10,7 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.models.loading import read_config
-from verl.models.routing import unknown_routes
+from verl.models.routing import empty_routes
 from verl.protocol import DataProto, object_array
 from verl.types.routed_experts import combine_calls, unknown_experts
 from verl.types.schema import COLUMNS
@@ -153,7 +153,7 @@ def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | No
     if not rollout.return_routed_experts:
         return None
     folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
-    return unknown_routes(read_config(folder, model.trust_remote_code, model.override_config)).numpy()
+    return empty_routes(read_config(folder, model.trust_remote_code, model.override_config)).numpy()
 
 
 def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: bool) -> dict[str, np.ndarray]:

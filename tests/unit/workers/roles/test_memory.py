@@ -176,7 +176,7 @@ def test_remedies_are_those_of_the_values_that_are_set():
     keys = [remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: pick(config, key))]
     assert keys[0] == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     assert "actor_rollout_ref.model.enable_gradient_checkpointing" not in keys, "it is on by default"
-    assert list(next(r for r in remedies("gen") if r.way == "lower").values(0.2)) == [0.15, 0.1]
+    assert list(next(r for r in remedies("gen") if r.action == "lower").values(0.2)) == [0.15, 0.1]
 
 
 def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there():

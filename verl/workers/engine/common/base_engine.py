@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.engine import OptimConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
-from verl.models.loading import ModelKind, read_config, switch_dropout_off
+from verl.models.loading import ModelKind, disable_dropout, read_config
 from verl.protocol import DataProto
 from verl.utils.balancing import SequenceCost
 from verl.utils.device import copy_to_device
@@ -141,7 +141,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         self._trust_remote_code = model_config.trust_remote_code
         if isinstance(model, nn.Module):
             self.hf_config = copy.deepcopy(model.config)
-            switch_dropout_off(self.hf_config)
+            disable_dropout(self.hf_config)
         else:
             self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
         self._cost = SequenceCost.from_config(self.hf_config.to_dict())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl.models.packing import kept_tokens
+from verl.models.packing import packed_tokens
 from verl.models.routing import route_dtype, unrouted
 from verl.protocol import DataProto
 from verl.utils.device import copy_to_device
@@ -114,7 +114,7 @@ class Routers:
 
     def routes(self, part: DataProto, tokens: int, filler: bool, record: bool) -> Routes:
         """Return the routes of a packed micro-batch of `tokens` tokens, padding and all ranks' shares included."""
-        own, mask = self._share.own(tokens), kept_tokens(part.batch["attention_mask"])
+        own, mask = self._share.own(tokens), packed_tokens(part.batch["attention_mask"])
         valid_tokens = 0 if filler else max(0, min(own.stop, int(mask.sum())) - own.start)
         replayed = None
         if self.replay and not filler and ROUTED_EXPERTS in part.batch.keys():

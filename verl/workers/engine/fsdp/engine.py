@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig, RewardModelModelConfig
-from verl.models.forward import ResponseModel, front_rows
+from verl.models.forward import ResponseModel
 from verl.models.loading import ModelKind, empty_model, pretrained_model
 from verl.models.lora import Adapters
-from verl.models.packing import packed_rows, with_alternatives
+from verl.models.model_checks import check_head, enable_packed_attention
+from verl.models.packing import packed_rows, right_padded_rows, sequence_parallel_rows, with_alternatives
 from verl.models.routing import expert_weights, routers
-from verl.models.sharing import shared_rows
-from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import SequenceParallel, check_heads
 from verl.protocol import DataProto
 from verl.utils.progress import tick
@@ -94,7 +93,7 @@ class FSDPEngine(BaseTrainEngine):
         self._routers = HFRouters.create(self.model.hf, self._sharing, self.device, router_replay, measure)
         with self._inference():
             check_head(self.model, self.device)
-            self._packs = model_config.use_remove_padding and runs_packed(self.model, self.device)
+            self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
         if self._sharing is not None and not self._packs:
             raise ValueError(
                 "ulysses_sequence_parallel_size: requires packed tokens, but this model runs with padding. Set it to 1,"
@@ -118,7 +117,7 @@ class FSDPEngine(BaseTrainEngine):
             self._optimizer = ShardedAdamW(trained, optim, self.mesh, total_steps)
         self._state = FSDPState(
             self.model.hf,
-            model_info(self.hf_config, kind, None if self._adapters is None else self._adapters.about()),
+            model_info(self.hf_config, kind, None if self._adapters is None else self._adapters.settings()),
             self._weights,
             self._optimizer,
             self._loss_scale,
@@ -154,7 +153,7 @@ class FSDPEngine(BaseTrainEngine):
 
     def base_weights(self) -> AbstractContextManager[None]:
         """See `TrainEngine.base_weights`."""
-        return self._adapters.off() if self._adapters is not None else nullcontext()
+        return self._adapters.disabled() if self._adapters is not None else nullcontext()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""
@@ -176,7 +175,7 @@ class FSDPEngine(BaseTrainEngine):
             source = model
         elif node.is_leader:
             source = pretrained_model(
-                self._source, self.hf_config, self.kind, self._trust_remote_code, learns=not frozen
+                self._source, self.hf_config, self.kind, self._trust_remote_code, trains=not frozen
             )
         hf = empty_model(self.hf_config, self.kind, master, self._trust_remote_code)
         self.model = ResponseModel(hf, self.kind)
@@ -210,12 +209,12 @@ class FSDPEngine(BaseTrainEngine):
         """Return the fields of one micro-batch, on the device."""
         batch = part.batch
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
-        without_padding: Any = packed_rows if self._packs else front_rows
+        without_padding: Any = packed_rows if self._packs else right_padded_rows
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
         if "other_log_probs" in run.fields:
             rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
         if self._sharing is not None:
-            rows = shared_rows(rows, self._sharing)
+            rows = sequence_parallel_rows(rows, self._sharing)
         if self._routers is not None:
             self._routers.begin(part, rows.packing.total, filler, run.record_routing)
         with explain_compile_errors(self._compiled, type(self.model.hf).__name__):

@@ -152,7 +152,7 @@ def load_weights(
             dist.broadcast(full, src=node.leader, group=node.group)
         _copy_into(target, full)
     if adapters is not None:
-        adapters.start(_copy_into)
+        adapters.initialize(_copy_into)
 
 
 def _copy_into(target: torch.Tensor, full: torch.Tensor) -> None:

@@ -106,4 +106,4 @@ def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescri
     hf = empty_model(config, kind, torch.float32, model_config.trust_remote_code)
     adapters = Adapters(hf, kind, model_config) if model_config.lora_rank > 0 else None
     stored = ModelWeights(hf, adapters, torch.device("meta")).stored()
-    return ModelDescription.of(hf, stored, model_info(config, kind, None if adapters is None else adapters.about()))
+    return ModelDescription.of(hf, stored, model_info(config, kind, None if adapters is None else adapters.settings()))

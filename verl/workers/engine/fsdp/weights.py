@@ -95,7 +95,7 @@ class ModelWeights:
         return self._adapters.merged(slab.name, *full).to(slab.dtype)
 
     def _has_adapter(self, name: str) -> bool:
-        return self._adapters is not None and self._adapters.has(name)
+        return self._adapters is not None and self._adapters.has_adapter(name)
 
     def gather_on_rank0(
         self, local_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
@@ -106,7 +106,7 @@ class ModelWeights:
         def gather_one(name: str) -> torch.Tensor | None:
             value = plain[self._tied.get(name, name)]
             target = dtype if value.is_floating_point() else value.dtype
-            if self._adapters is None or not self._adapters.has(name):
+            if self._adapters is None or not self._adapters.has_adapter(name):
                 return full_on_rank0(value, target, group)
             sharded = [value, *(local_tensors[matrix] for matrix in self._adapters.matrices(name))]
             full = [full_on_rank0(part, part.dtype, group) for part in sharded]

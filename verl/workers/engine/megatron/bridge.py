@@ -20,9 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from verl.config.engine import MegatronConfig
-from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.weight_map import CoreWeight, Piece, shard_slices, weight_map
 from verl.models.loading import ModelKind
+from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, shard_slices, weight_map
 from verl.types.weights import Wanted
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import NamedRows, bucketed
@@ -199,7 +198,7 @@ class BridgedWeights(CoreWeights):
                 "megatron_config.use_mbridge=False."
             )
         full = self._bridge.to_core(weight, lambda hf: files.read(hf, (slice(None),)))
-        for piece in shard_slices(weight.as_one(), self._arch, place.rank, place.size):
+        for piece in shard_slices(weight.unsharded(), self._arch, place.rank, place.size):
             yield piece, full[piece.source]
 
     def buckets(

@@ -15,10 +15,15 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
 
 from verl.config.engine import CriticModelConfig, MegatronConfig, ModelConfig, OptimConfig, RewardModelModelConfig
-from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model
-from verl.models.packing import PackedRows, packed_rows, with_alternatives
-from verl.models.sharing import padded_rows, shared_rows
+from verl.models.megatron_core import CoreArchitecture
+from verl.models.packing import (
+    PackedRows,
+    packed_rows,
+    pad_packed_rows,
+    sequence_parallel_rows,
+    with_alternatives,
+)
 from verl.models.ulysses import SequenceParallel
 from verl.protocol import DataProto
 from verl.utils.progress import tick
@@ -80,7 +85,7 @@ class MegatronEngine(BaseTrainEngine):
             SequenceParallel(layout.cp.group, layout.cp.size, layout.cp.rank) if layout.cp.size > 1 else None
         )
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
-        self.arch = CoreArchitecture.of(self.hf_config)
+        self.arch = CoreArchitecture.from_config(self.hf_config)
         self._compiled = compile_layers and self.device.type == "cuda"
         bridge = create_bridge(engine_config, self.arch, kind, self.hf_config, self.device)
         with layout.active():
@@ -231,8 +236,8 @@ class MegatronEngine(BaseTrainEngine):
     def _to_device(self, rows: PackedRows, at_least: int) -> PackedRows:
         """Return this rank's tokens on its device, padded so that ranks that split tokens have equally many."""
         sharing = self.layout.tp.size * self.layout.cp.size
-        rows = padded_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
-        return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
+        rows = pad_packed_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
+        return (rows if self._sharing is None else sequence_parallel_rows(rows, self._sharing)).to(self.device)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm
 
 from verl.models.attention import attend
-from verl.models.core.architecture import CoreArchitecture
+from verl.models.megatron_core import CoreArchitecture
 from verl.models.packing import Packing
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.core.weight_map import CoreWeight, Piece
 from verl.models.loading import pretrained_model
+from verl.models.megatron_core import CoreWeight, Piece
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import bucketed, overlap
 from verl.workers.engine.megatron.optimizer import optimizer_parts

@@ -28,10 +28,16 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 
 from verl.config.engine import RECOMPUTE, MegatronConfig
-from verl.models.core.architecture import CoreArchitecture, padded_vocab
-from verl.models.forward import check_labels, label_fields, of_rows, scattered, top_fields
+from verl.models.forward import (
+    check_single_label,
+    gather_row_values,
+    label_statistics_fields,
+    scatter_to_responses,
+    top_token_fields,
+)
 from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
+from verl.models.megatron_core import CoreArchitecture, padded_vocab
 from verl.models.packing import PackedRows
 from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.megatron.layers import (
@@ -68,7 +74,7 @@ class MegatronModel(LanguageModule):
     ) -> None:
         super().__init__(config=config)
         assert config.arch is not None
-        check_labels(kind, hf_config)
+        check_single_label(kind, hf_config)
         arch = config.arch
         self.kind = kind
         self.model_type = ModelType.encoder_or_decoder
@@ -158,9 +164,9 @@ class MegatronModel(LanguageModule):
         else:
             per_token = {"values": self._scores(hidden, rows.before)} if "values" in names else {}
             if "values" not in names or "last_value" in names:
-                last = of_rows(self._scores(hidden, rows.last), rows)
+                last = gather_row_values(self._scores(hidden, rows.last), rows)
                 fields = {"last_value": last, "scores": last}
-        fields |= {name: scattered(value, rows, shape) for name, value in per_token.items() if name in names}
+        fields |= {name: scatter_to_responses(value, rows, shape) for name, value in per_token.items() if name in names}
         return {name: fields[name] for name in names}
 
     def _token_fields(
@@ -178,8 +184,8 @@ class MegatronModel(LanguageModule):
         }
         inputs = hidden, weight, rows.labels, temperature
         if top_k:
-            return top_fields(vocab_parallel_top_tokens(*inputs, top_k, **shared))
-        return label_fields(*vocab_parallel_statistics(*inputs, "entropy" in names, **shared))
+            return top_token_fields(vocab_parallel_top_tokens(*inputs, top_k, **shared))
+        return label_statistics_fields(*vocab_parallel_statistics(*inputs, "entropy" in names, **shared))
 
     def _scores(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.score(hidden.index_select(0, places).float()).squeeze(-1)

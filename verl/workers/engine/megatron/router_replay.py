@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from verl.models.core.architecture import CoreArchitecture
+from verl.models.megatron_core import CoreArchitecture
 from verl.workers.engine.common.routers import LayerRouter, MoEShape, Routers, Routes, TokenShare
 from verl.workers.engine.megatron.layout import CoreLayout
 

@@ -37,7 +37,7 @@ def vocab_parallel_statistics(
         with_entropy,
         adjust=adjust,
         chunk_rows=chunk_rows,
-        shared_by=tp_group,
+        vocab_group=tp_group,
     )
 
 
@@ -61,7 +61,7 @@ def vocab_parallel_top_tokens(
         temperature,
         k,
         adjust=adjust,
-        shared_by=tp_group,
+        vocab_group=tp_group,
         first=vocab_start,
     )
 

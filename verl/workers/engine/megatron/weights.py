@@ -12,10 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.flat_ranges import rectangles
-from verl.models.core.weight_map import CoreWeight, Piece, shard_slices, weight_map
 from verl.models.loading import ModelKind
+from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, matrix_rectangles, shard_slices, weight_map
 from verl.types.weights import Manifest, TensorSpec, Wanted
 from verl.workers.engine.common.sharded_checkpoint import Chunk
 from verl.workers.engine.common.weights import NamedRows, bucketed, distinct, overlap
@@ -144,7 +142,7 @@ class CoreWeights:
             box = _box(piece.source)
             rows, width = piece.place[0], len(box[-1]) if len(piece.place) > 1 else 1
             own = overlap(range(rows.start * width, rows.stop * width), range(start, start + len(flat)))
-            for part in rectangles(width, own.start, own.stop):
+            for part in matrix_rectangles(width, own.start, own.stop):
                 first = part.rows.start * width + part.columns.start - start
                 down = box[-len(piece.place)].start + part.rows.start - rows.start
                 across = (box[-1].start + part.columns.start,) if len(piece.place) > 1 else ()

@@ -1,4 +1,4 @@
-"""Two passes over a chunk of logits: what its softmax is about, read once; and its gradient."""
+"""Triton kernels of the fused head: softmax statistics of a chunk of logits, and its gradient. Only for CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 __all__ = ["logit_gradients", "row_statistics"]
 
-# Logits that one thread loads at once and folds into one running softmax of its own.
+# Logits that one thread loads at once into its running softmax.
 _FOLD = 2
 _STATISTICS_TILE = 8192
 _GRADIENT_TILE = 4096
@@ -23,9 +23,9 @@ def row_statistics(
     softcap: float | None,
     with_entropy: bool,
 ) -> None:
-    """What `RowStatistics` says of `logits` [rows, vocab] into its planes `statistics` [4, rows] float32.
+    """Write the `RowStatistics` of `logits` [rows, vocab] to `statistics` [4, rows] float32.
 
-    Rows lie `logits.stride(0)` apart, a multiple of 16, and may be read (and written, below) up to there.
+    `logits.stride(0)` is a multiple of 16; elements between `vocab` and the stride may be read.
     """
     rows, vocab = logits.shape
     _row_statistics[(rows,)](
@@ -47,9 +47,9 @@ def logit_gradients(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """The gradient of the loss with respect to `logits` [rows, vocab] into `d_logits`, which may be the same tensor.
+    """Write the gradient with respect to `logits` [rows, vocab] to `d_logits`, which may be the same tensor.
 
-    Rows of both lie equally far apart, as above; the others are [rows] float32.
+    Both have the same stride, as above, up to which they may be read and written; the others are [rows] float32.
     """
     rows, vocab = logits.shape
     width = logits.stride(0)
@@ -63,13 +63,13 @@ def logit_gradients(
 
 @triton.jit
 def _tanh(x):
-    """By one exponential: exact to about 1e-7, and free of a library call."""
+    """tanh by one exponential, exact to about 1e-7, without a library call."""
     return 2.0 / (1.0 + tl.exp2(-2.8853900817779268 * x)) - 1.0
 
 
 @triton.jit
-def _no_less(x, lowest: tl.constexpr):
-    """-inf would give inf - inf; NaN stays what it is (tl.maximum would drop it)."""
+def _clamp_min(x, lowest: tl.constexpr):
+    """Replace -inf, which would result in inf - inf; unlike tl.maximum it keeps NaN."""
     return tl.where(x < lowest, lowest, x)
 
 
@@ -80,14 +80,14 @@ def _row_statistics(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
-    # In units of log2: the hardware's exponential is that of 2.
+    # In units of log2, since the hardware computes exp2.
     factor = 1.4426950408889634 / temperature
     if HAS_CAP:
         factor *= softcap
         inner = scale / softcap
     else:
         factor *= scale
-    # Every lane runs a softmax over what it has seen: no lane waits for another until the end.
+    # Every lane has its own running softmax; they are combined at the end.
     highest = tl.full((LANES,), -1e30, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     weighted = tl.zeros((LANES,), tl.float32)
@@ -96,22 +96,22 @@ def _row_statistics(
         x = tl.load(logits_ptr + begin + column, begin + column < width, 0.0).to(tl.float32)
         if HAS_CAP:
             x = _tanh(x * inner)
-        x = _no_less(tl.where(begin + column < vocab, x * factor, -1e30), -1e30)
+        x = _clamp_min(tl.where(begin + column < vocab, x * factor, -1e30), -1e30)
         above = tl.maximum(highest, tl.max(x, 1))
         x -= above[:, None]
-        shrink = tl.exp2(highest - above)
+        rescale = tl.exp2(highest - above)
         share = tl.exp2(x)
         if WITH_ENTROPY:
-            weighted = shrink * (weighted + total * (highest - above)) + tl.sum(share * x, 1)
-        total = shrink * total + tl.sum(share, 1)
+            weighted = rescale * (weighted + total * (highest - above)) + tl.sum(share * x, 1)
+        total = rescale * total + tl.sum(share, 1)
         highest = above
     top = tl.max(highest, 0)
-    shrink = tl.exp2(highest - top)
+    rescale = tl.exp2(highest - top)
     ln_2 = 0.6931471805599453
     tl.store(statistics_ptr + row, top * ln_2)
-    tl.store(statistics_ptr + plane + row, tl.sum(shrink * total, 0))
+    tl.store(statistics_ptr + plane + row, tl.sum(rescale * total, 0))
     if WITH_ENTROPY:
-        weighted = shrink * (weighted + total * (highest - top))
+        weighted = rescale * (weighted + total * (highest - top))
         tl.store(statistics_ptr + 2 * plane + row, tl.sum(weighted, 0) * ln_2)
     label = tl.load(labels_ptr + row)
     inside = (label >= 0) & (label < vocab)
@@ -137,12 +137,12 @@ def _logit_gradients(
         factor = softcap / temperature
         x = _tanh(x * (scale / softcap))
     d_log_prob = tl.load(d_log_probs_ptr + row) * slope
-    log_p = _no_less(x * factor - tl.load(log_total_ptr + row), -1e4)
+    log_p = _clamp_min(x * factor - tl.load(log_total_ptr + row), -1e4)
     p = tl.exp2(log_p * 1.4426950408889634)
-    pull = d_log_prob
+    coefficient = d_log_prob
     if WITH_ENTROPY:
-        pull += tl.load(d_entropy_ptr + row) * slope * (log_p + tl.load(entropy_ptr + row))
-    gradient = tl.where(column == tl.load(labels_ptr + row), d_log_prob, 0.0) - p * pull
+        coefficient += tl.load(d_entropy_ptr + row) * slope * (log_p + tl.load(entropy_ptr + row))
+    gradient = tl.where(column == tl.load(labels_ptr + row), d_log_prob, 0.0) - p * coefficient
     if HAS_CAP:
         gradient *= (1.0 - x) * (1.0 + x)
     tl.store(d_logits_ptr + at, gradient.to(d_logits_ptr.dtype.element_ty), column < width)

@@ -10,9 +10,8 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from verl.models.core.architecture import CoreArchitecture, padded_vocab
-from verl.models.core.weight_map import CoreWeight, shard_slices, weight_map
 from verl.models.loading import empty_model
+from verl.models.megatron_core import CoreArchitecture, CoreWeight, padded_vocab, shard_slices, weight_map
 
 _SHAPE = {
     "hidden_size": 16,
@@ -68,7 +67,7 @@ def _shard(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("model", _MODELS)
 def test_shards_hold_every_weight_once_and_give_it_back(model: str, size: int) -> None:
-    arch, tensors = CoreArchitecture.of(_config(model)), _tensors(model)
+    arch, tensors = CoreArchitecture.from_config(_config(model)), _tensors(model)
     back = {name: torch.full_like(value, -1.0) for name, value in tensors.items()}
     for weight in weight_map(arch, "causal_lm"):
         for rank in range(size if weight.split is not None else 1):
@@ -84,7 +83,7 @@ def test_shards_hold_every_weight_once_and_give_it_back(model: str, size: int) -
 @pytest.mark.parametrize("model", _MODELS)
 def test_checkpoints_on_disk_give_the_same_shards(model: str) -> None:
     """Of transformers' own names: what `save_pretrained` takes apart."""
-    arch, tensors = CoreArchitecture.of(_config(model)), _tensors(model)
+    arch, tensors = CoreArchitecture.from_config(_config(model)), _tensors(model)
     disk = dict(revert_weight_conversion(empty_model(_config(model), "causal_lm", torch.float32), dict(tensors)))
     for weight in weight_map(arch, "causal_lm"):
         for rank in range(2):
@@ -98,7 +97,7 @@ def test_checkpoints_on_disk_give_the_same_shards(model: str) -> None:
 
 def test_a_shard_is_what_core_multiplies_with() -> None:
     """Groups of queries, each with its key and value; gate above up; on each rank its own."""
-    arch, tensors = CoreArchitecture.of(_config("qwen3")), _tensors("qwen3")
+    arch, tensors = CoreArchitecture.from_config(_config("qwen3")), _tensors("qwen3")
     weights = {weight.name: weight for weight in weight_map(arch, "causal_lm")}
     prefix = "model.layers.1."
     q, k, v = (tensors[f"{prefix}self_attn.{each}_proj.weight"].view(2, -1, 8, 16) for each in "qkv")
@@ -114,7 +113,7 @@ def test_a_shard_is_what_core_multiplies_with() -> None:
 
 def test_padding_of_the_vocabulary_is_nobodys() -> None:
     """131 tokens over 2 ranks of 128 rows each: the second has 3."""
-    arch = CoreArchitecture.of(_config("qwen2"))
+    arch = CoreArchitecture.from_config(_config("qwen2"))
     embedding, output = weight_map(arch, "causal_lm")[0], weight_map(arch, "causal_lm")[-1]
     assert padded_vocab(131, 2) == 256
     assert embedding.shard_shape(2) == (128, 16)
@@ -129,7 +128,7 @@ def test_padding_of_the_vocabulary_is_nobodys() -> None:
     ("kind", "head"), [("value", ["score.weight", "score.bias"]), ("sequence_classification", ["score.weight"])]
 )
 def test_heads_have_the_shapes_of_the_models_in_memory(kind: Any, head: list[str]) -> None:
-    arch, tensors = CoreArchitecture.of(_config("qwen2")), _tensors("qwen2", kind)
+    arch, tensors = CoreArchitecture.from_config(_config("qwen2")), _tensors("qwen2", kind)
     weights = weight_map(arch, kind)
     assert [weight.name for weight in weights if weight.name.startswith(("score", "output"))] == head
     assert {name for weight in weights for name in weight.hf} == set(tensors)
@@ -137,6 +136,6 @@ def test_heads_have_the_shapes_of_the_models_in_memory(kind: Any, head: list[str
 
 
 def test_ranks_that_cannot_share_a_weight_are_told_which() -> None:
-    arch = CoreArchitecture.of(_config("qwen2"))
+    arch = CoreArchitecture.from_config(_config("qwen2"))
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size: 5 ranks cannot divide .*linear_qkv"):
         [weight.shard_shape(5) for weight in weight_map(arch, "causal_lm")]

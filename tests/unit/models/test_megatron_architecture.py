@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from verl.models.core.architecture import CoreArchitecture
+from verl.models.megatron_core import CoreArchitecture
 
 
 def _of(model_type: str, **kwargs: Any) -> CoreArchitecture:
     shape = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    return CoreArchitecture.of(AutoConfig.for_model(model_type, **{**shape, **kwargs}))
+    return CoreArchitecture.from_config(AutoConfig.for_model(model_type, **{**shape, **kwargs}))
 
 
 def test_every_family_is_told_apart() -> None:

@@ -1,1 +1,0 @@
-"""Triton kernels of training. Imported only where a CUDA device is used."""
