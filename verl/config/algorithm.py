@@ -55,11 +55,11 @@ class RolloutCorrectionConfig(Block):
     )
     warn_log_prob_diff: float = key("Warn when the mean |rollout - training log-prob| exceeds this value.", above=0)
 
-    by_itself: bool = field(default=False, compare=False)
+    rollout_is_from_auto: bool = field(default=False, compare=False)
     """Not a key: `rollout_is` was resolved from auto to token, not set by the user."""
 
     @property
-    def weighs_in_the_loss(self) -> bool:
+    def computes_weights_in_loss(self) -> bool:
         """Whether the loss computes the importance weights, from the log-probs of the update itself."""
         return self.bypass_mode and self.loss_type == "reinforce"
 

@@ -86,7 +86,7 @@ _PLAIN_GRADIENT = "gpg"
 def resolve_correction(config: PPOConfig, report: Report) -> None:
     """Resolve `rollout_is=auto`; set the policy loss for `loss_type=reinforce`."""
     rule, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
-    if rule.weighs_in_the_loss:
+    if rule.computes_weights_in_loss:
         if loss.loss_mode not in ("vanilla", _PLAIN_GRADIENT):
             why = f"{_CORRECTION}.loss_type = reinforce replaces the policy loss"
             fix = f"Leave out {ACTOR}.policy_loss.loss_mode, or {_CORRECTION}.loss_type"
@@ -100,7 +100,7 @@ def _resolve_auto_weights(config: PPOConfig, report: Report) -> None:
     rule, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     excluded = rule.bypass_mode or actor.old_log_prob_from_update
     stale = _trains_on_stale(config) and not excluded and _resolve_denominator(config)
-    rule.by_itself, rule.rollout_is = stale, "token" if stale or rule.weighs_in_the_loss else None
+    rule.rollout_is_from_auto, rule.rollout_is = stale, "token" if stale or rule.computes_weights_in_loss else None
     if stale:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: responses may be {_max_age(config)} steps old, so importance"
@@ -142,10 +142,10 @@ def _bypass(config: PPOConfig, report: Report) -> None:
     fix = f"Leave it out, or set {_CORRECTION}.bypass_mode=False"
     if rule.rollout_rs is not None:
         report.problem(f"{_CORRECTION}.rollout_rs", rule.rollout_rs, why, fix)
-    if rule.rollout_is is not None and not rule.weighs_in_the_loss:
+    if rule.rollout_is is not None and not rule.computes_weights_in_loss:
         fix += f", or {_CORRECTION}.loss_type=reinforce, which computes weights in the update"
         report.problem(f"{_CORRECTION}.rollout_is", rule.rollout_is, why, fix)
-    if rule.rollout_is_batch_normalize and rule.weighs_in_the_loss:
+    if rule.rollout_is_batch_normalize and rule.computes_weights_in_loss:
         why = f"{_CORRECTION}.loss_type = reinforce computes weights per micro-batch: the mean of the batch is unknown"
         fix = f"Leave it out, or set {_CORRECTION}.bypass_mode=False"
         report.problem(f"{_CORRECTION}.rollout_is_batch_normalize", True, why, fix)
@@ -237,7 +237,7 @@ def distillation_rules(config: PPOConfig, report: Report) -> None:
     if not config.distillation.enabled:
         return
     _teachers(config, report)
-    loss, teachers_only = config.distillation.distillation_loss, not config.distillation.scores_answers
+    loss, teachers_only = config.distillation.distillation_loss, not config.distillation.scores_responses
     if loss.loss_mode == "k1" and not loss.as_reward:
         report.notice(
             f"{_LOSS}.loss_mode = k1: the expected gradient of this estimate is 0: the teachers have no effect. "

@@ -58,14 +58,14 @@ class DistillationConfig(Block):
     teacher: TeacherConfig = key("Engine of local teachers; unset keys are taken from the actor.")
 
     @property
-    def scores_answers(self) -> bool:
+    def scores_responses(self) -> bool:
         """Whether responses get task rewards."""
         return not self.enabled or self.distillation_loss.use_task_rewards
 
     @property
     def has_advantages(self) -> bool:
         """Whether there are rewards from which advantages are estimated."""
-        return self.scores_answers or self.distillation_loss.as_reward
+        return self.scores_responses or self.distillation_loss.as_reward
 
     @property
     def loss(self) -> DistillationLossConfig | None:

@@ -99,8 +99,8 @@ class ResponseModel(nn.Module):
         return self.hf.score(hidden.index_select(0, index)).squeeze(-1).float()
 
     def _head_gap(self, rows: Rows) -> torch.Tensor:
-        """Return the maximum difference between `logit_head` and the logits of the model's forward pass, relative to the
-        largest logit."""
+        """Return the maximum difference between `logit_head` and the logits of the model's forward pass, relative to
+        the largest logit."""
         ours = logit_head(self.hf)(self._hidden(rows))
         own = self.hf(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1).float()
         return (ours - own).abs().max() / own.abs().max().clamp(min=1e-6)

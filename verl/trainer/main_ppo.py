@@ -237,7 +237,7 @@ class TaskRunner:
             val_dataset = create_rl_dataset(
                 data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
             )
-        check_rewards(train_dataset, config, config.distillation.scores_answers)
+        check_rewards(train_dataset, config, config.distillation.scores_responses)
         if val_dataset is not None:
             check_rewards(val_dataset, config)
         return train_dataset, val_dataset
@@ -254,7 +254,7 @@ class TaskRunner:
             val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation logs its own samples
             if config.reward_model.url is not None:
                 require_server(config.reward_model.url)
-            elif config.distillation.scores_answers and not config.reward_model.enable:
+            elif config.distillation.scores_responses and not config.reward_model.enable:
                 loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
                 check_reward_at_start(reward_fn, train_dataset, config.data.reward_fn_key, loop)
         return reward_fn, val_reward_fn

@@ -1,4 +1,4 @@
-"""Bradley-Terry by hand, its slopes, and the measures of a reward model."""
+"""Bradley-Terry by hand, its gradients, and the metrics of a reward model."""
 
 import math
 
@@ -45,11 +45,11 @@ def test_a_pair_and_its_mirror_image_cost_the_same_and_a_tie_has_no_margin(prefe
         assert float(as_given) == pytest.approx(float(preference_loss(scores, pairs((0, 1, 0.5, 0, 1)))))
 
 
-def test_slopes_by_hand():
+def test_score_gradients_by_hand():
     """d/dr_c of -log sigmoid(r_c - r_r - m) is -sigmoid(m - (r_c - r_r)); an answer of two pairs has the sum."""
-    slopes = score_gradients(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
+    gradients = score_gradients(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
     each = 0.5 / (1 + math.exp(1.0))
-    assert slopes.tolist() == pytest.approx([-2 * each, each, each])
+    assert gradients.tolist() == pytest.approx([-2 * each, each, each])
 
 
 def test_losses_of_some_pairs_add_up_to_that_of_all():

@@ -129,7 +129,7 @@ def test_reinforce_over_sequences_refuses_a_trajectory_of_several_rows():
 
 def test_weights_that_nobody_asked_for_are_missed_by_a_warning_only(caplog):
     config = as_config(RolloutCorrectionConfig, {"rollout_is": "token"})
-    config.by_itself = True
+    config.rollout_is_from_auto = True
     batch = columns([2.0])
     batch.pop(["rollout_log_probs"])
     with caplog.at_level(logging.WARNING):

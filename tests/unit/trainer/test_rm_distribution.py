@@ -15,8 +15,8 @@ from verl.trainer.supervised.rm import (
     whole_prompts,
 )
 from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.micro_batches import TOGETHER, micro_batch_rows, row_lengths
-from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, ComparedScores
+from verl.workers.engine.common.micro_batches import SET_COLUMN, micro_batch_rows, row_lengths
+from verl.workers.roles.supervised import GRADIENT_COLUMN, INDEX_COLUMN, PAIRS_COLUMN, TOKENS, PreferenceLoss
 
 CENTERING = 0.05
 PAIR = st.tuples(st.sampled_from([0.5, 0.7, 1.0]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 1.0, 3.0]))
@@ -48,10 +48,10 @@ def step_rows(items, micro, ranks, scores):
     whole = whole_prompts(columns[PROMPT], columns["attention_mask"].sum(dim=1), micro, ranks)
     slopes = score_gradients(scores, pairs[~whole[pairs.chosen]], CENTERING, float(pairs.weight.sum()))
     made = {name: columns[name] for name in TOKENS} | {
-        ROW: places,
-        TOGETHER: torch.where(whole, columns[PROMPT], len(scores) + places),
-        COMPARED: columns[COMPARED].where(whole[:, None, None], -1.0),
-        SLOPES: slopes,
+        INDEX_COLUMN: places,
+        SET_COLUMN: torch.where(whole, columns[PROMPT], len(scores) + places),
+        PAIRS_COLUMN: columns[PAIRS_COLUMN].where(whole[:, None, None], -1.0),
+        GRADIENT_COLUMN: slopes,
     }
     return distribute_to_ranks(DataProto.from_dict(made), ranks), pairs
 
@@ -65,16 +65,16 @@ def test_parts_of_every_cut_add_up_to_the_gradient_of_the_whole(items, micro, ra
     expected = preference_loss(scores, pairs, CENTERING)
     (gradient,) = torch.autograd.grad(expected, scores)
     given_scores = torch.cat([scores, torch.zeros(len(rows) - count)])
-    loss, weight, found = ComparedScores(CENTERING), float(pairs.weight.sum()), torch.zeros(count)
+    loss, weight, found = PreferenceLoss(CENTERING), float(pairs.weight.sum()), torch.zeros(count)
     for part in rows.chunk(ranks):
-        for cut in micro_batch_rows(row_lengths(part), micro, together=part.batch[TOGETHER].tolist()):
+        for cut in micro_batch_rows(row_lengths(part), micro, together=part.batch[SET_COLUMN].tolist()):
             micro_batch = part.select_idxs(cut)
-            output = {"scores": given_scores[micro_batch.batch[ROW]]}
+            output = {"scores": given_scores[micro_batch.batch[INDEX_COLUMN]]}
             part_loss, _ = loss(output, micro_batch, Counts(weight, weight))
             found += torch.autograd.grad(part_loss, scores)[0].float()
     torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
-    kept = loss.of(rows.batch[ROW])
-    torch.testing.assert_close(kept, given_scores[rows.batch[ROW]].detach().float())
+    kept = loss.of(rows.batch[INDEX_COLUMN])
+    torch.testing.assert_close(kept, given_scores[rows.batch[INDEX_COLUMN]].detach().float())
 
 
 @settings(deadline=None, max_examples=40)
@@ -82,11 +82,11 @@ def test_parts_of_every_cut_add_up_to_the_gradient_of_the_whole(items, micro, ra
 def test_every_answer_is_dealt_once_and_micro_batches_keep_their_limit(items, micro, ranks):
     count = sum(len(item["answers"]) for item in items)
     rows, _ = step_rows(items, micro, ranks, torch.zeros(count))
-    assert sorted(rows.batch[ROW].tolist()) == list(range(len(rows)))
+    assert sorted(rows.batch[INDEX_COLUMN].tolist()) == list(range(len(rows)))
     lengths = rows.batch["attention_mask"].sum(dim=1)
-    assert (lengths[rows.batch[ROW] >= count] == 1).all(), "what fills a rank up costs next to nothing"
+    assert (lengths[rows.batch[INDEX_COLUMN] >= count] == 1).all(), "what fills a rank up costs next to nothing"
     for part in rows.chunk(ranks):
-        lengths, together = row_lengths(part), part.batch[TOGETHER].tolist()
+        lengths, together = row_lengths(part), part.batch[SET_COLUMN].tolist()
         for cut in micro_batch_rows(lengths, micro, together=together):
             tokens = sum(lengths[row] for row in cut)
             assert len(cut) == 1 or (tokens <= micro.max_tokens if micro.max_tokens else len(cut) <= micro.size)
@@ -97,7 +97,7 @@ def test_pairs_of_like_length_are_whole_on_any_number_of_ranks():
     for ranks in (1, 2, 4):
         rows, _ = step_rows([item] * 4, MicroBatching(size=4), ranks, torch.zeros(8))
         assert len(rows) == 8
-        assert (rows.batch[TOGETHER] < 4).all()
+        assert (rows.batch[SET_COLUMN] < 4).all()
 
 
 def test_a_prompt_that_would_keep_all_other_ranks_waiting_is_torn():
@@ -117,7 +117,7 @@ def test_answers_that_are_only_scored_are_spread_by_tokens_and_come_back_in_orde
         def evaluate(rows, ranks=ranks, taken=taken):
             taken += [sum(row_lengths(part)) for part in rows.chunk(ranks)]
             scores = rows.batch["attention_mask"].sum(dim=1).float()
-            return rows.select(batch_keys=[ROW]).union(DataProto.from_dict({"scores": scores}))
+            return rows.select(batch_keys=[INDEX_COLUMN]).union(DataProto.from_dict({"scores": scores}))
 
         found = score_rows(evaluate, {"input_ids": mask, "attention_mask": mask}, ranks)
         assert found.tolist() == lengths.tolist()

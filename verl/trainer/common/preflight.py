@@ -151,7 +151,7 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
     from verl.utils.reward_score import known_data_sources
 
     key, reward = "data.reward_fn_key", config.reward_model
-    scored = validates or config.distillation.scores_answers
+    scored = validates or config.distillation.scores_responses
     has_other_reward = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
     # Modules of external_libs may register data sources, which are only known after their import.
     needed = scored and not has_other_reward and not runs_own_loop(config)

@@ -66,7 +66,7 @@ class Generator:
         """`infer(method, batch, role)`: a forward pass of a worker group over a batch, like `WorkerGroups.infer`."""
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
         self._rollouts = rollouts
-        self._uses_rewards = config.distillation.scores_answers
+        self._uses_rewards = config.distillation.scores_responses
         self.reward_fn = reward_fn if self._uses_rewards else NoRewards()
         self._has_reward_model = Role.RewardModel in groups.roles and not serves_reward_model(config)
         self._scores_are_degrees = scored_by_model(config) or not self._uses_rewards

@@ -105,7 +105,7 @@ class RolloutMismatch:
 
     def require_one_row_each(self, batch: DataProto) -> None:
         """The update computes weights with `bypass_mode`, and it only has single rows."""
-        over_sequences = self._config.weighs_in_the_loss and self._config.rollout_is == "sequence"
+        over_sequences = self._config.computes_weights_in_loss and self._config.rollout_is == "sequence"
         if over_sequences and not Trajectories.of(batch).one_row_each:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
@@ -139,7 +139,7 @@ class RolloutMismatch:
         """Raise ValueError if one of these configured keys needs log-probs that the rollout did not report."""
         missing = "the rollout reported no log-prob for any sampled token"
         for name in users:
-            if name == "rollout_is" and self._config.by_itself:
+            if name == "rollout_is" and self._config.rollout_is_from_auto:
                 continue
             raise ValueError(
                 f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"

@@ -237,7 +237,7 @@ class RewardModelServer:
         """Context of scoring a batch."""
         self._update_addresses()
         if self._offloads:
-            self._groups.reward_model.wake()
+            self._groups.reward_model.onload()
         try:
             yield
         finally:

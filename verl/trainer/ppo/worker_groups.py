@@ -295,7 +295,7 @@ class WorkerGroups:
         }
         if role == "actor" and self._config.distillation.enabled:
             sent.meta_info["distillation"] = self._config.distillation.loss
-        if role == "actor" and self._config.algorithm.rollout_correction.weighs_in_the_loss:
+        if role == "actor" and self._config.algorithm.rollout_correction.computes_weights_in_loss:
             sent.meta_info["correction"] = self._config.algorithm.rollout_correction
         result = method(sent)
         metrics = reduce_metrics(result.meta_info["metrics"])

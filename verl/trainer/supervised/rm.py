@@ -29,8 +29,15 @@ from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.utils.scoring_tokens import SCORED_AT_END
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.micro_batches import TOGETHER
-from verl.workers.roles.supervised import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker, micro_batching
+from verl.workers.engine.common.micro_batches import SET_COLUMN
+from verl.workers.roles.supervised import (
+    GRADIENT_COLUMN,
+    INDEX_COLUMN,
+    PAIRS_COLUMN,
+    TOKENS,
+    RewardTrainingWorker,
+    micro_batching,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,28 +101,28 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         whole = whole_prompts(prompts, lengths, micro, self.config.dp_size)
         rows = batch.select(batch_keys=TOKENS)
         rows.meta_info["weight"] = float(pairs.weight.sum())
-        rows.batch[ROW] = places
-        rows.batch[TOGETHER] = torch.where(whole, prompts, len(batch) + places)
-        rows.batch[COMPARED] = batch.batch[COMPARED].where(whole[:, None, None], -1.0)
-        rows.batch[SLOPES] = self._slopes(batch, pairs, ~whole)
+        rows.batch[INDEX_COLUMN] = places
+        rows.batch[SET_COLUMN] = torch.where(whole, prompts, len(batch) + places)
+        rows.batch[PAIRS_COLUMN] = batch.batch[PAIRS_COLUMN].where(whole[:, None, None], -1.0)
+        rows.batch[GRADIENT_COLUMN] = self._score_gradients(batch, pairs, ~whole)
         rows = distribute_to_ranks(rows, self.config.dp_size)
         output = self.worker_group.train_batch(rows)
-        scores = torch.zeros(len(rows)).index_copy(0, rows.batch[ROW], output.batch["scores"])[: len(batch)]
+        scores = torch.zeros(len(rows)).index_copy(0, rows.batch[INDEX_COLUMN], output.batch["scores"])[: len(batch)]
         loss = float(preference_loss(scores.double(), pairs, self.config.centering_coef))
         metrics = {"loss": loss, **preference_metrics(scores, pairs)}
         return {f"train/{name}": value for name, value in metrics.items()} | reduce_metrics(output.meta_info["metrics"])
 
-    def _slopes(self, batch: DataProto, pairs: Pairs, is_split: torch.Tensor) -> torch.Tensor:
+    def _score_gradients(self, batch: DataProto, pairs: Pairs, is_split: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the loss with respect to the scores of split prompts [responses], which are scored for
         it; 0 for other responses."""
-        slopes, (rows,) = torch.zeros(len(batch)), is_split.nonzero(as_tuple=True)
+        gradients, (rows,) = torch.zeros(len(batch)), is_split.nonzero(as_tuple=True)
         if len(rows):
             columns = {name: batch.batch[name][rows] for name in TOKENS}
             split_scores = score_rows(self.worker_group.evaluate, columns, self.config.dp_size)
-            scores = slopes.index_copy(0, rows, split_scores)
+            scores = gradients.index_copy(0, rows, split_scores)
             weight = float(pairs.weight.sum())
-            slopes = score_gradients(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
-        return slopes
+            gradients = score_gradients(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
+        return gradients
 
 
 # -------------------------------------------------------------------- batches
@@ -133,20 +140,20 @@ def collate_comparisons(items: Sequence[Mapping[str, Any]], pad_token_id: int) -
         "attention_mask": mask,
         "answer_tokens": torch.tensor([tokens for item in items for tokens in item["answer_tokens"]]),
         PROMPT: torch.tensor([number for number, item in enumerate(items) for _ in item["answers"]]),
-        COMPARED: _pairs_by_chosen(items, len(responses)),
+        PAIRS_COLUMN: _pairs_by_chosen(items, len(responses)),
     }
 
 
 def batch_pairs(columns: Mapping[str, torch.Tensor]) -> Pairs:
     """Return the pairs of a batch of `collate_comparisons`, with its rows in the original order."""
-    compared = columns[COMPARED]
+    compared = columns[PAIRS_COLUMN]
     chosen, place = (compared[..., 0] >= 0).nonzero(as_tuple=True)
     rejected, *numbers = compared[chosen, place].unbind(dim=1)
     return Pairs(chosen, rejected.long(), *numbers)
 
 
 def _pairs_by_chosen(items: Sequence[Mapping[str, Any]], responses: int) -> torch.Tensor:
-    """Return the column `COMPARED`: [responses, most pairs of one, 4], filled with -1."""
+    """Return the column `PAIRS_COLUMN`: [responses, most pairs of one, 4], filled with -1."""
     by_chosen: list[list[list[float]]] = [[] for _ in range(responses)]
     first = 0
     for item in items:
@@ -186,16 +193,16 @@ def score_rows(
 ) -> torch.Tensor:
     """Return the scores [responses] of rows with the columns `tokens`, balanced over the ranks.
 
-    `evaluate` returns the columns `scores` and `ROW`.
+    `evaluate` returns the columns `scores` and `INDEX_COLUMN`.
     """
     places = torch.arange(len(tokens["input_ids"]))
-    rows = DataProto.from_dict({**tokens, ROW: places, TOGETHER: places})
+    rows = DataProto.from_dict({**tokens, INDEX_COLUMN: places, SET_COLUMN: places})
     output = evaluate(distribute_to_ranks(rows, ranks))
-    return torch.zeros(len(output)).index_copy(0, output.batch[ROW], output.batch["scores"])[: len(places)]
+    return torch.zeros(len(output)).index_copy(0, output.batch[INDEX_COLUMN], output.batch["scores"])[: len(places)]
 
 
 def distribute_to_ranks(rows: DataProto, ranks: int) -> DataProto:
-    """Reorder the rows so that equal parts, one per rank, have whole sets (`TOGETHER`) and about as many tokens.
+    """Reorder the rows so that equal parts, one per rank, have whole sets (`SET_COLUMN`) and about as many tokens.
 
     Ranks with fewer rows get filler rows of one token, which are in no pair.
     """
@@ -203,7 +210,7 @@ def distribute_to_ranks(rows: DataProto, ranks: int) -> DataProto:
         return rows
     lengths = rows.batch["attention_mask"].sum(dim=1).tolist()
     sets: dict[int, list[int]] = {}
-    for row, number in enumerate(rows.batch[TOGETHER].tolist()):
+    for row, number in enumerate(rows.batch[SET_COLUMN].tolist()):
         sets.setdefault(number, []).append(row)
     members = list(sets.values()) + [[]] * (-len(sets) % ranks)
     tokens = [sum(lengths[row] for row in member) for member in members]
@@ -220,11 +227,11 @@ def _add_fillers(rows: DataProto, count: int) -> DataProto:
     rows.padding(count - known)
     columns = rows.batch
     columns["attention_mask"][known:, 1:] = 0
-    for name, no_weight in ((COMPARED, -1), (SLOPES, 0)):
+    for name, no_weight in ((PAIRS_COLUMN, -1), (GRADIENT_COLUMN, 0)):
         if name in columns.keys():
             columns[name][known:] = no_weight
-    columns[ROW][known:] = torch.arange(known, count)
-    columns[TOGETHER][known:] = int(columns[TOGETHER].max()) + 1 + torch.arange(count - known)
+    columns[INDEX_COLUMN][known:] = torch.arange(known, count)
+    columns[SET_COLUMN][known:] = int(columns[SET_COLUMN].max()) + 1 + torch.arange(count - known)
     return rows
 
 

@@ -64,14 +64,14 @@ class ServedRewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
-        """Release the device memory; requests wait until `wake`."""
+        """Release the device memory; requests wait until `onload`."""
         if not self._offloaded:
             self._served.park()
             self._offloaded = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("judge", at="reward_model")
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Allocate the device memory again and serve waiting requests."""
         if self._offloaded:
             self._served.wake()

@@ -153,16 +153,16 @@ class SFTWorker(SupervisedWorker):
 
 
 TOKENS = ("input_ids", "attention_mask")
-ROW = "row"
+INDEX_COLUMN = "row"
 """Column [rows]: index of the response among all responses of the step."""
-COMPARED = "compared"
-"""Column [rows, max pairs, 4]: `ROW` of the rejected response (-1: no pair), preference, margin, weight."""
-SLOPES = "slopes"
-"""Column [rows]: derivative of the step's loss by each score, from pairs that are not in `COMPARED`."""
+PAIRS_COLUMN = "compared"
+"""Column [rows, max pairs, 4]: `INDEX_COLUMN` of the rejected response (-1: no pair), preference, margin, weight."""
+GRADIENT_COLUMN = "slopes"
+"""Column [rows]: derivative of the step's loss by each score, from pairs that are not in `PAIRS_COLUMN`."""
 
 
-class ComparedScores:
-    """A `LossFn`: the preference loss of pairs inside the micro-batch, plus scores times their slopes.
+class PreferenceLoss:
+    """A `LossFn`: the preference loss of pairs inside the micro-batch, plus scores times their gradients.
 
     The sum over micro-batches has the gradient of the step's loss. Scores are recorded.
     """
@@ -176,14 +176,14 @@ class ComparedScores:
         self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         scores = output["scores"].double()
-        self._rows.append(data.batch[ROW])
+        self._rows.append(data.batch[INDEX_COLUMN])
         self._scores.append(scores.detach())
-        pairs = pairs_among(data.batch[COMPARED], data.batch[ROW])
+        pairs = pairs_among(data.batch[PAIRS_COLUMN], data.batch[INDEX_COLUMN])
         loss = preference_loss(scores, pairs, self._centering, counts.tokens)
-        return (loss + (scores * data.batch[SLOPES]).sum()).float(), {}
+        return (loss + (scores * data.batch[GRADIENT_COLUMN]).sum()).float(), {}
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the recorded scores of these `ROW`s."""
+        """Return the recorded scores of these `INDEX_COLUMN`s."""
         index = {int(row): at for at, row in enumerate(torch.cat(self._rows).tolist())}
         return torch.cat(self._scores).float().cpu()[[index[row] for row in rows.tolist()]]
 
@@ -229,10 +229,10 @@ class RewardTrainingWorker(SupervisedWorker):
         `meta_info["weight"]` is the total weight of all pairs of the step.
         """
         expect(len(data))
-        loss, weight = ComparedScores(self.config.centering_coef), data.meta_info["weight"]
+        loss, weight = PreferenceLoss(self.config.centering_coef), data.meta_info["weight"]
         counts = Counts(tokens=weight, sequences=weight)
         self.engine.forward_backward(data, loss, ["scores"], micro=self._micro(), counts=counts)
         meta_info = {"metrics": self._step_metrics()}
         if not self.engine.collects:
             return DataProto(meta_info=meta_info)
-        return DataProto.from_dict({"scores": loss.of(data.batch[ROW])}, meta_info=meta_info)
+        return DataProto.from_dict({"scores": loss.of(data.batch[INDEX_COLUMN])}, meta_info=meta_info)

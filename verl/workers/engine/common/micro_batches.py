@@ -24,8 +24,8 @@ from verl.workers.engine.base import Counts, Metrics, MicroBatching
 
 _Part = TypeVar("_Part")
 
-TOGETHER = "together"
-"""Optional column [rows]: rows with the same number stay in the same micro-batch, even above its limit."""
+SET_COLUMN = "together"
+"""Optional column [rows]: rows with the same number form a set in one micro-batch, even above its limit."""
 
 
 def micro_batches(
@@ -34,10 +34,10 @@ def micro_batches(
     """Yield each micro-batch with its row indices. `largest` returns the maximum of a number over all ranks.
 
     All ranks yield the same number of micro-batches: a rank with fewer splits its rows further, and adds fillers (with
-    indices None) only if it has fewer rows (or sets of rows that stay `TOGETHER`) than other ranks have micro-batches.
+    indices None) only if it has fewer rows (or sets, see `SET_COLUMN`) than other ranks have micro-batches.
     """
     lengths = row_lengths(data)
-    together = data.batch[TOGETHER].tolist() if TOGETHER in data.batch.keys() else None
+    together = data.batch[SET_COLUMN].tolist() if SET_COLUMN in data.batch.keys() else None
     parts = micro_batch_rows(lengths, micro, cost, together=together)
     count = largest(len(parts))
     if len(parts) < count:
