@@ -48,15 +48,15 @@ def open_checkpoint(options: MergeOptions) -> Checkpoint:
     folder = Path(options.local_dir).expanduser()
     if not folder.is_dir():
         raise ValueError(f"--local_dir: {folder} is not a folder.")
-    base = Path(_resolved(options.base_model, "--base-model")) if options.base_model else None
-    own = (folder / "model" / METADATA).is_file()
+    base = Path(_resolve_model(options.base_model, "--base-model")) if options.base_model else None
+    is_verl_format = (folder / "model" / METADATA).is_file()
     files, core = rank_files(folder), core_folder(folder)
-    _check_backend(options, folder, own, bool(files), core is not None)
-    info = _model_info(folder) if own else {}
+    _check_backend(options, folder, is_verl_format, bool(files), core is not None)
+    info = _model_info(folder) if is_verl_format else {}
     config_folder = _config_folder(folder, base)
     config = _config(config_folder, info, options)
     kind = _kind(config, info, options)
-    if own:
+    if is_verl_format:
         _check_files(folder)
         tensors = dcp_tensors(folder / "model")
     else:
@@ -65,17 +65,17 @@ def open_checkpoint(options: MergeOptions) -> Checkpoint:
     base_model = options.base_model or ""
     if adapters is not None:
         adapters, base_model = _with_settings(adapters, folder, info, options)
-        if own:  # contains only trained weights
+        if is_verl_format:  # contains only trained weights
             adapters = replace(adapters, heads=plain)
             if options.lora == "merge":
-                base = Path(_resolved(base_model, "--base-model"))
+                base = Path(_resolve_model(base_model, "--base-model"))
                 tensors, source = folder_tensors(base), config_folder or base
                 return Checkpoint(folder, plain, tensors, adapters, config, kind, source, base_model)
     return Checkpoint(folder, plain, {}, adapters, config, kind, config_folder, base_model)
 
 
-def _check_backend(options: MergeOptions, folder: Path, own: bool, shards: bool, core: bool) -> None:
-    if not (own or shards or core):
+def _check_backend(options: MergeOptions, folder: Path, is_verl_format: bool, shards: bool, core: bool) -> None:
+    if not (is_verl_format or shards or core):
         inside = sorted(path.parent.parent.name for path in folder.glob(f"*/model/{METADATA}"))
         inside += sorted({path.parent.name for path in folder.glob("*/model_world_size_*.pt")})
         hint = f"Use one of its folders {', '.join(inside)}." if inside else "Use the folder of a role, e.g. .../actor."
@@ -84,11 +84,11 @@ def _check_backend(options: MergeOptions, folder: Path, own: bool, shards: bool,
             f"{METADATA} and common.pt (Megatron-Core). {hint}"
         )
     other = {"fsdp": "megatron", "megatron": "fsdp"}[options.backend]
-    if not own and (core if options.backend == "fsdp" else shards):
+    if not is_verl_format and (core if options.backend == "fsdp" else shards):
         raise ValueError(f"--backend: {folder} was written by {other}. Set --backend {other}.")
 
 
-def _resolved(path: str, key: str) -> str:
+def _resolve_model(path: str, key: str) -> str:
     from verl.utils.fs import resolve_model_path
 
     if not path:
@@ -103,7 +103,7 @@ def _model_info(folder: Path) -> dict[str, Any]:
 
 def _config_folder(folder: Path, base: Path | None) -> Path | None:
     candidates = [folder / "huggingface", folder, folder.parent / "huggingface", *([base] if base is not None else [])]
-    return next((place for place in candidates if (place / "config.json").is_file()), None)
+    return next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
 
 
 def _config(config_folder: Path | None, info: Mapping[str, Any], options: MergeOptions) -> Any:
@@ -141,7 +141,7 @@ def _kind(config: Any, info: Mapping[str, Any], options: MergeOptions) -> ModelK
 
 def _check_files(folder: Path) -> None:
     """Raise ValueError for all files that are missing or truncated by the manifest of the step."""
-    step = next((place for place in (folder, folder.parent) if (place / MANIFEST).is_file()), None)
+    step = next((parent for parent in (folder, folder.parent) if (parent / MANIFEST).is_file()), None)
     if step is None:
         return
     manifest, inside = read_manifest(step), (folder / "model").relative_to(step).as_posix() + "/"

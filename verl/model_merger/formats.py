@@ -207,8 +207,8 @@ _FUSED = {
 
 def core_folder(folder: Path) -> Path | None:
     """Return the folder of Megatron-Core's files in a checkpoint; None if there are none."""
-    places = (folder, folder / "dist_ckpt", folder / "model" / "dist_ckpt")
-    return next((place for place in places if (place / METADATA).is_file() and (place / "common.pt").is_file()), None)
+    candidates = (folder, folder / "dist_ckpt", folder / "model" / "dist_ckpt")
+    return next((path for path in candidates if (path / METADATA).is_file() and (path / "common.pt").is_file()), None)
 
 
 def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, LazyTensor]:

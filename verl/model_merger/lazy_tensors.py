@@ -125,20 +125,20 @@ class AssembledTensor:
         for piece in self.pieces:
             ends = [at + length for at, length in zip(piece.at, piece.shape, strict=True)]
             common = [
-                range(max(wanted.start, at), min(wanted.stop, end))
-                for wanted, at, end in zip(box, piece.at, ends, strict=True)
+                range(max(requested.start, at), min(requested.stop, end))
+                for requested, at, end in zip(box, piece.at, ends, strict=True)
             ]
             if not all(common):
                 continue
             inner = tuple(
-                range(each.start - at + start, each.stop - at + start)
-                for each, at, start in zip(common, piece.at, piece.start, strict=True)
+                range(overlap.start - at + start, overlap.stop - at + start)
+                for overlap, at, start in zip(common, piece.at, piece.start, strict=True)
             )
-            place = tuple(
-                slice(each.start - wanted.start, each.stop - wanted.start)
-                for each, wanted in zip(common, box, strict=True)
+            index = tuple(
+                slice(overlap.start - requested.start, overlap.stop - requested.start)
+                for overlap, requested in zip(common, box, strict=True)
             )
-            piece.tensor.read(inner, target[place])
+            piece.tensor.read(inner, target[index])
 
 
 def assemble(where: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> AssembledTensor:
@@ -230,13 +230,14 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
     """Read the object in a file of `torch.save`, or in a part of it, as LazyTensors and `Record`s of other objects."""
-    return read_archive(path, _stored, start, length)
+    return read_archive(path, _lazy_tensor, start, length)
 
 
-def _stored(place: TensorLocation) -> LazyTensor:
-    if place.contiguous:
-        return FileTensor(place.path, place.position, place.shape, place.dtype)
-    return StridedTensor(FileTensor(place.path, place.position, (place.span,), place.dtype), place.shape, place.stride)
+def _lazy_tensor(location: TensorLocation) -> LazyTensor:
+    if location.contiguous:
+        return FileTensor(location.path, location.position, location.shape, location.dtype)
+    span = FileTensor(location.path, location.position, (location.span,), location.dtype)
+    return StridedTensor(span, location.shape, location.stride)
 
 
 _MAX_HEADER = 100_000_000  # of the format
@@ -330,10 +331,10 @@ def value_difference(ours: LazyTensor, theirs: LazyTensor, tolerance: float, dty
         ours.read(box, own)
         theirs.read(box, other)
         wide = own.to(theirs.dtype).double(), other.double()
-        apart = ~torch.isclose(*wide, rtol=0.0, atol=tolerance, equal_nan=True)
-        if apart.any():
-            count += int(apart.sum())
-            most = max(most, float((wide[0] - wide[1])[apart].abs().nan_to_num(math.inf).max()))
+        differs = ~torch.isclose(*wide, rtol=0.0, atol=tolerance, equal_nan=True)
+        if differs.any():
+            count += int(differs.sum())
+            most = max(most, float((wide[0] - wide[1])[differs].abs().nan_to_num(math.inf).max()))
     return f"{count} of {math.prod(shape)} values differ, by {most:.3g} at most" if count else ""
 
 

@@ -49,7 +49,7 @@ class MergeResult(Protocol):
         """Write the config files."""
 
 
-def result_of(checkpoint: Checkpoint, options: MergeOptions) -> MergeResult:
+def create_result(checkpoint: Checkpoint, options: MergeOptions) -> MergeResult:
     """Return the merged model, or the adapters; ValueError if the checkpoint does not match its config."""
     if options.lora == "adapter":
         return AdapterFiles(checkpoint, options)

@@ -16,7 +16,7 @@ import torch
 from verl.model_merger import MergeOptions
 from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
 from verl.model_merger.lazy_tensors import differences, folder_tensors, read_tensor
-from verl.model_merger.merged_model import MergeResult, result_of
+from verl.model_merger.merged_model import MergeResult, create_result
 from verl.utils.checkpoint.locks import writer_lock
 from verl.utils.disk import describe_disk, format_bytes, sync_folder
 
@@ -35,7 +35,7 @@ def merge(options: MergeOptions) -> list[str]:
     target = Path(options.target_dir).expanduser().resolve()
     check_target(target, Path(options.local_dir).expanduser().resolve(), options.overwrite)
     checkpoint = open_checkpoint(options)
-    result = result_of(checkpoint, options)
+    result = create_result(checkpoint, options)
     size = _size(result)
     _check_disk_space(target, size)
     logger.info("%s: %d tensors, %s when merged", checkpoint.folder, len(result.tensors), format_bytes(size))
@@ -59,7 +59,7 @@ def test(options: MergeOptions) -> list[str]:
         ours = folder_tensors(Path(options.target_dir).expanduser())
         lines = differences(ours, ours, theirs, options.tolerance, {})
     else:
-        result = result_of(open_checkpoint(options), options)
+        result = create_result(open_checkpoint(options), options)
         like = {name: spec for file in result.files.files.values() for name, spec in file.items()}
         lines = differences(result.tensors, like, theirs, options.tolerance, result.aliases)
     if not lines:
@@ -92,11 +92,11 @@ def _size(result: MergeResult) -> int:
 
 
 def _check_disk_space(target: Path, size: int) -> None:
-    place = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(place).free
+    existing = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(existing).free
     if free < size:
         raise ValueError(
-            f"--target_dir: {describe_disk(place)} has {format_bytes(free)} free, but {target} needs"
+            f"--target_dir: {describe_disk(existing)} has {format_bytes(free)} free, but {target} needs"
             f" {format_bytes(size)}. Free some space, or use a folder on another disk."
         )
 

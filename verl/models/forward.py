@@ -101,9 +101,9 @@ class ResponseModel(nn.Module):
     def _head_gap(self, rows: Rows) -> torch.Tensor:
         """Return the maximum difference between `logit_head` and the logits of the model's forward pass, relative to
         the largest logit."""
-        ours = logit_head(self.hf)(self._hidden(rows))
-        own = self.hf(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1).float()
-        return (ours - own).abs().max() / own.abs().max().clamp(min=1e-6)
+        logits = logit_head(self.hf)(self._hidden(rows))
+        expected = self.hf(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1).float()
+        return (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if hasattr(self.hf, "score"):  # a decoder: only the last token attends to the whole row

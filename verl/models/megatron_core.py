@@ -291,28 +291,39 @@ def _window(runs: Iterator[tuple[int, int, int]], first: int, rows: int) -> Iter
 def _layer(arch: CoreArchitecture, layer: int) -> Iterator[CoreWeight]:
     hidden, heads = arch.hidden, arch.heads * arch.head_dim
     core, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    attention, theirs = f"{core}self_attention.", f"{hf}self_attn."
+    attention, hf_attention = f"{core}self_attention.", f"{hf}self_attn."
     qkv = heads + 2 * arch.kv_heads * arch.head_dim
-    rows = CoreWeight("", (), (), split=0, stage=layer)
-    whole = replace(rows, split=None)
+    split_rows = CoreWeight("", (), (), split=0, stage=layer)
+    replicated = replace(split_rows, split=None)
 
     def projections(end: str) -> tuple[str, ...]:
-        return tuple(f"{theirs}{each}_proj.{end}" for each in "qkv")
+        return tuple(f"{hf_attention}{letter}_proj.{end}" for letter in "qkv")
 
-    yield replace(whole, name=f"{core}input_layernorm.weight", hf=(f"{hf}input_layernorm.weight",), shape=(hidden,))
-    yield replace(rows, name=f"{attention}linear_qkv.weight", hf=projections("weight"), shape=(qkv, hidden), join="qkv")
+    yield replace(
+        replicated, name=f"{core}input_layernorm.weight", hf=(f"{hf}input_layernorm.weight",), shape=(hidden,)
+    )
+    yield replace(
+        split_rows, name=f"{attention}linear_qkv.weight", hf=projections("weight"), shape=(qkv, hidden), join="qkv"
+    )
     if arch.qkv_bias:
-        yield replace(rows, name=f"{attention}linear_qkv.bias", hf=projections("bias"), shape=(qkv,), join="qkv")
+        yield replace(split_rows, name=f"{attention}linear_qkv.bias", hf=projections("bias"), shape=(qkv,), join="qkv")
     if arch.qk_norm:
-        for each in "qk":
-            norm = replace(whole, name=f"{attention}{each}_layernorm.weight", hf=(f"{theirs}{each}_norm.weight",))
+        for letter in "qk":
+            norm = replace(
+                replicated, name=f"{attention}{letter}_layernorm.weight", hf=(f"{hf_attention}{letter}_norm.weight",)
+            )
             yield replace(norm, shape=(arch.head_dim,))
-    output = replace(rows, name=f"{attention}linear_proj.weight", hf=(f"{theirs}o_proj.weight",), split=1)
+    output = replace(split_rows, name=f"{attention}linear_proj.weight", hf=(f"{hf_attention}o_proj.weight",), split=1)
     yield replace(output, shape=(hidden, heads))
     if arch.linear_bias:
-        yield replace(whole, name=f"{attention}linear_proj.bias", hf=(f"{theirs}o_proj.bias",), shape=(hidden,))
+        yield replace(
+            replicated, name=f"{attention}linear_proj.bias", hf=(f"{hf_attention}o_proj.bias",), shape=(hidden,)
+        )
     yield replace(
-        whole, name=f"{core}pre_mlp_layernorm.weight", hf=(f"{hf}post_attention_layernorm.weight",), shape=(hidden,)
+        replicated,
+        name=f"{core}pre_mlp_layernorm.weight",
+        hf=(f"{hf}post_attention_layernorm.weight",),
+        shape=(hidden,),
     )
     if arch.experts is not None and arch.is_sparse(layer):
         yield from _sparse(arch, arch.experts, layer)
@@ -344,12 +355,12 @@ def _sparse(arch: CoreArchitecture, experts: Experts, layer: int) -> Iterator[Co
         stored=(f"{disk}gate.weight",) if mixtral else (),
     )
     for expert in range(experts.count):
-        ours, own = f"{core}experts.local_experts.{expert}.", f"{disk}experts.{expert}."
-        first = CoreWeight(f"{ours}linear_fc1.weight", (f"{hf}experts.gate_up_proj",), (2 * experts.ffn, hidden))
-        stored = (f"{own}{gate}.weight", f"{own}{up}.weight")
+        core_expert, stored_expert = f"{core}experts.local_experts.{expert}.", f"{disk}experts.{expert}."
+        first = CoreWeight(f"{core_expert}linear_fc1.weight", (f"{hf}experts.gate_up_proj",), (2 * experts.ffn, hidden))
+        stored = (f"{stored_expert}{gate}.weight", f"{stored_expert}{up}.weight")
         yield replace(first, join="gate_up", split=0, stage=layer, expert=expert, stored=stored)
-        second = CoreWeight(f"{ours}linear_fc2.weight", (f"{hf}experts.down_proj",), (hidden, experts.ffn))
-        yield replace(second, split=1, stage=layer, expert=expert, stored=(f"{own}{down}.weight",))
+        second = CoreWeight(f"{core_expert}linear_fc2.weight", (f"{hf}experts.down_proj",), (hidden, experts.ffn))
+        yield replace(second, split=1, stage=layer, expert=expert, stored=(f"{stored_expert}{down}.weight",))
     if experts.shared_ffn:
         yield from _mlp(arch, f"{core}shared_experts.", f"{hf}shared_expert.", experts.shared_ffn, layer)
         gated = CoreWeight(f"{core}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",), (1, hidden))

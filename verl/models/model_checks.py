@@ -78,13 +78,13 @@ def _difference(model: ResponseModel, hf: Any, device: torch.device) -> str | No
     mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
     ids = (torch.arange(1, 15) % config.vocab_size).view_as(mask)
     padded = model(right_padded_rows(ids, mask).to(device), ("hidden",), (2, 0))["hidden"]
-    own = hf.config._attn_implementation
+    original = hf.config._attn_implementation
     AttentionInterface.register(_CHECKED_ATTENTION, _recording_attention)
     hf.set_attn_implementation(_CHECKED_ATTENTION)
     rows = packed_rows(ids, mask).to(device)
     recording = _RecordingPacking(rows.packing)
     packed = model(replace(rows, packing=recording), ("hidden",), (2, 0))["hidden"]
-    hf.set_attn_implementation(own)
+    hf.set_attn_implementation(original)
     if not recording.windows:
         return "its layers do not pass arguments to the attention interface"
     if recording.bidirectional:
@@ -98,7 +98,9 @@ def _difference(model: ResponseModel, hf: Any, device: torch.device) -> str | No
     gap = float((packed.float() - padded).abs().max() / padded.abs().max())
     # A gap of NaN (weights that are not finite) says nothing about the architecture and is accepted.
     limit = 1e-3 if packed.dtype == torch.float32 else 0.05
-    return f"its hidden states differ by {gap:.1%} from those of its own attention ({own})" if gap > limit else None
+    return (
+        f"its hidden states differ by {gap:.1%} from those of its own attention ({original})" if gap > limit else None
+    )
 
 
 def _recording_attention(

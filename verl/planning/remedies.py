@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ _COSTS = (
     ("gpu_memory", "fewer sequences at once"),
     ("max_num", "fewer sequences at once"),
     ("_length", "another training"),
-    ("save_contents", "no folder for transformers beside the checkpoint"),
+    ("save_contents", "no Hugging Face model in the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )
 # Keys of a role that only the fsdp engine reads.
@@ -167,7 +168,8 @@ def _offload_others(own: str, updating: bool = False) -> list[Remedy]:
     weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR, _TEACHER) if block != own]
     # The fsdp engine has no gradients between phases.
     buffers = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
-    return [*buffers, *(each for block, name in (*moments, *weights) for each in _for_all_engines(block, name, "on"))]
+    offloads = (_for_all_engines(block, name, "on") for block, name in (*moments, *weights))
+    return [*buffers, *itertools.chain.from_iterable(offloads)]
 
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
@@ -179,10 +181,10 @@ _RELEASE_KV = [
 ]
 _RELEASE_ENGINE = [*_RELEASE_KV, Remedy(f"{_ROLLOUT}.free_weights", "on", ("trainer.mode", "sync"))]
 _NO_OFFLOAD = [
-    each
+    remedy
     for part in ("param", "grad", "optimizer")
     for block in (_TEACHER, _REF, _REWARD, _CRITIC, _ACTOR)
-    for each in _for_all_engines(block, f"{part}_offload", "off")
+    for remedy in _for_all_engines(block, f"{part}_offload", "off")
 ]
 _BF16_MOMENTS = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
 _NO_HF_EXPORT = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]

@@ -78,11 +78,11 @@ class ScoresAhead:
     @classmethod
     def joined(cls, parts: Sequence[ScoresAhead], size: int) -> ScoresAhead:
         """The concatenation of `parts`, which have `size` rows each."""
-        whole = cls(parts[0]._make_samples, parts[0]._submit)
+        joined = cls(parts[0]._make_samples, parts[0]._submit)
         for number, part in enumerate(parts):
-            whole._scores |= {number * size + row: entry for row, entry in part._scores.items()}
-        whole.submitted = len(whole._scores)
-        return whole
+            joined._scores |= {number * size + row: entry for row, entry in part._scores.items()}
+        joined.submitted = len(joined._scores)
+        return joined
 
 
 @register_reward_manager("naive")
