@@ -182,7 +182,7 @@ class BridgedWeights(CoreWeights):
     def __init__(self, bridge: Bridge, *args: Any) -> None:
         super().__init__(*args)
         self._bridge = bridge
-        self._core_copies = self._copies(CoreWeight.as_one)
+        self._core_copies = self._copies(CoreWeight.unsharded)
         self._sources: dict[str, list[CoreWeight]] = {}  # Core's weights by Hugging Face name
         for weight in self.table.values():
             for name in weight.hf if weight.copy_of is None else ():
