@@ -103,7 +103,7 @@ def test_the_first_values_are_those_of_peft_and_depend_on_the_name_alone():
     values, again = [], []
     for found in (values, again):
         torch.rand(1)
-        adapted()[1].start(lambda _, whole, found=found: found.append(whole))
+        adapted()[1].initialize(lambda _, whole, found=found: found.append(whole))
     assert all(torch.equal(a, b) for a, b in zip(values, again, strict=True))
     downs, ups = values[::2], values[1::2]
     assert all(not up.any() for up in ups)
