@@ -52,6 +52,12 @@ def requests(count: int = 12, tokens: int = 40) -> list[Request]:
     return [Request(f"r{number}", PROMPTS[number], params) for number in range(count)]
 
 
+def wait_until_generating(server: URLServer, streams: int = 1) -> None:
+    deadline = time.monotonic() + 120
+    while server.running < streams and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def test_answers_are_the_servers_and_no_more_streams_are_open_than_it_runs_at_a_time(server, join):
     outputs = [future.result() for future in join(server).submit(requests())]
     assert [output.token_ids for output in outputs] == [answer(prompt, 40) for prompt in PROMPTS]
@@ -62,7 +68,7 @@ def test_answers_are_the_servers_and_no_more_streams_are_open_than_it_runs_at_a_
 def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
     rollout = join(server)
     futures = rollout.submit(requests())
-    time.sleep(0.05)
+    wait_until_generating(server)
     rollout.pause_generation("keep")
     running = server.running
     rollout.resume_generation()
@@ -76,7 +82,7 @@ def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
 def test_what_is_aborted_ends_at_the_server_too(server, join):
     rollout = join(server)
     futures = rollout.submit(requests(4, tokens=100))
-    time.sleep(0.05)
+    wait_until_generating(server, 4)
     rollout.abort()
     assert all(0 < len(future.result().token_ids) < 100 for future in futures)
     deadline = time.monotonic() + 120
@@ -110,7 +116,7 @@ def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, mon
     monkeypatch.setattr(server_module, "RECONNECT_TIMEOUT_S", 0.2)
     rollout = join(server)
     futures = rollout.submit(requests(4, tokens=100))
-    time.sleep(0.05)
+    wait_until_generating(server, 4)
     server.stop()
     for future in futures:
         with pytest.raises(EngineDiedError, match=server.url):
