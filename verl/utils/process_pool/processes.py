@@ -1,6 +1,6 @@
-"""ForkServer and Worker: the pool's handles on the process that forks workers, and on each of these.
+"""ForkServer and Worker: the pool's handles of the fork server and of its workers.
 
-The far side, with the messages between the two: `verl.utils.process_pool.fork_server`.
+The code that runs in these processes, and the messages: `verl.utils.process_pool.fork_server`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from verl.utils.process_pool.errors import CannotSend, InitializerError
 from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
 
 _READ_BYTES = 1 << 18
-# Messages up to this size are sent at once, larger ones in their parts, without a copy.
+# Messages up to this size are joined and sent at once, larger ones in parts, without a copy.
 _SMALL_MESSAGE = 1 << 18
-# Only idle workers are sent to, and they read at once. One that does not is broken.
+# Calls are only sent to idle workers, which read immediately. A worker that does not is broken.
 _SEND_SECONDS = 30.0
-_ANSWER_SECONDS = 120.0
-# So often, while an answer is awaited, a look whether the one who is to give it has been stopped.
-_LOOK_SECONDS = 0.5
-# Endings that others bring about, as a rule: an operator, the kernel that is out of memory, an ending session.
-FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, -signal.SIGQUIT}
-_BUSY_SHARE = 0.1
-_MUCH_STARVING, _MOST_STARVING = 0.05, 10.0
+_REPLY_SECONDS = 120.0
+# Interval at which, while a reply is pending, the server is checked for having been stopped.
+_STOP_CHECK_SECONDS = 0.5
+# Signals that usually come from outside: from an operator, the kernel's OOM killer, the end of a session.
+EXTERNAL_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, -signal.SIGQUIT}
+_BUSY_CPU_SHARE = 0.1
+_RELEVANT_WAIT_SHARE, _MAX_WAIT_FACTOR = 0.05, 10.0
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from verl.utils.process_pool.fork_server import main; main(int(sys.argv[1]))"
@@ -47,48 +47,48 @@ _SERVE = (
 
 
 Done = Callable[[int, Any, "Exception | None"], None]
-"""Is told the number of a call, what it returned, or why it did not."""
+"""Callback: (number of the call, its value, its error or None)."""
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A call on its way through the pool."""
+    """A call of the pool."""
 
     function: bytes  # pickled
     arguments: bytes  # pickled, without `buffers`
-    buffers: list[pickle.PickleBuffer]  # sent as they are: a copy of a large one holds the interpreter's lock
+    buffers: list[pickle.PickleBuffer]  # sent without a copy: copying a large one would hold the GIL
     timeout: float
     done: Done
     number: int
-    again: bool = False  # its first try may have failed for what others did
-    lost: int = 0  # processes that were killed or stopped under it
+    retried_for_memory: bool = False  # ran out of memory once, in a process that earlier calls had used
+    losses: int = 0  # processes of this call that were killed or stopped
 
-    def tell(self, value: Any, error: Exception | None) -> None:
+    def finish(self, value: Any, error: Exception | None) -> None:
         self.done(self.number, value, error)
 
 
 class Worker:
-    """One worker process: its socket, and what the pool knows of it."""
+    """One worker process: its socket, its calls and their clock."""
 
     def __init__(self, pid: int, link: socket.socket) -> None:
         self.pid = pid
         self.link = link
         link.setblocking(False)
-        self.tasks: deque[Task] = deque()  # sent to it and not yet answered; the first one is running
-        self.since = self.looked_at = 0.0  # when that one began, as far as is known, and was last looked at
-        self.answered = 0
-        self.importing: str | None = None  # what the running task had it import last
-        self.blocked = False  # it takes long, and uses no processor
-        self.stopped = False  # it, or a process that it started, cannot run until somebody lets it
-        self.spent = False  # what was sent with the running task has gone to others: it must not go on to it
+        self.tasks: deque[Task] = deque()  # sent to it and not finished; the first one is running
+        self.started_at = self.checked_at = 0.0  # when that one started, and when its state was last checked
+        self.completed = 0
+        self.importing: str | None = None  # module that the running call imported last
+        self.blocked = False  # its call is slow and uses no CPU
+        self.stopped = False  # it, or a child process, was stopped (SIGSTOP)
+        self.retiring = False  # kill it after the running call: its other calls were requeued, or it has grown
         self._cpu: float | None = None
-        self._starved: float | None = None
-        self._began = 0.0
+        self._cpu_wait: float | None = None
+        self._clock_start = 0.0
         self._received = bytearray()
 
     def send(self) -> None:
-        """Have it run its tasks. OSError: it has ended, or does not read."""
-        self.begin()
+        """Send its tasks. Raises OSError if it has ended or does not read."""
+        self.start_clock()
         calls = [(task.function, task.arguments, [buffer.raw() for buffer in task.buffers]) for task in self.tasks]
         sizes = [(len(function), len(arguments), list(map(len, buffers))) for function, arguments, buffers in calls]
         parts: list[bytes | memoryview] = [frame(CALLS, pickle.dumps(sizes))]
@@ -100,7 +100,7 @@ class Worker:
         self.link.setblocking(False)
 
     def receive(self) -> Iterator[tuple[bytes, float, memoryview]]:
-        """The frames (letter, seconds, content) that are there. EOFError, after the last: it has ended."""
+        """Yield the frames (kind, seconds, content) that have arrived; EOFError after the last one if it has ended."""
         ended = False
         with contextlib.suppress(BlockingIOError):
             more = True
@@ -117,110 +117,113 @@ class Worker:
             raise EOFError
 
     def _frames(self) -> Iterator[tuple[bytes, float, memoryview]]:
-        """The complete frames of what was received. Contents are not copied: large ones arrive in many pieces."""
+        """Yield the complete frames. Contents are not copied: large ones arrive in many pieces."""
         start, received = 0, self._received
         while len(received) - start >= FRAME.size:
-            letter, size, seconds = FRAME.unpack_from(received, start)
+            kind, size, seconds = FRAME.unpack_from(received, start)
             end = start + FRAME.size + size
             if len(received) < end:
                 break
             if not start:
                 self._received = bytearray()
-            yield letter, seconds, memoryview(received)[start + FRAME.size : end]
+            yield kind, seconds, memoryview(received)[start + FRAME.size : end]
             start = end
         if start:
             self._received = received[start:]
 
-    def begin(self) -> None:
-        """The time of the first of its tasks starts now."""
-        self.since = self.looked_at = self._began = time.monotonic()
-        self.blocked, self._cpu, self._starved = False, None, process_tree.cpu_wait_seconds(self.pid)
+    def start_clock(self) -> None:
+        """Start the clock of its first task."""
+        self.started_at = self.checked_at = self._clock_start = time.monotonic()
+        self.blocked, self._cpu, self._cpu_wait = False, None, process_tree.cpu_wait_seconds(self.pid)
 
-    def look(self, now: float) -> None:
-        """See whether it, and all it started, wait for something else than the processor, or were stopped."""
+    def check_state(self, now: float) -> None:
+        """Update `blocked` and `stopped` from the states of all threads of the worker and its children."""
         states, cpu = process_tree.thread_states(self.pid), process_tree.cpu_seconds(self.pid)
         self.stopped = "T" in states
-        # One that computes on a busy machine gets little of the processor, but could run at any time.
+        # On a busy machine a process that computes gets little CPU time, but its threads are runnable.
         self.blocked = bool(states) and "R" not in states
         if self.blocked and self._cpu is not None and cpu is not None:
-            self.blocked = cpu - self._cpu < _BUSY_SHARE * (now - self.looked_at)
-        self.looked_at, self._cpu = now, cpu
+            self.blocked = cpu - self._cpu < _BUSY_CPU_SHARE * (now - self.checked_at)
+        self.checked_at, self._cpu = now, cpu
 
-    def excused(self, now: float, timeout: float) -> bool:
-        """Time in which others had the processor is not the task's, within reason; whether there was much of it."""
-        before, self._starved = self._starved, process_tree.cpu_wait_seconds(self.pid)
-        lost = 0.0 if before is None or self._starved is None else self._starved - before
-        if lost < _MUCH_STARVING * timeout or now - self._began > _MOST_STARVING * timeout:
+    def extend_deadline(self, now: float, timeout: float) -> bool:
+        """Extend the time limit by the time in which the worker waited for a CPU. Returns whether it was extended.
+
+        At most to `_MAX_WAIT_FACTOR` times the limit, and only if the wait was a relevant part of it.
+        """
+        before, self._cpu_wait = self._cpu_wait, process_tree.cpu_wait_seconds(self.pid)
+        lost = 0.0 if before is None or self._cpu_wait is None else self._cpu_wait - before
+        if lost < _RELEVANT_WAIT_SHARE * timeout or now - self._clock_start > _MAX_WAIT_FACTOR * timeout:
             return False
-        self.since += lost
-        self.looked_at += lost
+        self.started_at += lost
+        self.checked_at += lost
         return True
 
 
 class ForkServer:
-    """Starts with the initializer done, or raises an InitializerError that says why it cannot be.
+    """Handle of the fork server. The constructor waits for the initializer and raises InitializerError if it fails.
 
-    An EOFError, here and later: somebody killed or stopped its process.
+    All methods raise EOFError if the process was killed or stopped.
     """
 
     def __init__(
         self, initializer: Callable[[], object] | None, memory_limit: int | None, max_growth: int | None
     ) -> None:
-        payload = portable((initializer, memory_limit, max_growth))
+        payload = portable_pickle((initializer, memory_limit, max_growth))
         self.control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(theirs.fileno()), json.dumps(_module_path())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            # Many workers on few cores need no threads of their own.
+            # There are usually more workers than cores.
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
         theirs.close()
         self._pids: set[int] = set()
         problem = self._initialize(payload)
-        self.control.settimeout(_ANSWER_SECONDS)
+        self.control.settimeout(_REPLY_SECONDS)
         if problem is not None:
             self.control.close()
             self._process.wait()
             raise InitializerError(problem)
 
     def fork(self) -> Worker:
-        """A fresh worker, with all that calls are known to import."""
+        """Fork a worker; it inherits the preloaded modules."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.control, [CONTROL.pack(FORK, 0)], [theirs.fileno()])
-            pid = self._answer()
+            pid = self._reply()
         self._pids.add(pid)
         return Worker(pid, ours)
 
     def kill(self, worker: Worker) -> None:
-        """End it and all it started, now."""
-        # Not over the server, which may be busy; it reaps, so the id cannot have gone to another process.
+        """Kill a worker and all its child processes."""
+        # Directly: the server may be busy. Only the server reaps it, so the process id cannot have been reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
-        self._tell(KILLED, worker.pid)
-        self.forget(worker)
+        self._send_order(KILLED, worker.pid)
+        self.discard(worker)
 
-    def ending_of(self, worker: Worker) -> int:
-        """How one that is gone ended, as in `subprocess.Popen.returncode`; what it left behind is killed."""
-        self._tell(ENDED, worker.pid)
-        return self._answer()
+    def exit_code(self, worker: Worker) -> int:
+        """Exit code of a worker that has ended (as `subprocess.Popen.returncode`); its child processes are killed."""
+        self._send_order(ENDED, worker.pid)
+        return self._reply()
 
     def preload(self, names: bytes | memoryview) -> None:
-        """Have it import modules (a pickled list of names), so that fresh workers need not."""
-        self._tell(PRELOAD, len(names))
+        """Import modules (a pickled list of names) in the server, so that new workers have them."""
+        self._send_order(PRELOAD, len(names))
         self.control.sendall(names)
 
     def close(self) -> None:
-        """End it, its workers, and what they started."""
-        self.control.close()  # the sign for it
+        """End the server, its workers and their child processes."""
+        self.control.close()  # the server exits when it is closed
         try:
             self._process.wait(timeout=0 if process_tree.why_not_running(self._process.pid) == "stopped" else 10)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        if self._process.returncode:  # not in order, so its workers may still be there
+        if self._process.returncode:  # it failed, so its workers may still run
             for pid in self._pids:
                 process_tree.kill_tree(pid)
 
@@ -228,32 +231,32 @@ class ForkServer:
         with Connection(os.dup(self.control.fileno())) as pipe:
             try:
                 pipe.send_bytes(payload)
-                while not pipe.poll(_LOOK_SECONDS):
+                while not pipe.poll(_STOP_CHECK_SECONDS):
                     self._check_not_stopped()
                 return pipe.recv()
             except (EOFError, ConnectionError) as error:
                 code = self._process.wait()
-                if code in FROM_OUTSIDE:
-                    raise EOFError(f"its process ended {ending_in_words(code)}") from error
-                return f"it ended before it was ready, {ending_in_words(code)}"
+                if code in EXTERNAL_SIGNALS:
+                    raise EOFError(f"its process ended {describe_exit(code)}") from error
+                return f"the fork server ended during start-up {describe_exit(code)}"
 
-    def _tell(self, order: bytes, number: int) -> None:
+    def _send_order(self, order: bytes, number: int) -> None:
         self.control.sendall(CONTROL.pack(order, number))
 
-    def forget(self, worker: Worker) -> None:
-        """It has ended, and it is known how."""
+    def discard(self, worker: Worker) -> None:
+        """Close the socket of a worker that has ended."""
         worker.link.close()
         self._pids.discard(worker.pid)
 
-    def _answer(self) -> int:
-        """EOFError: it is gone, or was stopped; TimeoutError: it hangs."""
-        give_up = time.monotonic() + _ANSWER_SECONDS
+    def _reply(self) -> int:
+        """Read the reply to a request. EOFError: the server has ended or was stopped; TimeoutError: it hangs."""
+        deadline = time.monotonic() + _REPLY_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
-            while not selector.select(_LOOK_SECONDS):
+            while not selector.select(_STOP_CHECK_SECONDS):
                 self._check_not_stopped()
-                if time.monotonic() > give_up:
-                    raise TimeoutError("it does not answer")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it does not reply")
         received = self.control.recv(CONTROL.size)
         if not received:
             raise EOFError("its process ended")
@@ -265,86 +268,86 @@ class ForkServer:
             raise EOFError("its process was stopped")
 
 
-def ending_in_words(code: int) -> str:
-    """Of `ForkServer.ending_of`."""
+def describe_exit(code: int) -> str:
+    """The result of `ForkServer.exit_code` as text."""
     known = {number.value: number.name for number in signal.Signals}
     return f"with exit code {code}" if code >= 0 else f"by {known.get(-code, f'signal {-code}')}"
 
 
-def portable(thing: Any) -> bytes:
-    """A pickle that a process which starts from scratch can read: users' modules and `__main__` go by content.
+def portable_pickle(value: Any) -> bytes:
+    """Pickle a value for a new process: users' modules and `__main__` are pickled by value.
 
-    A user's function that holds what cannot travel (the client that its file opens) is read from the file's text there,
-    which runs once more.
+    A user's function that refers to an object that cannot be pickled (such as a client that its file opens) is loaded
+    from its source file there, which runs the file again.
     """
     import cloudpickle
 
     register_user_modules_by_value()
     try:
-        return cloudpickle.dumps(thing)
+        return cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - objects of users raise anything when they are pickled
-        return _by_text(thing, error)
+        return _pickle_by_source(value, error)
 
 
-def _by_text(thing: Any, why_not: Exception) -> bytes:
+def _pickle_by_source(value: Any, cause: Exception) -> bytes:
     import cloudpickle
 
-    class ByText(cloudpickle.Pickler):
+    class SourcePickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             return reduce_by_source(obj) or super().reducer_override(obj)
 
     written = io.BytesIO()
     try:
-        ByText(written).dump(thing)
+        SourcePickler(written).dump(value)
     except Exception as error:
-        raise CannotSend(str(why_not)) from error
+        raise CannotSend(str(cause)) from error
     return written.getvalue()
 
 
 def _module_path() -> list[str]:
-    """Where this process finds modules, the standard library first: a user's `re.py` beside the script is no `re`."""
+    """`sys.path` with the standard library first, so that a user's `re.py` next to the script does not replace `re`."""
     library = sysconfig.get_paths()["stdlib"]
     path = [os.path.abspath(entry) for entry in sys.path]
     return sorted(path, key=lambda entry: not entry.startswith(library) or "site-packages" in entry)
 
 
-# A call takes long when it takes this many times what calls typically take, and not less than that.
-_LONG = 20
-_FIRST_GUESS_SECONDS = 0.1
-_LONG_SECONDS = 0.005
-# So often a call that takes long is looked at: does it compute, wait, or was it stopped.
-LOOK_SECONDS, _LOOK_AT_LEAST_SECONDS = 0.25, 2.0
-# Work per message: much against the time until a busy machine lets the pool send the next one.
+# A call is slow if it takes this many times the typical duration, and at least _SLOW_SECONDS.
+_SLOW_FACTOR = 20
+_INITIAL_ESTIMATE_SECONDS = 0.1
+_SLOW_SECONDS = 0.005
+# Intervals at which a slow call is checked: does it compute, does it wait, was it stopped.
+CHECK_SECONDS, _MAX_CHECK_SECONDS = 0.25, 2.0
+# Work per message: long compared to the time until a busy machine lets the pool send the next one.
 _MESSAGE_SECONDS = 0.1
-_MOST_PER_MESSAGE = 256
-# How long answers may pile up before they are read: long against what reading costs.
-_PILE_SECONDS = 0.005
+_MAX_CALLS_PER_MESSAGE = 256
+# Time until results are read: long compared to the cost of reading.
+_RESULT_WAIT_SECONDS = 0.005
 
 
-class Pace:
-    """Learns from every answer."""
+class CallPacing:
+    """Number of calls per message and intervals of checks, from the typical duration of a call."""
 
     def __init__(self) -> None:
-        self._typical = _FIRST_GUESS_SECONDS
+        self._typical = _INITIAL_ESTIMATE_SECONDS
 
-    def learn(self, seconds: float, answers: int) -> None:
-        """So many answers took so long together. One that takes long must not change what is taken for long."""
+    def update(self, seconds: float, results: int) -> None:
+        """Record that `results` calls took `seconds` together. One slow call changes the estimate little."""
         most = 4 * self._typical + 0.001
-        self._typical += 0.3 * (min(seconds / answers, most) - self._typical)
+        self._typical += 0.3 * (min(seconds / results, most) - self._typical)
 
-    def share(self, waiting: int, processes: int) -> int:
-        """How many calls the next message carries: worth a message, and at the end evenly over the workers."""
-        enough = min(_MOST_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical, 1e-9)))
+    def calls_per_message(self, waiting: int, processes: int) -> int:
+        """Calls in the next message: enough to be worth one, and spread evenly over the workers at the end."""
+        enough = min(_MAX_CALLS_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical, 1e-9)))
         return max(1, min(enough, max(waiting // (2 * processes), enough // 16), waiting))
 
-    def pile(self, left: int) -> float:
-        """Seconds to let answers pile up where the first worker to be done has so many calls left."""
-        return min(_PILE_SECONDS, left * self._typical)
+    def wait_seconds(self, remaining: int) -> float:
+        """Seconds to wait for results if the first worker to finish has `remaining` calls."""
+        return min(_RESULT_WAIT_SECONDS, remaining * self._typical)
 
-    def next_look(self, since: float, looked_at: float, timeout: float) -> float:
-        """When a call that began at `since`, and was last looked at then, is to be looked at or stopped."""
-        seen = looked_at - since
-        long = min(max(_LONG_SECONDS, _LONG * self._typical), timeout / 4)
-        # Hundreds may be waiting at a time: the longer one does, the less often it is looked at.
-        pause = max(LOOK_SECONDS, min(seen / 2, _LOOK_AT_LEAST_SECONDS))
-        return min(looked_at + pause if seen else since + long, since + timeout)
+    def next_check(self, started_at: float, checked_at: float, timeout: float) -> float:
+        """When a call that started at `started_at` and was last checked at `checked_at` must be checked or stopped."""
+        elapsed = checked_at - started_at
+        slow = min(max(_SLOW_SECONDS, _SLOW_FACTOR * self._typical), timeout / 4)
+        # Hundreds of calls may wait at a time: the longer a call waits, the less often it is checked.
+        pause = max(CHECK_SECONDS, min(elapsed / 2, _MAX_CHECK_SECONDS))
+        return min(checked_at + pause if elapsed else started_at + slow, started_at + timeout)

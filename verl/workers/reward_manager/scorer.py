@@ -17,9 +17,9 @@ from verl.utils.process_pool import (
     ProcessDied,
     ProcessPool,
     TaskTimeout,
-    gathered,
+    gather_results,
 )
-from verl.utils.process_pool.processes import Done, portable
+from verl.utils.process_pool.processes import Done, portable_pickle
 from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.calls import (
@@ -97,7 +97,7 @@ class ScorerPool:
             registered = registry.users_own() if compute_score is registry.default_compute_score else {}
             initializer = functools.partial(load, self._score_here, registered)
             with self._explained_errors():
-                portable(initializer)  # raises now, not at the first sample
+                portable_pickle(initializer)  # raises now, not at the first sample
             self._pool = ProcessPool(processes, initializer=initializer, memory_limit=memory_limit)
         if processes and self._is_async:
             initializer = functools.partial(load, functools.partial(score_awaited, compute_score), {})
@@ -143,7 +143,7 @@ class ScorerPool:
     @property
     def scored_again(self) -> int:
         """Total number of samples that were scored again because their process was killed or stopped from outside."""
-        return 0 if self._pool is None else self._pool.made_again
+        return 0 if self._pool is None else self._pool.retried_calls
 
     def close(self) -> None:
         """End all processes; waiting samples fail with PoolClosed. The pool may be used again."""
@@ -165,7 +165,7 @@ class ScorerPool:
         """The results or exceptions of all calls. `samples`: number of samples of each call, for progress reports."""
         if self._pool is not None:
             with self._explained_errors():
-                return gathered(functools.partial(self._enqueue, calls), len(calls), samples)
+                return gather_results(functools.partial(self._enqueue, calls), len(calls), samples)
         expect(sum(samples))
         if self._is_async:
             results = score_together(self._compute, calls)

@@ -142,7 +142,7 @@ def test_scores_come_back_in_the_order_asked_for(pool):
     ("text", "kind", "error"),
     [
         ("raise", "raised", "KeyError: 'what was missing'"),
-        ("lock", "invalid", "cannot be sent"),
+        ("lock", "invalid", "cannot be pickled"),
         ("exit", "died", "ended its process with exit code 3"),
         ("quit", "died", "ended its process with exit code 1"),
         ("crash", "died", "ended its process by SIGSEGV"),
