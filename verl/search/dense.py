@@ -20,7 +20,7 @@ import numpy as np
 
 from verl.search.corpus import Corpus, log_progress, text_batches
 
-__all__ = ["FAMILIES", "DenseIndex", "Encoder", "build_dense"]
+__all__ = ["FAMILIES", "DenseIndex", "TextEncoder", "build_dense"]
 
 _BATCH_DOCUMENTS = 1 << 13
 _ENCODER_BATCH = 128
@@ -37,7 +37,7 @@ FAMILIES = tuple(_PREFIXES)
 logger = logging.getLogger(__name__)
 
 
-class Encoder:
+class TextEncoder:
     """Encodes texts as unit vectors, with a local sentence-transformers model or any mean-pooled transformers encoder.
 
     `name` (default: the folder's name) determines the prefixes, unless the model defines them.
@@ -75,7 +75,7 @@ class Encoder:
 class DenseIndex:
     """A faiss index, of `build_dense` or another program, with the encoder of its queries."""
 
-    def __init__(self, path: Path, encoder: Encoder, on_gpu: bool = False) -> None:
+    def __init__(self, path: Path, encoder: TextEncoder, on_gpu: bool = False) -> None:
         faiss = import_faiss()
         self._encoder, self._lock = encoder, threading.Lock()
         file = path if path.is_file() else path / _INDEX
@@ -96,7 +96,7 @@ class DenseIndex:
         ]
 
 
-def build_dense(corpus: Corpus, folder: Path, encoder: Encoder) -> None:
+def build_dense(corpus: Corpus, folder: Path, encoder: TextEncoder) -> None:
     """Write the index of a corpus to a new folder."""
     faiss = import_faiss()
     folder.mkdir(parents=True)

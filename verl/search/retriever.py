@@ -150,7 +150,7 @@ def open_retriever(
     files, family = copy_to_local(model, key="--retriever_model"), {"family": name} if name in dense.FAMILIES else {}
     from_hub = not Path(expand_path(model)).exists()  # then the name of the local folder is a hash
     hub_name = model.rstrip("/").rpartition("/")[2] if from_hub else None
-    encoder = dense.Encoder(files, name=name if family else hub_name)
+    encoder = dense.TextEncoder(files, name=name if family else hub_name)
     if index is not None and index.is_file():
         return Retriever(corpus, dense.DenseIndex(index, encoder, faiss_gpu), topk)
     settings = dense.SETTINGS | {"model": _file_stats(Path(files))} | family

@@ -70,7 +70,7 @@ def test_an_exact_index_made_elsewhere_is_read_and_one_of_another_corpus_refused
 
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
     path, texts = corpus
-    vectors = dense.Encoder(str(encoder)).passages(texts)
+    vectors = dense.TextEncoder(str(encoder)).passages(texts)
     exact = faiss.IndexFlatIP(vectors.shape[1])
     exact.add(vectors)
     faiss.write_index(exact, str(tmp_path / "flat.index"))
@@ -85,11 +85,11 @@ def test_an_exact_index_made_elsewhere_is_read_and_one_of_another_corpus_refused
 def test_models_that_want_words_before_a_text_get_them(encoder, tmp_path):
     named = tmp_path / "e5-tiny"
     named.symlink_to(encoder)
-    plain, prefixed = dense.Encoder(str(encoder)), dense.Encoder(str(named))
+    plain, prefixed = dense.TextEncoder(str(encoder)), dense.TextEncoder(str(named))
     assert np.allclose(prefixed.queries(["w1 w2"]), plain.queries(["query: w1 w2"]))
     assert np.allclose(prefixed.passages(["w1 w2"]), plain.queries(["passage: w1 w2"]))
     with pytest.raises(ValueError, match="--retriever_model"):
-        dense.Encoder(str(tmp_path / "none"))
+        dense.TextEncoder(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(("name", "from_hub"), [("e5", False), ("e5", True), ("dense", True)])
@@ -104,7 +104,7 @@ def test_an_encoder_by_its_family_or_hub_name_gets_its_words(encoder, tmp_path, 
     model = "org/e5-tiny" if from_hub else str(encoder)
     retriever = open_retriever(str(corpus), name, 1, index_path=str(tmp_path), model=model)
     (hit,) = retriever.retrieve(["w100 w150"])[0]
-    plain = dense.Encoder(str(encoder))
+    plain = dense.TextEncoder(str(encoder))
     query, passages = (
         plain.queries(["query: w100 w150"]),
         plain.passages([f"passage: w{n} w{n + 1}" for n in range(20)]),

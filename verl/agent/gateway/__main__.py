@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import Served, ServedModel, add_model_options
 from verl.types.request import Output, Request
@@ -78,7 +78,7 @@ class _Gateway:
         self._served, self._out, self._idle_s = served, options.out, 60.0 * options.session_idle_minutes
         self._writing = threading.Lock()
         limits = {"max_turns": options.max_session_turns, "max_bytes": options.max_session_mb * 2**20}
-        self._sessions = Sessions(lambda name: Session(name, self._generate, **limits), options.max_sessions)
+        self._sessions = Sessions(lambda name: GatewaySession(name, self._generate, **limits), options.max_sessions)
         self.app = GatewayApp(
             self._sessions,
             model,
@@ -104,7 +104,7 @@ class _Gateway:
             await asyncio.sleep(min(_IDLE_CHECK_S, self._idle_s))
             await self._close(self._sessions.idle(self._idle_s))
 
-    async def _close(self, sessions: list[Session]) -> None:
+    async def _close(self, sessions: list[GatewaySession]) -> None:
         for session in sessions:
             await self._sessions.close(session)
             await self._write(session)
@@ -117,7 +117,7 @@ class _Gateway:
             async for piece in pieces:
                 yield piece
 
-    async def _write(self, session: Session) -> None:
+    async def _write(self, session: GatewaySession) -> None:
         """Append the session to the file. In a thread: it is written completely, also if the client disconnects."""
         if self._out is not None:
             await asyncio.to_thread(self._append, session.state())

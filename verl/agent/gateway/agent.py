@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from verl.agent.gateway.app import MAX_REWARD, GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
@@ -80,7 +80,7 @@ class GatewayAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         trace, max_turns = current_trace(), self.rollout_config.multi_turn.max_assistant_turns
-        session = Session(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
+        session = GatewaySession(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
         session.on_full_context = None if trace is None else trace.add_without_room
         metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
         async with _worker_gateway(self).session(session) as base_url:
@@ -222,7 +222,10 @@ def _returned_info(returned: Any) -> dict[str, Any] | None:
 
 
 def _set_metrics_and_reward(
-    outputs: list[AgentLoopOutput], session: Session, info: Mapping[str, Any] | None, failure: TrajectoryFailed | None
+    outputs: list[AgentLoopOutput],
+    session: GatewaySession,
+    info: Mapping[str, Any] | None,
+    failure: TrajectoryFailed | None,
 ) -> None:
     counts = session.tree.counts
     failures = {"branch": counts["branch"], "retry": counts["retry"], "cut_off": session.cut_off}
@@ -261,7 +264,7 @@ class _Gateway:
         self._stopping: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def session(self, session: Session) -> AsyncGenerator[str, None]:
+    async def session(self, session: GatewaySession) -> AsyncGenerator[str, None]:
         """Open a session; yield its URL, which contains a secret that other agents do not know."""
         secret = secrets.token_urlsafe(32)
         self._sessions.add(session, secret)

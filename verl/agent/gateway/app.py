@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.anthropic import AnthropicReplies, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving import openai_replies
 from verl.inference.serving.api_errors import ApiError, openai_error
 from verl.inference.serving.openai_replies import Part
@@ -68,7 +68,7 @@ class GatewayApp:
         self,
         sessions: Sessions,
         model: Model,
-        on_close: Callable[[Session], Awaitable[None]] | None = None,
+        on_close: Callable[[GatewaySession], Awaitable[None]] | None = None,
         ping_s: float = _PING_S,
         max_body_bytes: int = MAX_BODY_BYTES,
         api_key: str | None = None,
@@ -156,7 +156,7 @@ class GatewayApp:
         return EventStream(self._events(session, parts, replies))
 
     async def _events(
-        self, session: Session, parts: AsyncGenerator[Part, None], replies: ReplyFormatter
+        self, session: GatewaySession, parts: AsyncGenerator[Part, None], replies: ReplyFormatter
     ) -> AsyncGenerator[str, None]:
         try:
             with session.under_way():
@@ -179,7 +179,7 @@ def _error_content(path: str, error: HttpError) -> Mapping[str, Any]:
     return (anthropic_error if path.endswith(MESSAGES) else openai_error)(path, error)
 
 
-async def _state_response(session: Session) -> Response:
+async def _state_response(session: GatewaySession) -> Response:
     state = session.state()  # not in a thread: requests change the tree
     return await json_response(lambda: state, session.tree.stored_bytes)
 

@@ -1,5 +1,5 @@
-"""Session: one trajectory with its tree, reward and in-flight requests. Sessions: the open sessions of a gateway.
-Model: the tokenizer, parser and text workers that all sessions share."""
+"""GatewaySession: one trajectory with its tree, reward and in-flight requests. Sessions: the open sessions of a
+gateway. Model: the tokenizer, parser and text workers that all sessions share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verl.utils.text_workers import (
 )
 from verl.utils.tool_calls import HermesParser, Parser
 
-__all__ = ["Generate", "Model", "Session", "Sessions"]
+__all__ = ["GatewaySession", "Generate", "Model", "Sessions"]
 
 Generate = Callable[[Request], AsyncGenerator[Output, None]]
 """Yields the output of a request, in pieces if the engine streams; closing the generator aborts the request."""
@@ -133,7 +133,7 @@ class Model:
 
 
 @dataclass(eq=False)
-class Session:
+class GatewaySession:
     """One trajectory."""
 
     name: str
@@ -268,19 +268,19 @@ class Sessions:
     another secret, and secrets are not stored.
     """
 
-    def __init__(self, create: Callable[[str], Session] | None = None, max_sessions: int | None = None) -> None:
+    def __init__(self, create: Callable[[str], GatewaySession] | None = None, max_sessions: int | None = None) -> None:
         """`create`: creates a session at its first generating request; None: sessions are only added by `add`."""
         self._create, self._max_sessions = create, max_sessions
         self._hash_key = secrets.token_bytes(32)
-        self._open: dict[bytes, Session] = {}
+        self._open: dict[bytes, GatewaySession] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, session: Session, secret: str) -> None:
+    def add(self, session: GatewaySession, secret: str) -> None:
         self._open[self._index(session.name, secret)] = session
 
-    def get(self, name: str, secret: str) -> Session:
+    def get(self, name: str, secret: str) -> GatewaySession:
         """Return an open session; ApiError 404 if there is none with this name and this secret."""
         session = self._open.get(self._index(name, secret))
         if session is None:
@@ -291,7 +291,7 @@ class Sessions:
         return session
 
     @contextlib.contextmanager
-    def use(self, name: str, secret: str) -> Iterator[Session]:
+    def use(self, name: str, secret: str) -> Iterator[GatewaySession]:
         """The session for a request that generates; created if necessary, removed again if nothing was recorded."""
         index = self._index(name, secret)
         if self._create is None or index in self._open:
@@ -308,17 +308,17 @@ class Sessions:
             if session.is_unused and self._open.get(index) is session:
                 del self._open[index]
 
-    async def close(self, session: Session) -> None:
+    async def close(self, session: GatewaySession) -> None:
         """End a session and its in-flight requests."""
         self._open = {index: other for index, other in self._open.items() if other is not session}
         await session.close()
 
-    def idle(self, seconds: float) -> list[Session]:
+    def idle(self, seconds: float) -> list[GatewaySession]:
         """Sessions without a request for this time."""
         before = time.monotonic() - seconds
         return [session for session in self._open.values() if session.last_used < before and not session.in_flight]
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[GatewaySession]:
         return list(self._open.values())
 
     def _check_new(self, name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, template_kwargs
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output
 from verl.utils.tool_calls import get_parser
@@ -27,7 +27,7 @@ class Gateway:
         facts = ModelFacts(("m",), 4096, len(self.tokenizer), stops, 1, False, 32)
         parser = get_parser(kind.format or "hermes")
         self.prompts, self.turns = [], []
-        sessions = Sessions(lambda name: Session(name, self.generate))
+        sessions = Sessions(lambda name: GatewaySession(name, self.generate))
         self.app = GatewayApp(
             sessions, Model(facts, self.tokenizer, parser, template_kwargs(case.family, case.thinking))
         )

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.gateway_server import running_gateway
 from verl.agent.gateway.agent import _Gateway, describe_failure
-from verl.agent.gateway.session import Session, Sessions
+from verl.agent.gateway.session import GatewaySession, Sessions
 from verl.inference.serving.api_errors import ApiError
 
 ASK = {"messages": [{"role": "user", "content": "How warm is it?"}]}
@@ -200,7 +200,7 @@ def test_the_stored_size_of_a_session_is_limited():
 
 def test_sessions_without_requests_are_idle():
     sessions = Sessions()
-    old, busy, new = (Session(name, None) for name in ("old", "busy", "new"))
+    old, busy, new = (GatewaySession(name, None) for name in ("old", "busy", "new"))
     for session in (old, busy, new):
         sessions.add(session, "secret")
 
@@ -219,7 +219,10 @@ def test_sessions_without_requests_are_idle():
 
 async def test_agents_in_training_have_urls_with_secrets_of_their_own():
     gateway = _Gateway(None)
-    async with gateway.session(Session("a" * 32, None)) as one, gateway.session(Session("b" * 32, None)) as other:
+    async with (
+        gateway.session(GatewaySession("a" * 32, None)) as one,
+        gateway.session(GatewaySession("b" * 32, None)) as other,
+    ):
         name, _, secret = one.rpartition("~")
         assert len(secret) >= 43, "256 bits"
         assert secret != other.rpartition("~")[2]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.gateway_server import END, CountingTokenizer
 from verl.agent.gateway import session as session_module
 from verl.agent.gateway.requests import MESSAGES, check_body
-from verl.agent.gateway.session import Model, Session
+from verl.agent.gateway.session import GatewaySession, Model
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import CHAT, ModelFacts
 from verl.utils.tool_calls import get_parser
@@ -51,7 +51,7 @@ def model(monkeypatch):
 def place(model, text, session=None, **fields):
     async def run():
         request = await model.read(CHAT, body(user(text), **fields))
-        return await (session or Session("s", None)).place(request, model)
+        return await (session or GatewaySession("s", None)).place(request, model)
 
     return asyncio.run(run())
 
@@ -97,7 +97,7 @@ def test_a_grammar_is_compiled_in_a_worker(model):
 
 
 def test_a_request_that_is_sent_twice_at_once_has_one_place(model):
-    session = Session("s", None)
+    session = GatewaySession("s", None)
 
     async def run():
         requests = [await model.read(CHAT, body(user("hello"))) for _ in range(2)]
