@@ -1,4 +1,4 @@
-"""A row as messages: prompts and replies by the template that wrote them, others as text."""
+"""derive_messages: prompts and replies that the template rendered become messages, other tokens text."""
 
 from __future__ import annotations
 
@@ -33,16 +33,23 @@ def model(text: str) -> Turn:
     return Turn("model", encode(text))
 
 
-def test_replies_that_a_template_wrote_are_messages_and_others_part_of_the_answer():
-    prompts, templated = {tuple(PROMPT): [ASK]}, {tuple(REPLY): [NEXT]}
-    said = row(model("Warm."), Turn("environment", REPLY), model("Hot"), Turn("environment", INLINE), model("!"))
-    assert derive_messages(said, prompts, templated, TOKENIZER) == [ASK, answer("Warm."), NEXT, answer("Hot [42] !")]
+def test_rendered_replies_are_messages_and_others_part_of_the_response():
+    prompts, rendered = {tuple(PROMPT): [ASK]}, {tuple(REPLY): [NEXT]}
+    conversation = row(
+        model("Warm."), Turn("environment", REPLY), model("Hot"), Turn("environment", INLINE), model("!")
+    )
+    assert derive_messages(conversation, prompts, rendered, TOKENIZER) == [
+        ASK,
+        answer("Warm."),
+        NEXT,
+        answer("Hot [42] !"),
+    ]
     unanswered = row(model("Warm."), Turn("environment", REPLY))
-    assert derive_messages(unanswered, prompts, templated, TOKENIZER) == [ASK, answer("Warm.")]
-    assert derive_messages(row(), prompts, templated, TOKENIZER) == [ASK, answer("")]
+    assert derive_messages(unanswered, prompts, rendered, TOKENIZER) == [ASK, answer("Warm.")]
+    assert derive_messages(row(), prompts, rendered, TOKENIZER) == [ASK, answer("")]
 
 
-def test_a_prompt_that_nothing_is_known_of_is_one_user_message():
+def test_an_unknown_prompt_is_one_user_message():
     other = row(model("Warm."), prompt=encode("In short: warm?"))
     assert derive_messages(other, {}, {}, TOKENIZER) == [
         {"role": "user", "content": "In short: warm?"},

@@ -1,4 +1,4 @@
-"""Limits of tool calls: how many at once, how many per second, how much of the answer is seen."""
+"""Limits of tool calls: concurrency, rate, and length of the response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verl.agent.tool_session import CallLimitError, CallThrottle, RateLimiter, truncate_text
 
 
-def test_a_rate_lets_one_second_of_calls_start_at_once_and_spaces_the_rest():
+def test_a_rate_limit_allows_one_second_of_calls_at_once_and_delays_further_ones():
     rate = RateLimiter(4)
     assert [rate.reserve(100.0) for _ in range(6)] == pytest.approx([0, 0, 0, 0, 0.25, 0.5])
     assert rate.reserve(200.0) == 0
@@ -18,7 +18,7 @@ def test_a_rate_lets_one_second_of_calls_start_at_once_and_spaces_the_rest():
     assert [slow.reserve(10.0), slow.reserve(10.0)] == pytest.approx([0, 2.0])
 
 
-async def test_a_gate_bounds_calls_at_once_and_says_when_none_came_free():
+async def test_a_throttle_limits_concurrent_calls_and_fails_if_no_slot_becomes_free():
     throttle, running, most = CallThrottle({"num_workers": 3}), 0, 0
 
     async def work() -> None:
@@ -37,16 +37,16 @@ async def test_a_gate_bounds_calls_at_once_and_says_when_none_came_free():
     await _enter(throttle, 0.01)
 
 
-async def test_a_gate_bounds_calls_per_second_and_refuses_at_once_what_would_wait_too_long():
+async def test_a_throttle_limits_calls_per_second_and_rejects_those_that_would_wait_too_long():
     throttle = CallThrottle({"rate_limit": 20})
-    begun = time.monotonic()
+    start = time.monotonic()
     await asyncio.gather(*(_enter(throttle, 5.0) for _ in range(24)))
-    assert time.monotonic() - begun >= 0.19
+    assert time.monotonic() - start >= 0.19
     with pytest.raises(CallLimitError, match=r"more than 20 calls per second; no start within 0.001 s"):
         await asyncio.gather(*(_enter(throttle, 0.001) for _ in range(30)))
 
 
-async def test_a_call_without_limits_waits_for_nothing():
+async def test_a_call_without_limits_does_not_wait():
     async with CallThrottle({}).slot(0.0):
         pass
 
@@ -55,12 +55,12 @@ async def test_a_call_without_limits_waits_for_nothing():
     ("side", "text"),
     [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")],
 )
-def test_a_long_answer_keeps_the_side_that_is_asked_for(side: str, text: str):
+def test_a_long_response_keeps_the_selected_side(side: str, text: str):
     assert truncate_text("abcdefghij", 4, side) == text
     assert truncate_text("abcd", 4, side) == "abcd"
 
 
-def test_an_odd_length_and_the_shortest_one_are_kept_whole():
+def test_an_odd_length_and_the_shortest_one_are_exact():
     assert truncate_text("abcdefghij", 5, "middle") == "abc...(truncated)...ij"
     assert truncate_text("abcdefghij", 1, "middle") == "a...(truncated)..."
 

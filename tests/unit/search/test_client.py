@@ -1,4 +1,4 @@
-"""The circuit breaker as a state machine on a clock of its own."""
+"""CircuitBreaker: the state machine, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def broken(failures=3, cooldown_s=10.0):
+def open_breaker(failures=3, cooldown_s=10.0):
     clock = Clock()
     breaker = CircuitBreaker(failures, cooldown_s, clock)
     for _ in range(failures):
@@ -33,14 +33,14 @@ def test_it_opens_after_failures_in_a_row_only():
         breaker.failed()
         breaker.succeeded()
     assert breaker.state == "closed"
-    breaker, _ = broken()
+    breaker, _ = open_breaker()
     assert breaker.state == "open"
     assert not breaker.allow()
     assert breaker.wait_s() == 10.0
 
 
 def test_one_probe_at_a_time_decides():
-    breaker, clock = broken()
+    breaker, clock = open_breaker()
     clock.now = 10.0
     assert breaker.state == "half-open"
     assert breaker.allow()
@@ -56,29 +56,29 @@ def test_one_probe_at_a_time_decides():
     assert breaker.allow()
 
 
-def test_a_probe_that_was_given_up_leaves_room_for_the_next():
-    breaker, clock = broken()
+def test_an_abandoned_probe_allows_the_next_one():
+    breaker, clock = open_breaker()
     clock.now = 10.0
     assert breaker.allow()
     breaker.abandoned()
     assert breaker.allow()
 
 
-@given(st.lists(st.sampled_from(["ask", "succeeded", "failed", "abandoned", "wait"]), max_size=60))
-def test_it_never_stays_shut_and_never_asks_a_service_that_is_down_too_often(events):
+@given(st.lists(st.sampled_from(["request", "succeeded", "failed", "abandoned", "wait"]), max_size=60))
+def test_it_always_probes_again_but_never_more_often_than_the_cooldown(events):
     clock = Clock()
     breaker = CircuitBreaker(2, 10.0, clock)
-    asked = []
+    requests = []
     for event in events:
-        if event == "ask" and breaker.state != "closed" and breaker.allow():
-            asked.append(clock.now)
+        if event == "request" and breaker.state != "closed" and breaker.allow():
+            requests.append(clock.now)
             breaker.failed()
         elif event == "wait":
             clock.now += 3.0
-        elif event != "ask":
+        elif event != "request":
             getattr(breaker, event)()
-            asked = [] if event == "succeeded" else asked
-    assert all(later - earlier >= 10.0 for earlier, later in itertools.pairwise(asked))
+            requests = [] if event == "succeeded" else requests
+    assert all(later - earlier >= 10.0 for earlier, later in itertools.pairwise(requests))
     breaker.abandoned()
     clock.now += 10.0
     assert breaker.allow()
