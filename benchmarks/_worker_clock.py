@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.rank_host import RankHost
 from verl.single_controller.base.worker import Worker
 
 _untimed = Worker._compute_call

@@ -75,7 +75,7 @@ def test_column_chunks_unfold_into_rows():
     assert found["y"].tolist() == [1, 1, 2, 2]
     assert found["n"].tolist() == ["a", "a", "b", "b"]
     assert data.unfold_column_chunks(2)["x"].tolist() == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
-    with pytest.raises(ValueError, match=r"'x' of \(2, 4\) does not cut into 3"):
+    with pytest.raises(ValueError, match=r"'x' of shape \(2, 4\) cannot be split into 3 parts"):
         data.unfold_column_chunks(3, split_keys=["x"])
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.workers import Roller, prompt_length, response_length, rollout_batch
 from verl.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.single_controller.ray.stored import traffic
+from verl.single_controller.ray.column_store import traffic
 from verl.utils.nested import deep_equal
 
 PROMPT, RESPONSE, PAD = 8, 16, 99
@@ -215,7 +215,7 @@ def test_union_refuses_columns_that_disagree_and_accepts_those_that_agree(roller
         batch.union(DataProto.from_dict({"another": torch.ones(2), "score": torch.tensor([3.0, 2.0])}, {"a": [1, 2]}))
     assert "another" not in batch.batch, "all or nothing"
     assert "a" not in batch.non_tensor_batch
-    with pytest.raises(ValueError, match="2 rows here, 3 in the other"):
+    with pytest.raises(ValueError, match="2 rows and 3 rows"):
         batch.union(DataProto.from_dict({"new": torch.zeros(3)}))
     with pytest.raises(ValueError, match=r"meta_info\['pad'\]"):
         batch.union(DataProto(meta_info={"pad": 1}))

@@ -247,7 +247,7 @@ ON_ANOTHER_NODE = """
 import os, signal, time
 import ray
 from ray.cluster_utils import Cluster
-from verl.single_controller.ray.asking import Nodes, RankProcess
+from verl.single_controller.ray.rank_monitor import NodeInspector, RankProcess
 from verl.utils.stacks import answer_stack_requests
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
@@ -264,15 +264,15 @@ class Rank:
 rank = ray.remote(resources={"there": 1})(Rank).remote()
 process = RankProcess(*ray.get(rank.where.remote()))
 assert process.node != ray.get_runtime_context().get_node_id()
-nodes = Nodes()
-state, stacks = nodes.look(process)
+nodes = NodeInspector()
+state, stacks = nodes.inspect(process)
 assert state is None and stacks
 os.kill(process.pid, signal.SIGSTOP)
-assert nodes.look(process) == ("stopped", {})
+assert nodes.inspect(process) == ("stopped", {})
 nodes.kill(process)
 time.sleep(1)
-assert nodes.look(process)[0] in ("gone", "ended")
-assert nodes.look(RankProcess("0" * 56, "nowhere", 1)) is None
+assert nodes.inspect(process)[0] in ("gone", "ended")
+assert nodes.inspect(RankProcess("0" * 56, "nowhere", 1)) is None
 ray.shutdown()
 cluster.shutdown()
 print("as it should be")

@@ -13,7 +13,7 @@ import pytest
 
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayResourcePool, merge_resource_pool
-from verl.single_controller.ray.resource_pool import LostRanks, Node, _address_key, room_for
+from verl.single_controller.ray.resource_pool import LostRanks, RayNode, _address_key, pools_fit
 
 # A cluster of several nodes cannot share a process with the session's own, hence the subprocess.
 PROGRAM = """
@@ -46,7 +46,7 @@ try:
     RayResourcePool([1, 1, 1], use_gpu=False).get_placement_groups()
     raise SystemExit("three nodes were had from two")
 except ResourceError as error:
-    assert "asks for 3 node(s)" in str(error) and "has 2 node(s)" in str(error), error
+    assert "needs 3 node(s)" in str(error) and "has 2 node(s)" in str(error), error
 pool.release()
 ray.shutdown()
 cluster.shutdown()
@@ -88,21 +88,21 @@ def test_addresses_sort_as_numbers():
 
 
 def test_pools_share_nodes_but_no_gpu():
-    def nodes(*free: float) -> list[Node]:
-        return [Node(str(i), f"10.0.0.{i}", 8, gpus) for i, gpus in enumerate(free)]
+    def nodes(*free: float) -> list[RayNode]:
+        return [RayNode(str(i), f"10.0.0.{i}", 8, gpus) for i, gpus in enumerate(free)]
 
-    assert room_for([[8, 8]], True, nodes(8, 8))
-    assert not room_for([[8, 8]], True, nodes(8, 7))
-    assert room_for([[8, 8]], True, [node.when_free() for node in nodes(8, 7)])
-    assert not room_for([[8, 8]], True, nodes(16)), "two entries are two nodes"
-    assert room_for([[4, 4], [2, 2]], True, nodes(8, 6))
-    assert not room_for([[4, 4], [4]], True, nodes(7, 7))
-    assert room_for([[2, 2], [2, 2]], False, nodes(0, 0))
-    assert not room_for([[1, 1]], False, nodes(0))
+    assert pools_fit([[8, 8]], True, nodes(8, 8))
+    assert not pools_fit([[8, 8]], True, nodes(8, 7))
+    assert pools_fit([[8, 8]], True, [node.without_jobs() for node in nodes(8, 7)])
+    assert not pools_fit([[8, 8]], True, nodes(16)), "two entries are two nodes"
+    assert pools_fit([[4, 4], [2, 2]], True, nodes(8, 6))
+    assert not pools_fit([[4, 4], [4]], True, nodes(7, 7))
+    assert pools_fit([[2, 2], [2, 2]], False, nodes(0, 0))
+    assert not pools_fit([[1, 1]], False, nodes(0))
 
 
 def test_lost_nodes_are_named_with_their_ranks():
-    assert LostRanks({"10.0.0.2": [4, 5, 6, 7]}).what("actor") == "node 10.0.0.2 is gone, with ranks 4-7 of actor"
+    assert LostRanks({"10.0.0.2": [4, 5, 6, 7]}).describe("actor") == "node 10.0.0.2 is lost, with ranks 4-7 of actor"
     several = LostRanks({"10.0.0.1": [0], "10.0.0.3": [2, 3]})
-    said = "node 10.0.0.1 is gone, with rank 0 of critic; node 10.0.0.3 is gone, with ranks 2-3 of critic"
-    assert several.what("critic") == said
+    said = "node 10.0.0.1 is lost, with rank 0 of critic; node 10.0.0.3 is lost, with ranks 2-3 of critic"
+    assert several.describe("critic") == said

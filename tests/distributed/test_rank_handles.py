@@ -1,4 +1,4 @@
-"""RankHandle.ask_rows on Ray: rows are one object of the caller, which outlives the process that computed them."""
+"""RankHandle.call_rows on Ray: rows are one object of the caller, which outlives the process that computed them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 from tests.support.workers import WithRowSource, rollout_batch
 from verl.single_controller.base import WorkerDiedError
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayWorkerGroup
-from verl.single_controller.ray.stored import StoredRows, concat_columns, read_columns, take_rows
+from verl.single_controller.ray.column_store import StoredRows, concat_columns, read_columns, take_rows
 
 MANY = list(range(2, 402))  # larger than what Ray returns inline
 
@@ -31,7 +31,7 @@ def scores(rows: StoredRows) -> list[float]:
 
 
 def test_bundled_columns_travel_to_other_ranks_by_reference(group):
-    _, rows = group.handle(0).ask_rows("source.rows", MANY)
+    _, rows = group.handle(0).call_rows("source.rows", MANY)
     batch = BatchRef.from_stored(rows)
     received = group.look(batch.select(["score", "responses"])[:4])
     assert received.batch["score"].tolist() == [2.0, 3.0, 4.0, 5.0]
@@ -42,18 +42,18 @@ def test_bundled_columns_travel_to_other_ranks_by_reference(group):
 
 def test_rows_are_one_object_that_outlives_the_rank(group):
     handles = [group.handle(rank) for rank in range(2)]
-    assert [handle.ask("source.double", 4) for handle in handles] == [8, 8]
-    value, large = handles[0].ask_rows("source.rows", MANY)
-    _, small = pickle.loads(pickle.dumps(handles[0])).ask_rows("source.rows", [1])
-    _, other = handles[1].ask_rows("source.rows", [11, 12])
+    assert [handle.call("source.double", 4) for handle in handles] == [8, 8]
+    value, large = handles[0].call_rows("source.rows", MANY)
+    _, small = pickle.loads(pickle.dumps(handles[0])).call_rows("source.rows", [1])
+    _, other = handles[1].call_rows("source.rows", [11, 12])
     assert value == "400 rows"
-    assert handles[0].ask_rows("source.rows", []) == ("0 rows", None)
+    assert handles[0].call_rows("source.rows", []) == ("0 rows", None)
     assert [len(bundles(rows)) for rows in (large, small, other)] == [1, 1, 1]
     with pytest.raises(LookupError, match="no rows here"):
-        handles[0].ask_rows("source.fail")
+        handles[0].call_rows("source.fail")
 
     with pytest.raises(WorkerDiedError, match="rank 0"):
-        handles[0].ask_rows("source.die")
+        handles[0].call_rows("source.die")
     assert scores(large) == [float(seed) for seed in MANY]
     assert scores(small) == [1.0]
 

@@ -83,7 +83,7 @@ def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed)
     assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
     assert second.wait() == 0, said(tmp_path, 1)
     assert "restart 1 of 3" in said(tmp_path)
-    assert "node 10.77.0.2 is gone, with rank 1 of actor_rollout" in said(tmp_path)
+    assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in said(tmp_path)
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]
 
@@ -115,6 +115,6 @@ def test_rays_own_processes_on_either_node(nodes, task, tmp_path, undisturbed, n
         assert "the head at 10.77.0.1:29500 is gone; waiting for it" in said(tmp_path, 1)
     else:
         assert "this node's Ray died: starting it again (1 of 3)" in said(tmp_path, 1)
-        assert "node 10.77.0.2 is gone, with rank 1 of actor_rollout" in said(tmp_path)
+        assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in said(tmp_path)
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]

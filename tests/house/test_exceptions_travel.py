@@ -50,7 +50,9 @@ def _problems(kind: type) -> BaseException:
 def _call_error(kind: type) -> BaseException:
     from verl.single_controller.base.errors import Failure
 
-    return kind(Failure.of(KeyError("no such column")), "actor", 1, "node-3 pid 17", "update_actor", others=2)
+    return kind(
+        Failure.from_exception(KeyError("no such column")), "actor", 1, "node-3 pid 17", "update_actor", others=2
+    )
 
 
 MADE_OF: dict[str, Callable[[type], BaseException]] = {

@@ -25,10 +25,9 @@ from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.local import LocalWorkerGroup
-from verl.types.rollout import HostReply
-from verl.types.trajectory import Trajectory
+from verl.types.trajectory import HostReply, Trajectory
 from verl.utils import hf_tokenizer
 from verl.workers.roles.policy import ActorRolloutRefWorker
 from verl.workers.rollout.output import trajectories_from_rows
@@ -149,16 +148,16 @@ class Noting(RankHandle):
     rank: int = 0
     prompts: list[list[int]] = field(default_factory=list)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         if method == "host.submit_requests":
             self.prompts += [list(request.prompt_ids) for request in args[1]]
-        self.inner.tell(method, *args)
+        self.inner.notify(method, *args)
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return self.inner.ask(method, *args)
+    def call(self, method: str, *args: Any) -> Any:
+        return self.inner.call(method, *args)
 
-    def ask_rows(self, method: str, *args: Any) -> Any:
-        return self.inner.ask_rows(method, *args)
+    def call_rows(self, method: str, *args: Any) -> Any:
+        return self.inner.call_rows(method, *args)
 
 
 class Mortal(Noting):
@@ -170,16 +169,16 @@ class Mortal(Noting):
     lives: int | None = 10
     dead, resumed, reported = False, 0, 0
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         if not self.dead:
             if method == "host.submit_requests":
                 self.resumed += sum(len(each.resume_from.token_ids) for each in args[1] if each.resume_from)
-            super().tell(method, *args)
+            super().notify(method, *args)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         if self.dead:
             raise WorkerDiedError("worker process died", self.role, self.rank, "here", method)
-        reply = super().ask(method, *args)
+        reply = super().call(method, *args)
         if method == "host.collect_outputs":
             self.reported += sum(len(piece.token_ids) for piece in reply.partials.values())
             self.dead |= self.lives is not None and self.reported > self.lives

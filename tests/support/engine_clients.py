@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
 from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.engine_host import EngineHost
@@ -76,17 +76,17 @@ class HostHandle(RankHandle):
         self.dead = True
         self.host.close()
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         if not self.dead:
             attrgetter(method)(self)(*args)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         result = None if self.dead else attrgetter(method)(self)(*args)
         if self.dead:
             raise WorkerDiedError("worker process died", self.role, self.rank, "here", method)
         return result
 
-    def ask_rows(self, method: str, *args: Any) -> Any:
+    def call_rows(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.names import ROLLOUTS
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.types.rollout import HostReply
+from verl.types.trajectory import HostReply
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout.engine_host import CollectedOutputs, EngineHost
 

@@ -10,7 +10,7 @@ import torch
 
 from verl.protocol import DataProto, object_array
 from verl.types.request import Output
-from verl.types.rollout import HostReply
+from verl.types.trajectory import HostReply
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import join_outputs

@@ -14,8 +14,8 @@ import torch
 from verl.config import PPOConfig, RolloutConfig, load_config
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.handle import RankHandle
-from verl.single_controller.ray.stored import StoredRows, bundle_rows, with_bundle
+from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows
 from verl.types.request import Output, Request
 from verl.workers.rollout.engine_host import EngineHost
 
@@ -154,10 +154,10 @@ class ScriptedRank(RankHandle):
         if self.host is not None:
             self.host.close()  # ends a `collect` that waits
 
-    def tell(self, method: str, *args: Any) -> None:
-        self.ask(method, *args)
+    def notify(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         self._require_alive(method)
         self.asked.append(method)
         target: Any = self
@@ -167,12 +167,12 @@ class ScriptedRank(RankHandle):
         self._require_alive(method)
         return result
 
-    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
-        value, rows = self.ask(method, *args)
+    def call_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        value, rows = self.call(method, *args)
         if rows is not None:
             self.released.wait(20)
             self._require_alive(method)
-        return value, None if rows is None else with_bundle(*bundle_rows(rows))
+        return value, None if rows is None else attach_bundle(*bundle_rows(rows))
 
     def _require_alive(self, method: str) -> None:
         if self.dead:
@@ -219,12 +219,12 @@ class ScriptedGroups:
 
     def open_generation(self) -> list[tuple[RankHandle, str]]:
         self.generation_open = True
-        return [(rank, rank.ask("open_host")) for rank in self.rollout_ranks]
+        return [(rank, rank.call("open_host")) for rank in self.rollout_ranks]
 
     def close_generation(self) -> None:
         self.generation_open = False
         for rank in self.rollout_ranks:
-            rank.ask("close_host")
+            rank.call("close_host")
 
     def require_engines(self) -> None:
         for rank in self.rollout_ranks:

@@ -323,7 +323,7 @@ class RowSource:
 
 
 class WithRowSource(Worker):
-    """Its rows are read by `RankHandle.ask_rows("source.rows", …)`."""
+    """Its rows are read by `RankHandle.call_rows("source.rows", …)`."""
 
     def __init__(self) -> None:
         self.source = RowSource()

@@ -8,10 +8,9 @@ import torch
 
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.dispatch import Shard
+from verl.single_controller.base.decorator import BatchShard, Dispatch, register
 from verl.single_controller.base.errors import Failure
-from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.rank_host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.ray import RayClassWithInitArgs
 
@@ -33,8 +32,8 @@ def test_the_rows_of_fillers_are_dropped_whatever_their_number(fillers, left):
     assert host.construct(RankInfo(0, 1, 0, 1, "127.0.0.1", 0, "cpu"), RayClassWithInitArgs(Agent)) is None
     (role,) = host.describe()[1]
     data = DataProto.from_dict({"number": torch.from_numpy(np.array([1, 0, 2]))})
-    result = host.call(role, "act", [Shard(data, fillers), True], {}, "compute")
+    result = host.call(role, "act", [BatchShard(data, fillers), True], {}, "compute")
     assert result.batch["number"].tolist() == left
     if fillers:
-        unnamed = host.call(role, "act", [Shard(data[:2], fillers % 2), False], {}, "compute")
+        unnamed = host.call(role, "act", [BatchShard(data[:2], fillers % 2), False], {}, "compute")
         assert isinstance(unnamed, Failure), "3 rows for 2, and nothing says whose they are"

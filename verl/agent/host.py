@@ -16,7 +16,7 @@ from verl.agent.loop import AgentLoopBase
 from verl.agent.outputs import RowLimits, build_trajectory, failed_trajectory
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.layout import serves_reward_model
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory
 from verl.utils.end_tokens import EndTokens

@@ -20,9 +20,15 @@ from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.sandbox.code_runner import CodeSettings, configure
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.dispatch import Group, PerRank, Shard, join_results
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.decorator import (
+    BatchShard,
+    Dispatch,
+    DispatchGroup,
+    PerRank,
+    join_results,
+    register,
+)
+from verl.single_controller.base.worker_group import RankHandle
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -31,13 +37,13 @@ from verl.workers.rollout.output import empty_experts
 __all__ = ["AgentLoopWorker"]
 
 
-def _split_rows(group: Group, data: DataProto, *others: Any) -> PerRank:
+def _split_rows(group: DispatchGroup, data: DataProto, *others: Any) -> PerRank:
     """Consecutive rows for each rank, as evenly as possible, without filler rows: agents may have side effects. Other
     arguments go to all ranks."""
     if not len(data):
         raise ValueError("the batch is empty: it has no rows to split over the ranks.")
     edges = np.linspace(0, len(data), group.world_size + 1).round().astype(int)
-    shards = [Shard(data[int(start) : int(end)]) for start, end in pairwise(edges)]
+    shards = [BatchShard(data[int(start) : int(end)]) for start, end in pairwise(edges)]
     return [shards, *([other] * group.world_size for other in others)], {}
 
 

@@ -1,9 +1,8 @@
-"""DataProto: the one thing that travels between controller and workers.
+"""DataProto: the batch type exchanged between controller and workers.
 
-Rows are samples. `batch` holds tensors (a TensorDict, equal first dimension), `non_tensor_batch` object arrays of the
-same length, `meta_info` free metadata about the whole. Row operations keep all columns aligned and are views wherever
-torch allows. Everything is written on two primitives, `_take` (rows by slice or index) and `_concat`, so that a batch
-whose columns live elsewhere (see `single_controller.ray.batch_ref`) needs to replace only those.
+Rows are samples. `batch` holds tensors (a TensorDict), `non_tensor_batch` object arrays with the same number of rows,
+`meta_info` any metadata of the batch. Row operations apply to all columns and return views where torch allows. They
+use two primitives, `_take` (rows by slice or index) and `_concat`, which `single_controller.ray.BatchRef` overrides.
 """
 
 from __future__ import annotations
@@ -19,21 +18,25 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 
-from verl.protocol import wire
-from verl.protocol.checks import (
+from verl.protocol.columns import (
     Keys,
+    ObjectColumns,
     Rows,
+    TensorColumns,
     as_list,
     as_tensordict,
     check_columns,
     common_batch_size,
+    from_state,
     known_keys,
+    load_parts,
     mini_batch_rows,
-    renaming,
+    rename_mapping,
     repeat_counts,
     row_index,
+    save_parts,
+    to_state,
 )
-from verl.protocol.columns import ObjectColumns, TensorColumns
 from verl.protocol.joins import (
     concat_columns,
     concat_meta,
@@ -50,10 +53,10 @@ _AUTO_PADDING = "_verl_auto_padding"
 
 
 class DataProtoConfig:
-    """Process-wide switches."""
+    """Process-wide settings."""
 
     auto_padding: ClassVar[bool] = os.environ.get("VERL_AUTO_PADDING", "1").lower() not in ("0", "false")
-    """Whether a group call may fill a batch that does not divide over its ranks (fillers never come back)."""
+    """Whether a group call may add filler rows to a batch that does not divide over its ranks; results have none."""
 
 
 @dataclass
@@ -75,13 +78,13 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
     ) -> None:
         self._td: Any = as_tensordict(batch)
-        # True while the tensors alias memory that is not ours to write (a shared store). `batch` copies first.
+        # True while the tensors alias shared, read-only memory (an object store). Access by `batch` copies them first.
         self._borrowed = False
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
 
-    # ---------------------------------------------------------------- making one
+    # ---------------------------------------------------------------- constructors and conversion
 
     @classmethod
     def from_single_dict(
@@ -92,8 +95,8 @@ class DataProto:
         arrays = {k: v for k, v in data.items() if isinstance(v, np.ndarray)}
         for key in data.keys() - tensors.keys() - arrays.keys():
             raise ValueError(
-                f"DataProto.from_single_dict: {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or a numpy"
-                " array (verl.protocol.object_array makes one from a list)."
+                f"DataProto.from_single_dict: {key!r} is a {type(data[key]).__name__}; pass a torch.Tensor or a numpy"
+                " array (verl.protocol.object_array converts a list)."
             )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
@@ -140,16 +143,16 @@ class DataProto:
         return cls(batch, arrays, dict(meta_info or {}))
 
     def to_tensordict(self) -> TensorDict:
-        """Tensors and objects in one TensorDict, as `from_tensordict` takes it; the metadata stays here."""
+        """Tensors and objects in one TensorDict, the inverse of `from_tensordict`, without the metadata."""
         objects = {key: NonTensorStack(*array.tolist()) for key, array in self.non_tensor_batch.items()}
         size = self._td.batch_size if self._td is not None else [len(self)]
         return TensorDict({**dict(self.tensors()), **objects}, batch_size=size)
 
-    # ---------------------------------------------------------------- looking at it
+    # ---------------------------------------------------------------- access
 
     @property
     def batch(self) -> TensorDict:
-        """The tensors. What is handed out may be written to: memory borrowed from a shared store is copied first."""
+        """The tensors, writable: tensors in shared, read-only memory are copied first."""
         if self._borrowed:
             self._td = self._td.clone()
             self._borrowed = False
@@ -175,7 +178,7 @@ class DataProto:
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, rows: int | str | Rows) -> Any:
-        """A name gives that column; an int a `DataProtoItem`; a slice, mask or index array a DataProto of the rows."""
+        """By name: a column. By int: a `DataProtoItem`. By slice, mask or index array: a DataProto of these rows."""
         if isinstance(rows, str):
             (stored,) = self._known(rows, self._names(), "columns")
             return (self.non_tensor_batch if stored in self.non_tensor_batch else self.batch)[rows]
@@ -184,7 +187,7 @@ class DataProto:
         return self._take(rows if isinstance(rows, slice) else row_index(rows, len(self)))
 
     def check_consistency(self) -> None:
-        """Raise ValueError unless every column is of its kind and all have the same number of rows."""
+        """Raise ValueError unless all columns are tensors or arrays with the same number of rows."""
         check_columns(self._td, self.non_tensor_batch)
 
     def get_data_info(self) -> str:
@@ -194,17 +197,17 @@ class DataProto:
         for key, value in self.tensors():
             lines.append(f"{key}: {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}")
         for key, array in self.non_tensor_batch.items():
-            inside = type(array.flat[0]).__name__ if array.dtype == object and array.size else array.dtype
-            lines.append(f"{key}: array of {inside} {array.shape}")
+            entry_type = type(array.flat[0]).__name__ if array.dtype == object and array.size else array.dtype
+            lines.append(f"{key}: array of {entry_type} {array.shape}")
         return "\n  ".join([title, *lines, f"meta_info: {sorted(self.meta_info)}"])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors (of the rows seen here, not of the storage behind them)."""
+        """Bytes of the tensors' rows, not of the storage that views share."""
         return sum(value.nbytes for _, value in self.tensors())
 
     def is_padding_enabled(self) -> bool:
-        """Whether a group call may fill this batch when it does not divide over the ranks."""
+        """Whether a group call may add filler rows if this batch does not divide over the ranks."""
         return bool(self.meta_info.get(_AUTO_PADDING)) or DataProtoConfig.auto_padding
 
     # ---------------------------------------------------------------- columns
@@ -222,8 +225,8 @@ class DataProto:
         """
         names = self._known(self._tensor_keys() if batch_keys is None else batch_keys, self._tensor_keys(), "batch")
         td = self._td.select(*names) if self._td is not None else None
-        arrays = self._picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
-        meta = self._picked(self.meta_info, meta_info_keys, "meta_info")
+        arrays = self._subset(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
+        meta = self._subset(self.meta_info, meta_info_keys, "meta_info")
         selected = self._like(td, arrays, meta)
         return copy.deepcopy(selected) if deepcopy else selected
 
@@ -247,7 +250,7 @@ class DataProto:
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
         """Rename columns (tensors or object arrays) in place; returns self."""
-        mapping = renaming(old_keys, new_keys, self._names(), f"{type(self).__name__}.columns")
+        mapping = rename_mapping(old_keys, new_keys, self._names(), f"{type(self).__name__}.columns")
         if self._td is not None:
             renamed = {mapping.get(k, k): v for k, v in self.tensors()}
             self._td = TensorColumns(renamed, batch_size=self._td.batch_size, device=self._td.device)
@@ -255,15 +258,15 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the columns and metadata of `other` in place; a key that both have must agree. Returns self.
+        """Add the columns and metadata of `other` in place; keys in both must have equal values. Returns self.
 
-        A batch of prompts agrees with the answers generated from it: `input_ids`, `attention_mask` and `position_ids`
-        become those of the whole sequences.
+        A batch of prompts may be joined with the responses generated from it: `input_ids`, `attention_mask` and
+        `position_ids` become those of the whole sequences.
         """
         self.check_consistency()
         other.check_consistency()
         if self._has_columns() and other._has_columns() and len(self) != len(other):
-            raise ValueError(f"DataProto.union: {len(self)} rows here, {len(other)} in the other.")
+            raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows.")
         for key in [*self._tensor_keys(), *other._tensor_keys()]:
             if key in self.non_tensor_batch or key in other.non_tensor_batch:
                 raise ValueError(f"DataProto.union: {key!r} is a tensor in one and an object array in the other.")
@@ -286,7 +289,7 @@ class DataProto:
         return self._take(row_index(idxs, len(self)))
 
     def reorder(self, indices: Rows) -> None:
-        """Permute (or pick) rows in place: row i becomes what was row indices[i]."""
+        """Permute or select rows in place: the new row i is the old row `indices[i]`."""
         taken = self._take(row_index(indices, len(self)))
         self.__dict__.update(taken.__dict__)
 
@@ -303,25 +306,27 @@ class DataProto:
         return self._take(np.repeat(np.arange(len(self)), repeat_counts(times, len(self))))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
-        """`n_split` rows of each: columns in `split_keys` are cut along their second dimension, others repeated."""
+        """Split each row into `n_split`: columns in `split_keys` along their second dimension; others are repeated."""
         keys = self._known(split_keys, self._names(), "columns")
         for key in keys:
             shape = tuple(self[key].shape)
             if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
-                raise ValueError(f"DataProto.unfold_column_chunks: {key!r} of {shape} does not cut into {n_split}.")
-        cut = {key: self[key].reshape(len(self) * n_split, -1, *self[key].shape[2:]) for key in keys}
+                raise ValueError(
+                    f"DataProto.unfold_column_chunks: {key!r} of shape {shape} cannot be split into {n_split} parts."
+                )
+        split_columns = {key: self[key].reshape(len(self) * n_split, -1, *self[key].shape[2:]) for key in keys}
         unfolded = self.repeat(n_split, interleave=True)
-        for key, column in cut.items():
+        for key, column in split_columns.items():
             (unfolded.batch if isinstance(column, torch.Tensor) else unfolded.non_tensor_batch)[key] = column
         return unfolded
 
     def split(self, split_size: int | None = None, n_parts: int | None = None) -> list[DataProto]:
-        """Consecutive parts of `split_size` rows (the last may be shorter), as views; of no rows, one empty part.
+        """Consecutive parts of `split_size` rows (the last may be shorter), as views; an empty batch is one part.
 
         With `n_parts` instead: that number of parts, whose sizes differ by one row at most (`chunk`: by none).
         """
         if (split_size is None) == (n_parts is None):
-            raise ValueError("DataProto.split: give either split_size (rows of a part) or n_parts (number of parts).")
+            raise ValueError("DataProto.split: pass either split_size (rows of a part) or n_parts (number of parts).")
         if n_parts is not None:
             if n_parts < 1:
                 raise ValueError(f"DataProto.split: n_parts is {n_parts}; it must be at least 1.")
@@ -338,7 +343,7 @@ class DataProto:
         if len(self) % chunks and not self.meta_info.get(_AUTO_PADDING):
             raise ValueError(
                 f"DataProto.chunk: {len(self)} rows do not divide into {chunks} chunks."
-                " Pad first (pad_dataproto_to_divisor) or make the batch with auto_padding=True."
+                " Pad first (pad_dataproto_to_divisor) or create the batch with auto_padding=True."
             )
         return self._parts(chunks)
 
@@ -348,11 +353,11 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """All rows of the parts, in order. Parts have the same columns; metadata that several have must agree, but for
-        `metrics`, which become a dict of lists."""
+        """All rows of the parts, in order. The parts must have the same columns, and equal values of common metadata;
+        `metrics` may differ and become a dict of lists."""
         if len(data) == 0:
-            raise ValueError("DataProto.concat: an empty list has no columns.")
-        # A part whose columns live elsewhere knows how to join them without fetching.
+            raise ValueError("DataProto.concat: the list is empty.")
+        # A subclass (BatchRef) concatenates without fetching its columns.
         lead = next((part for part in data if type(part) is not DataProto), data[0])
         return type(lead)._concat(data)
 
@@ -374,7 +379,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """`epochs` passes in mini-batches. `dataloader_kwargs`: shuffle (seeded; views when off), drop_last."""
+        """Mini-batches of `epochs` passes. `dataloader_kwargs`: shuffle (with `seed`; else views), drop_last."""
         rows = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
         return map(self._take, rows)
 
@@ -389,35 +394,35 @@ class DataProto:
 
     @keyword_aliases(filepath="path")
     def save_to_disk(self, path: str | os.PathLike) -> None:
-        """Write to one file (atomically). Objects must be plain data: what could execute on load is refused."""
+        """Write to one file, atomically. Objects must be plain data: types that could run code on load are refused."""
         self.check_consistency()
-        wire.save((self._td, dict(self.non_tensor_batch), self.meta_info), path)
+        save_parts((self._td, dict(self.non_tensor_batch), self.meta_info), path)
 
     @staticmethod
     @keyword_aliases(filepath="path")
     def load_from_disk(path: str | os.PathLike) -> DataProto:
         """Read a file written by `save_to_disk`; nothing in the file is executed."""
-        return DataProto(*wire.load(path))
+        return DataProto(*load_parts(path))
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_consistency()
-        return wire.to_state(self._td, self.non_tensor_batch, self.meta_info, self._borrowed)
+        return to_state(self._td, self.non_tensor_batch, self.meta_info, self._borrowed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        (self._td, self.non_tensor_batch, self.meta_info), self._borrowed = wire.from_state(state)
+        (self._td, self.non_tensor_batch, self.meta_info), self._borrowed = from_state(state)
 
     def __copy__(self) -> DataProto:
         return self.select()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
-        td = self._td  # on its device, which pickling would leave
+        td = self._td  # clone on its device: pickling would move it to the CPU
         arrays, meta = copy.deepcopy((dict(self.non_tensor_batch), self.meta_info), memo)
         return DataProto(td.clone() if td is not None else None, arrays, meta)
 
     # ---------------------------------------------------------------- primitives
 
     def _take(self, rows: Any) -> DataProto:
-        """Rows by slice (views) or by a checked int64 index array (a gather)."""
+        """Rows by slice (views) or by a validated int64 index array (copies)."""
         self.check_consistency()
         if isinstance(rows, slice) and rows.step is not None and rows.step < 0:
             rows = np.arange(*rows.indices(len(self)))  # torch has no negative strides
@@ -450,10 +455,11 @@ class DataProto:
         return TensorColumns(tensors, batch_size=(count, *self._td.batch_size[1:]), device=self._td.device)
 
     def _like(self, td: TensorDict | None, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> DataProto:
-        made = object.__new__(type(self))
-        made._td, made.non_tensor_batch, made.meta_info = td, arrays, meta
-        made._borrowed = self._borrowed and td is not None
-        return made
+        """A batch with these contents, which alias the memory of this one; skips validation."""
+        result = object.__new__(type(self))
+        result._td, result.non_tensor_batch, result.meta_info = td, arrays, meta
+        result._borrowed = self._borrowed and td is not None
+        return result
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
@@ -483,11 +489,11 @@ class DataProto:
         return self._td is not None or bool(self.non_tensor_batch)
 
     def _known(self, keys: Keys, existing: Collection[str], kind: str) -> list[str]:
-        """The stored columns that the keys name, by their own name or by an alias."""
+        """Names of the stored columns for these keys, which may be aliases."""
         names = [stored_name(key, existing) for key in as_list(keys)]
         return known_keys(names, existing, f"{type(self).__name__}.{kind}")
 
-    def _picked(self, entries: dict[str, Any], keys: Keys, kind: str) -> dict[str, Any]:
+    def _subset(self, entries: dict[str, Any], keys: Keys, kind: str) -> dict[str, Any]:
         return dict(entries) if keys is None else {key: entries[key] for key in self._known(keys, entries, kind)}
 
 

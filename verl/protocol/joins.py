@@ -1,4 +1,4 @@
-"""Batches joined: columns and metadata side by side, which must agree where both have them, or rows end to end."""
+"""Union (columns and metadata of two batches, equal where both have them) and concatenation (rows of batches)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.types.schema import COLUMNS, SEQUENCE
 from verl.utils.nested import deep_equal, describe_difference
 from verl.utils.py_functional import append_to_dict
 
-_NUMBERS = set("biufc")  # numpy kinds that promote to each other without changing what they mean
+_NUMBERS = set("biufc")  # numpy kinds that promote to each other without loss of meaning
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
@@ -36,7 +36,7 @@ def _add_columns(merged: Any, other: Any) -> Any:
         if key not in merged.keys():
             merged[key] = column
         elif not deep_equal(merged[key], column):
-            raise ValueError(f"union: {key!r} differs in the two: {describe_difference(merged[key], column)}.")
+            raise ValueError(f"union: {key!r} differs: {describe_difference(merged[key], column)}.")
     return merged
 
 
@@ -58,8 +58,8 @@ def continued_columns(prompts: Mapping[str, torch.Tensor], generated: Mapping[st
             mine, theirs = mine * valid, theirs * valid
         if not torch.equal(mine, theirs):
             raise ValueError(
-                f"union: {key!r} of the generated batch does not begin with the prompts of the other. Join a generated"
-                " batch with the prompts that it was generated from, in the same order."
+                f"union: {key!r} of the generated batch does not begin with the prompts of the other batch. Join a"
+                " generated batch only with its own prompts, in the same order."
             )
     return names
 
@@ -75,29 +75,29 @@ def union_meta(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
     for key, value in other.items():
         if key in mine and not deep_equal(mine[key], value):
             raise ValueError(
-                f"DataProto: meta_info[{key!r}] is in both with different values: {mine[key]!r} and {value!r}."
+                f"DataProto: meta_info[{key!r}] has different values in the two batches: {mine[key]!r} and {value!r}."
                 " Pop it from one of them first."
             )
     return {**mine, **other, **mine}
 
 
 def concat_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The metadata of joined batches. `metrics`, a dict or a list of dicts in some, is gathered: a dict of lists.
+    """The metadata of concatenated batches. `metrics` (a dict or a list of dicts) becomes a dict of lists.
 
-    Metrics are what legitimately differs between parts; any other key that several have must agree.
+    Only metrics may differ between parts; any other key must have equal values.
     """
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for part in parts:
         merged = union_meta(merged, {key: value for key, value in part.items() if key != "metrics"})
-        given = part.get("metrics") or {}
-        for one in given if isinstance(given, list) else [given]:
-            append_to_dict(metrics, one)
+        part_metrics = part.get("metrics") or {}
+        for entry in part_metrics if isinstance(part_metrics, list) else [part_metrics]:
+            append_to_dict(metrics, entry)
     return merged | ({"metrics": metrics} if any("metrics" in part for part in parts) else {})
 
 
 def concat_columns(parts: Sequence[Mapping[str, Any]], caller: str, kind: str) -> dict[str, Any]:
-    """Every column joined over the parts, which must have the same columns with rows of the same type and shape."""
+    """Concatenate the columns of the parts, which must have the same columns with rows of the same dtype and shape."""
     first = parts[0]
     for number, part in enumerate(parts[1:], start=1):
         if difference := first.keys() ^ part.keys():
@@ -118,6 +118,6 @@ def _rows_match(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.device == b.device
-    # numpy would turn numbers into strings rather than refuse; objects hold anything.
+    # numpy would silently convert numbers to strings; object arrays accept anything.
     kinds = {a.dtype.kind, b.dtype.kind} - {"O"}
     return len(kinds) < 2 or kinds <= _NUMBERS

@@ -107,13 +107,13 @@ def test_a_column_assigned_with_the_wrong_length_is_found_by_the_next_operation(
 def test_unknown_keys_are_named_with_those_that_exist_and_nothing_changes():
     data = a_batch()
     for operation in (data.select, data.pop):
-        with refuses("DataProto.batch: there is no ['idz']; there is ['ids', 'score']", KeyError):
+        with refuses("DataProto.batch: ['idz'] not found; existing: ['ids', 'score']", KeyError):
             operation(["ids", "idz"])
-        with refuses("DataProto.non_tensor_batch: there is no ['x']; there is ['turns', 'uid']", KeyError):
+        with refuses("DataProto.non_tensor_batch: ['x'] not found; existing: ['turns', 'uid']", KeyError):
             operation(["ids"], ["x"])
-        with refuses("DataProto.meta_info: there is no ['lr']; there is ['step']", KeyError):
+        with refuses("DataProto.meta_info: ['lr'] not found; existing: ['step']", KeyError):
             operation(["ids"], ["uid"], ["lr"])
-    with refuses("DataProto.columns: there is no ['x']", KeyError):
+    with refuses("DataProto.columns: ['x'] not found", KeyError):
         data.rename("x", "y")
     assert list(data.batch.keys()) == ["ids", "score"]
     assert list(data.non_tensor_batch) == ["uid", "turns"]
@@ -122,9 +122,9 @@ def test_unknown_keys_are_named_with_those_that_exist_and_nothing_changes():
 
 def test_rename_refuses_what_would_lose_a_column():
     data = a_batch()
-    with refuses("there would be two columns named 'uid'"):
+    with refuses("two columns would be named 'uid'"):
         data.rename("ids", "uid")
-    with refuses("there would be two columns named 'x'"):
+    with refuses("two columns would be named 'x'"):
         data.rename(["ids", "uid"], ["x", "x"])
     with refuses("2 old keys ['ids', 'score'] for 1 new keys ['x']"):
         data.rename(["ids", "score"], ["x"])
@@ -138,19 +138,19 @@ def test_union_refuses_every_kind_of_disagreement():
         return DataProto.from_single_dict(changed)
 
     data = a_batch(2)
-    with refuses("2 rows here, 3 in the other"):
+    with refuses("2 rows and 3 rows"):
         data.union(a_batch(3))
-    with refuses("'score' differs in the two: first in row 1"):
+    with refuses("'score' differs: first in row 1"):
         data.union(other(score=torch.tensor([0.0, 5.0])))
-    with refuses("'score' differs in the two: torch.float32 (2,) and torch.float64 (2,)"):
+    with refuses("'score' differs: torch.float32 (2,) and torch.float64 (2,)"):
         data.union(other(score=torch.tensor([0.0, 1.0], dtype=torch.float64)))
-    with refuses("'score' differs in the two: torch.float32 (2,) and torch.float32 (2, 1)"):
+    with refuses("'score' differs: torch.float32 (2,) and torch.float32 (2, 1)"):
         data.union(other(score=torch.tensor([[0.0], [1.0]])))
-    with refuses("'uid' differs in the two: first in row 1"):
+    with refuses("'uid' differs: first in row 1"):
         data.union(other(uid=object_array(["u0", "x"])))
-    with refuses("'uid' differs in the two: object (2,) and <U2 (2,)"):
+    with refuses("'uid' differs: object (2,) and <U2 (2,)"):
         data.union(other(uid=np.array(["u0", "u1"])))
-    with refuses("'turns' differs in the two: first in row 1"):
+    with refuses("'turns' differs: first in row 1"):
         data.union(other(turns=object_array([[], [1, 2]])))
     with refuses("'uid' is a tensor in one and an object array in the other"):
         data.union(other(uid=torch.zeros(2)))

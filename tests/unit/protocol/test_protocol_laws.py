@@ -314,7 +314,7 @@ def test_union_with_itself_is_nothing_and_any_changed_cell_is_refused(data, draw
     at = draw.draw(st.integers(0, len(flat) - 1))
     flat[at] = ~flat[at] if flat.dtype == torch.bool else (1 if flat[at] != 1 else 0)
     before = content(data)
-    with pytest.raises(ValueError, match=f"union: '{key}' differs in the two: first in row"):
+    with pytest.raises(ValueError, match=f"union: '{key}' differs: first in row"):
         data.union(same)
     assert content(data) == before
 

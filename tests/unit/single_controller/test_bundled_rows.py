@@ -12,15 +12,15 @@ from tests.support.workers import WithRowSource, rollout_batch
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.local import LocalWorkerGroup
-from verl.single_controller.ray.stored import (
-    Bundled,
+from verl.single_controller.ray.column_store import (
+    BundledColumn,
     StoredRows,
+    attach_bundle,
     bundle_rows,
     concat_columns,
     prune_parts,
     read_columns,
     take_rows,
-    with_bundle,
 )
 from verl.utils.nested import deep_equal
 
@@ -32,7 +32,7 @@ def batch_of(seeds: list[int]) -> DataProto:
 
 
 def stored_here(seeds: list[int]) -> StoredRows:
-    return with_bundle(*bundle_rows(batch_of(seeds)))
+    return attach_bundle(*bundle_rows(batch_of(seeds)))
 
 
 def assert_rows(values: dict, seeds: list[int]) -> None:
@@ -52,9 +52,9 @@ def assert_rows(values: dict, seeds: list[int]) -> None:
 def test_all_tensor_columns_of_a_batch_are_one_object():
     stored, contents = bundle_rows(batch_of([1, 2, 3]))
     assert set(contents) == set(stored.columns) == set(batch_of([1]).batch.keys()), "object columns are not in it"
-    completed = with_bundle(stored, contents)
+    completed = attach_bundle(stored, contents)
     parts = [part for column in completed.columns.values() for part in column.refs]
-    assert all(isinstance(part, Bundled) and part.bundle is contents for part in parts)
+    assert all(isinstance(part, BundledColumn) and part.bundle is contents for part in parts)
     assert_rows(read_columns(completed.columns), [1, 2, 3])
 
 
@@ -86,17 +86,17 @@ def handle():
 
 
 def test_a_path_calls_the_method_of_an_attribute(handle):
-    assert handle.ask("source.double", 21) == 42
-    handle.tell("source.double", 1)
+    assert handle.call("source.double", 21) == 42
+    handle.notify("source.double", 1)
     with pytest.raises(AttributeError, match="nothing"):
-        handle.ask("source.nothing")
+        handle.call("source.nothing")
     with pytest.raises(LookupError, match="no rows here"):
-        handle.ask_rows("source.fail")
+        handle.call_rows("source.fail")
 
 
 def test_rows_of_a_rank_in_this_process(handle):
-    value, rows = handle.ask_rows("source.rows", [7, 8])
+    value, rows = handle.call_rows("source.rows", [7, 8])
     assert value == "2 rows"
     assert rows.rows == 2
     assert_rows(read_columns(rows.columns), [7, 8])
-    assert handle.ask_rows("source.rows", []) == ("0 rows", None)
+    assert handle.call_rows("source.rows", []) == ("0 rows", None)

@@ -143,7 +143,7 @@ def test_timing_and_throughput():
 
 def test_a_batch_by_reference_gives_the_same_from_the_columns_it_needs(ray_cluster):
     from verl.single_controller.ray.batch_ref import BatchRef
-    from verl.single_controller.ray.stored import traffic
+    from verl.single_controller.ray.column_store import traffic
 
     batch = make_batch(
         prompts=torch.tensor([[0, 5], [6, 7]]),

@@ -49,13 +49,13 @@ class Client:
 
     def submit(self) -> None:
         params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, key=7)
-        self._replica.tell("host.submit_requests", self._name, [Request(self._name, PROMPT, params)])
+        self._replica.notify("host.submit_requests", self._name, [Request(self._name, PROMPT, params)])
 
     def collect(self, until: int, timeout: float = 200.0) -> None:
         """Until this number of tokens is known, or the output is complete."""
         deadline = time.monotonic() + timeout
         while len(self.tokens) < until and self.output is None and time.monotonic() < deadline:
-            collected = self._replica.ask("host.collect_outputs", self._name, 0.005, True)
+            collected = self._replica.call("host.collect_outputs", self._name, 0.005, True)
             for piece in collected.partials.values():
                 self.tokens += piece.token_ids
             for finished in collected.outputs:

@@ -67,11 +67,11 @@ def died(role: str) -> WorkerDiedError:
 
 
 def lost_transfer() -> WorkerError:
-    return WorkerCallError(Failure.of(TransferLostError("gone")), "actor", 0, "host", "send_weights")
+    return WorkerCallError(Failure.from_exception(TransferLostError("gone")), "actor", 0, "host", "send_weights")
 
 
 def lost_engine(role: str) -> WorkerError:
-    error = Failure.of(EngineDiedError("rollout: the engine's process 7 was killed by SIGKILL."))
+    error = Failure.from_exception(EngineDiedError("rollout: the engine's process 7 was killed by SIGKILL."))
     return WorkerCallError(error, role, 0, "host", "generate_sequences")
 
 
@@ -127,7 +127,7 @@ def test_a_reward_model_needs_no_weights(made):
     [
         died("actor"),
         died("critic"),
-        WorkerCallError(Failure.of(KeyError("x")), "rollout", 0, "host", "generate_sequences"),
+        WorkerCallError(Failure.from_exception(KeyError("x")), "rollout", 0, "host", "generate_sequences"),
         FloatingPointError("weights"),
     ],
 )

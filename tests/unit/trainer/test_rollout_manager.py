@@ -16,7 +16,7 @@ import pytest
 from tests.support.scripted_hosts import ScriptedGroups, expected_tokens, prompt_rows, scripted_config
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
-from verl.single_controller.base.open_calls import OpenCall, open_calls
+from verl.single_controller.base.heartbeat import OpenCall, open_calls
 from verl.trainer.ppo import rollout_hosts, rollout_manager
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.rollout_manager import RolloutManager
@@ -275,7 +275,7 @@ def test_hang_detection_sees_and_ends_a_wait(setup):
     def give_up() -> None:
         run.wait_for(lambda: [call for call in open_calls() if isinstance(call.group, Group)])
         (call,) = (call for call in open_calls() if isinstance(call.group, Group))
-        call.given_up = error
+        call.abort_error = error
 
     threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(HangError, match="generation hangs"):
@@ -294,7 +294,7 @@ def test_a_batch_that_hangs_ends_without_another_call_of_its_hosts(setup, kind):
     for rank in ranks:
         rank.close_host = lambda: never.wait(30)
     run.manager._calls = [OpenCall(None, "collect")]
-    run.manager._calls[0].given_up = HangError("generation hangs", "rollout", 0, "here", "collect")
+    run.manager._calls[0].abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")
     run.manager.watched = contextlib.nullcontext
     started = time.monotonic()
     with pytest.raises(HangError):
@@ -322,7 +322,7 @@ def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):
         with run.manager.watched():
             assert len(watched_calls()) == 2
         assert watched_calls() == [outer]
-        outer.given_up = HangError("generation hangs", "rollout", 0, "here", "collect")
+        outer.abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")
         with pytest.raises(HangError, match="generation hangs"):
             run.manager.collect(run.manager.start(META), 0.0)
     assert watched_calls() == []
@@ -396,14 +396,14 @@ def test_a_rank_that_dies_while_hosts_are_opened_costs_nothing(setup):
     run = setup()
     run.drive()
     rank = run.groups.rollout_ranks[1]
-    ask = rank.ask
+    call = rank.call
 
     def die_in_start(method: str, *args: Any) -> Any:
         if method == "host.start":
             rank.die()
-        return ask(method, *args)
+        return call(method, *args)
 
-    rank.ask = die_in_start
+    rank.call = die_in_start
     rows = prompt_rows(["a", "b"], samples=2)
     batch = run.manager.generate(rows, META, retry=run.groups.retry)
     assert batch.non_tensor_batch["trajectory"].tolist() == names(rows)
@@ -489,15 +489,15 @@ def test_a_call_that_is_lost_although_its_rank_lives_costs_nothing(setup, method
     if method == "host.cancel":
         before = run.manager.start(META)
         run.manager.submit(before, prompt_rows(["before"]), replica=0)
-    rank, ask = run.groups.rollout_ranks[0], run.groups.rollout_ranks[0].ask
+    rank, call = run.groups.rollout_ranks[0], run.groups.rollout_ranks[0].call
 
     def lose_once(name: str, *args: Any) -> Any:
         if name == method:
-            rank.ask = ask
+            rank.call = call
             raise WorkerDiedError("unavailable", "rollout", 0, "here", method)
-        return ask(name, *args)
+        return call(name, *args)
 
-    rank.ask = lose_once
+    rank.call = lose_once
     if method == "host.cancel":
         run.manager.cancel(before, ["before/0"])
     job = run.manager.start(META)

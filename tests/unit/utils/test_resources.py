@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl.single_controller.ray.rank_host import RayRankHost
+from verl.single_controller.ray.actors import RayRankHost
 from verl.utils.resources import freeze_gc
 
 

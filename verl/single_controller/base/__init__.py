@@ -1,4 +1,4 @@
-"""The controller's view of workers, without Ray."""
+"""Workers, worker groups and their errors, independent of Ray."""
 
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.base.worker import Worker

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, as the controller sees it: always with role, rank, host and method."""
+"""Errors of group calls, with role, rank, host and method; `Failure` carries a worker's exception to the controller."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class CallCancelled(RuntimeError):
 
 
 class WorkerError(PicklableError, RuntimeError):
-    """A call on a worker group failed. `summary` says what happened; `role`, `rank`, `host` and `method` say where."""
+    """A call on a worker group failed. `summary`: the cause; `role`, `rank`, `host`, `method`: the failed call."""
 
     phase: str | None = None
-    """Of the training step, where a trainer made the call (see `verl.trainer.common.run_status`)."""
+    """Phase of the training step (`verl.trainer.common.run_status`), if a trainer made the call."""
     step: int | None = None
 
     def __init__(self, summary: str, role: str, rank: int, host: str, method: str, detail: str = "") -> None:
@@ -29,7 +29,7 @@ class WorkerError(PicklableError, RuntimeError):
 
 
 class WorkerCallError(WorkerError):
-    """The worker's method raised; `worker_traceback` is its traceback, `__cause__` its exception where that pickles."""
+    """The worker's method raised. `worker_traceback`: its traceback; `__cause__`: its exception, if picklable."""
 
     def __init__(self, failure: Failure, role: str, rank: int, host: str, method: str, others: int = 0) -> None:
         self.failure = failure
@@ -40,25 +40,25 @@ class WorkerCallError(WorkerError):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self.__cause__ = self.failure.exception()  # pickle leaves causes behind
+        self.__cause__ = self.failure.exception()  # pickle does not keep causes
 
 
 class WorkerDiedError(WorkerError):
-    """The worker's process is gone; its group can no longer be used."""
+    """The worker's process died. Its group raises this on every call until it is restarted."""
 
     advice: str = ""
-    """Part of what it says: what helps, where the machine's memory is the likely cause."""
+    """The remedy in the message if host memory is the likely cause, else empty."""
 
-    def advise(self, advice: str) -> None:
-        """Say this in the place of the general advice."""
+    def replace_advice(self, advice: str) -> None:
+        """Replace the general advice in the message by this one."""
         self.summary = self.summary.replace(self.advice, advice)
         self.args = (self.args[0].replace(self.advice, advice),)
         self.advice = advice
 
 
 class HangError(WorkerError):
-    """Nothing moves any more, within `trainer.hang_timeout`: `summary` says who waits for whom, the detail holds what
-    every rank did last, with its stack. A run that is started again may get past it."""
+    """No progress for `trainer.hang_timeout`. `summary`: which rank waits for which; the detail: the last heartbeat and
+    stack of every rank. A restarted run may succeed."""
 
     exit_immediately: bool = False
     """Ray itself hangs: the program exits without waiting for it."""
@@ -66,15 +66,15 @@ class HangError(WorkerError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way from a worker to the controller."""
+    """An exception of a worker, in a form that is always picklable."""
 
     summary: str
     traceback: str
     pickled: bytes | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Capture `error`, keeping the object itself where it pickles."""
+    def from_exception(cls, error: BaseException) -> Failure:
+        """Capture `error`, including the object itself if it is picklable."""
         try:
             pickled = pickle.dumps(error)
         except (pickle.PicklingError, TypeError, AttributeError):
@@ -83,12 +83,19 @@ class Failure:
         return cls(f"{type(error).__name__}: {error}", text, pickled)
 
     def exception(self) -> BaseException | None:
-        """The original exception, or None where its class does not travel."""
+        """The original exception; None: it was not picklable."""
         if self.pickled is None:
             return None
         try:
-            # Our own worker's bytes, received over Ray, which pickles everything anyway.
+            # Bytes from our own worker over Ray, which unpickles all messages anyway.
             loaded = pickle.loads(self.pickled)
-        except Exception as error:  # noqa: BLE001 - a class may unpickle in any wrong way; say so instead
+        except Exception as error:  # noqa: BLE001 - unpickling may raise anything; report it
             return RuntimeError(f"{self.summary} (the exception itself does not unpickle here: {error})")
         return loaded if isinstance(loaded, BaseException) else None
+
+
+def result_or_raise(output: Any) -> Any:
+    """The output of a rank's method; if it is a `Failure`, raise its exception."""
+    if isinstance(output, Failure):
+        raise output.exception() or RuntimeError(f"{output.summary}\n{output.traceback}")
+    return output

@@ -1,4 +1,4 @@
-"""Worker: one rank of a role, in a process of its own or shared with the same rank of other roles."""
+"""Worker: base class of the roles; one instance per rank, in a process that several roles may share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.dispatch import MeshPlace
+from verl.single_controller.base.decorator import Dispatch, MeshPlace, register
 from verl.single_controller.base.errors import CallCancelled
 from verl.utils.device import memory_in_use
 from verl.utils.progress import Progress, record_progress
@@ -23,7 +22,7 @@ from verl.utils.progress import Progress, record_progress
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a worker stands in its group."""
+    """Rank, world size and rendezvous address of a worker."""
 
     rank: int
     world_size: int
@@ -35,7 +34,7 @@ class RankInfo:
     collective_timeout: float = 1800.0
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch, transformers and Megatron read."""
+        """Environment variables that torch, transformers and Megatron read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -49,7 +48,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        """As torchrun sets it; a single rank when nothing is set."""
+        """Read the variables that torchrun sets; a single rank if they are not set."""
         get = os.environ.get
         return cls(
             rank=int(get("RANK", "0")),
@@ -63,7 +62,7 @@ class RankInfo:
 
 
 def collective_timeout(hang_timeout: float | None) -> float:
-    """Seconds after which torch itself gives up a collective: the last resort, later than the run's own limit."""
+    """Timeout of torch collectives in seconds: at least twice `hang_timeout`, so that hang detection acts first."""
     return max(1800.0, 2 * (hang_timeout or 0.0))
 
 
@@ -72,7 +71,7 @@ _rank_info: contextvars.ContextVar[RankInfo | None] = contextvars.ContextVar("ve
 
 @contextmanager
 def worker_rank(info: RankInfo) -> Iterator[None]:
-    """Workers constructed inside know that they are this rank."""
+    """Workers constructed in this context get this rank."""
     token = _rank_info.set(info)
     try:
         yield
@@ -84,14 +83,13 @@ class Worker:
     """Base of all roles. Subclass it, decorate methods with `@register`, and start it as a worker group.
 
     Calls run on two lanes: `compute` (one at a time, in submission order; the only one that may run collectives) and
-    `control` (concurrent, answers while compute is busy).
+    `control` (concurrent with compute calls).
     """
 
     colocated: tuple[str, ...] = ()
-    """The names of all roles of its process, its own included."""
+    """Names of all roles in this process, including this one."""
     run_config: Any = None
-    """The configuration of the whole run, for advice on keys of others; a role works by what it was constructed with.
-    None: it was started without one."""
+    """Configuration of the whole run, used only for advice in error messages; None if the group was started without."""
     _rank_info: RankInfo
     _meshes: dict[str, MeshPlace]
     _cancel_requested: threading.Event
@@ -99,7 +97,7 @@ class Worker:
     _progress: Progress
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        # In __new__ so that a subclass may use self.rank before, or without, calling super().__init__().
+        # In __new__, because a subclass may use self.rank before or without calling super().__init__().
         self = super().__new__(cls)
         self._rank_info = _rank_info.get() or RankInfo.from_environment()
         self._meshes = {}
@@ -130,31 +128,31 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device. A process that sees one GPU (as Ray arranges) uses that one."""
+        """Device of this rank. In a process with one visible GPU, as under Ray, it is that one."""
         if self.device_name == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_name, self.local_rank % max(1, torch.cuda.device_count()))
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Address and port at which rank 0 listens for the process group."""
+        """Address and port of the rendezvous on rank 0."""
         return self._rank_info.master_addr, self._rank_info.master_port
 
     def init_process_group(self, backend: str | None = None, timeout_s: float | None = None) -> None:
-        """Join the ranks of this process's group (once per process; colocated roles share it).
+        """Initialize torch.distributed over the ranks of the group (once per process; colocated roles share it).
 
-        The default backend is gloo, with nccl beside it for CUDA tensors; the default time-out is the group's.
+        Default backend: gloo, plus nccl for CUDA tensors. Default timeout: `collective_timeout` of the group.
         """
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
                 raise RuntimeError(
-                    f"this process is already rank {dist.get_rank()} of {dist.get_world_size()} in a process group; it "
-                    f"cannot be rank {self.rank} of {self.world_size} too. Roles of one process have one world size."
+                    f"this process already is rank {dist.get_rank()} of {dist.get_world_size()} in a process group; it"
+                    f" cannot also be rank {self.rank} of {self.world_size}. Colocated roles need equal world sizes."
                 )
             return
         if self.device_name == "cuda":
             torch.cuda.set_device(self.device)
         addr, port = self.get_master_addr_port()
-        where: dict[str, Any] = (
+        rendezvous: dict[str, Any] = (
             {"init_method": f"tcp://{addr}:{port}"} if self.world_size > 1 else {"store": dist.HashStore()}
         )
         dist.init_process_group(
@@ -162,11 +160,11 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s or self._rank_info.collective_timeout),
-            **where,
+            **rendezvous,
         )
 
     def register_mesh(self, name: str, mesh: dist.DeviceMesh, dp_dim: str = "dp") -> None:
-        """Dispatch over `name` gives data shards by position along `dp_dim`; the first rank of each shard answers.
+        """Register `mesh` for dispatch: data is split along `dp_dim`; the first rank of each shard returns the result.
 
         `dp_dim` may name several dimensions of the mesh, joined by "+".
         """
@@ -184,16 +182,16 @@ class Worker:
         self.register_mesh_place(name, dp_rank, collect)
 
     def register_mesh_place(self, name: str, dp_rank: int, collect: bool) -> None:
-        """As `register_mesh`, for engines that keep their own groups (Megatron, an inference engine)."""
+        """As `register_mesh`, for engines with their own process groups (Megatron, inference engines)."""
         self._meshes[name] = MeshPlace(dp_rank, collect)
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
-        """The name of `register_mesh_place` in workers written for other releases."""
+        """Alias of `register_mesh_place` for workers written for other releases."""
         self.register_mesh_place(mesh_name, int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, name: str) -> MeshPlace:
-        """This rank's place in a registered mesh."""
+        """Position of this rank in a registered mesh."""
         if name not in self._meshes:
             raise ValueError(
                 f"{type(self).__name__}: no mesh {name!r} is registered (known: {sorted(self._meshes)})."
@@ -203,7 +201,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:
-        """Ask the running compute call to stop at its next `check_cancelled()`; says whether one was running."""
+        """Make the running compute call stop at its next `check_cancelled()`. Returns whether one is running."""
         if self._computing is None:
             return False
         self._cancel_requested.set()
@@ -211,31 +209,31 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def running(self) -> str | None:
-        """The compute method running now, or None."""
+        """Name of the running compute method, or None."""
         return self._computing
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def progress(self) -> tuple[int, int]:
-        """(done, total) of the units, mostly samples, in the running compute call; (0, 0) where nothing is counted."""
+        """(done, total) units, usually samples, of the running compute call; (0, 0) if it counts none."""
         return self._progress.read()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def memory_gb(self) -> tuple[float, float]:
-        """(most device memory since the last call, what is held now) of this process in GB; zeros without a GPU."""
-        peak, now = memory_in_use(self.device, reset=True)
-        return peak / 2**30, now / 2**30
+        """(peak since the last call, current) device memory of this process in GB; zeros without a GPU."""
+        peak, current = memory_in_use(self.device, reset=True)
+        return peak / 2**30, current / 2**30
 
     def check_cancelled(self) -> None:
-        """Long compute methods call this between pieces of work; raises `CallCancelled` once cancelled."""
+        """Raise `CallCancelled` if the call was cancelled. Long compute methods call this regularly."""
         if self._cancel_requested.is_set():
             raise CallCancelled(f"{self._computing} was cancelled")
 
     @contextmanager
     def _compute_call(self, method: str, share: float = 1.0) -> Iterator[None]:
-        """Around every compute call; `share` is the part of this rank's rows that the group counts."""
+        """Context of every compute call. `share`: share of this rank's rows that count as progress."""
         self._cancel_requested.clear()
         self._computing = method
-        # A counter per call: what an earlier one left running does not count here.
+        # A new counter per call: threads left over from an earlier call must not count here.
         self._progress = Progress(share)
         try:
             with record_progress(self._progress):

@@ -1,4 +1,4 @@
-"""WorkerGroup: calling a registered method on all ranks of a role as if it were one object."""
+"""WorkerGroup: calls registered methods on all ranks of a role as if they were one object; RankHandle: on one rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProtoFuture
-from verl.single_controller.base.decorator import Execute, MethodSpec, method_specs
-from verl.single_controller.base.dispatch import MeshPlace
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.decorator import Execute, MeshPlace, MethodSpec, method_specs
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.column_store import StoredRows
 
 
 class ResourcePool:
-    """How many processes on each node."""
+    """Number of processes on each node."""
 
     def __init__(
         self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
@@ -40,44 +41,44 @@ class ResourcePool:
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
-        """For every rank, how many ranks its node has."""
+        """For every rank, the number of ranks on its node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For every rank, its number on its node."""
+        """For every rank, its local rank on its node."""
         return [rank for count in self._store for rank in range(count)]
 
 
 class ClassWithInitArgs:
-    """A worker class and what to construct it with, before there is a process to do it in."""
+    """A worker class and its constructor arguments, to be constructed in the worker processes."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        # A class that users wrapped with ray.remote stands for the class itself: the group decides how it is hosted.
+        # Unwrap classes that users wrapped with ray.remote: the group creates the actors itself.
         self.cls: type = getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
         self.cls = getattr(self.cls, "__ray_actor_class__", self.cls)
         self.args, self.kwargs = args, kwargs
-        # Modules imported before it is constructed, so that what users register exists in every process.
+        # Modules imported before construction, so that user registrations exist in every process.
         self.imports: list[str] = []
-        # The configuration of the whole run, if there is one (see `Worker.run_config`).
+        # Configuration of the whole run, or None (see `Worker.run_config`).
         self.run_config: Any = None
 
     def __call__(self) -> Any:
-        """Construct it here."""
+        """Construct the worker in this process."""
         for module in self.imports:
             importlib.import_module(module)
         return self.cls(*self.args, **self.kwargs)
 
     def roles(self) -> dict[str, ClassWithInitArgs]:
-        """The roles of one process: a single one, named after its class."""
+        """The roles of one process by name; here a single one, named after its class."""
         return {self.cls.__name__: self}
 
 
 class ColocatedClasses(ClassWithInitArgs):
-    """Several roles that share one process per rank, each with its own methods."""
+    """Several roles that share one process per rank."""
 
     def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
         if not class_dict:
-            raise ValueError("create_colocated_worker_cls: no classes given.")
+            raise ValueError("create_colocated_worker_cls: class_dict is empty.")
         self.class_dict = {str(prefix): cls for prefix, cls in class_dict.items()}
 
     def roles(self) -> dict[str, ClassWithInitArgs]:
@@ -85,19 +86,48 @@ class ColocatedClasses(ClassWithInitArgs):
 
 
 def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Put the given roles into one process per rank; `group.spawn(prefix_set)` gives a group for each."""
+    """Combine roles into one process per rank; `group.spawn(prefix_set)` returns a group for each role."""
     return ColocatedClasses(class_dict)
 
 
-# A class that may still be changed, and one that Ray hosts: here the group decides how a class is hosted.
+# Public alias: raw classes and classes wrapped for Ray are the same here, because the group creates the actors.
 create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
-class WorkerGroup(ABC):
-    """The ranks of one role. Registered methods of its class are methods here.
+class RankHandle(ABC):
+    """One rank of a group, for control calls from processes other than its controller. Picklable."""
 
-    A subclass says how ranks are started and how a call reaches them (`_submit`); splitting, collecting, futures and
-    errors are the same for all.
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.role}"
+
+    @abstractmethod
+    def notify(self, method: str, *args: Any) -> None:
+        """Start a control call without waiting for it."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a control call and return its result.
+
+        Raises the exception of the method, or WorkerDiedError if the process died. `method` may be a path:
+        "host.submit" is the method `submit` of the worker's attribute `host`.
+        """
+
+    @abstractmethod
+    def call_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        """As `call`, for a method that returns (value, DataProto or None).
+
+        The tensor columns of the DataProto stay in the object store of the rank's node, as one object that is owned by
+        the caller: it outlives the rank's process.
+        """
+
+
+class WorkerGroup(ABC):
+    """The ranks of one role. Registered methods of the worker class become methods of the group.
+
+    A subclass starts the ranks and sends calls to them (`_submit`); dispatch, collection, futures and errors are here.
     """
 
     def __init__(self, role: str, specs: dict[str, MethodSpec], world_size: int) -> None:
@@ -107,7 +137,7 @@ class WorkerGroup(ABC):
         self._mesh_places: dict[str, list[MeshPlace]] = {}
         for name, spec in specs.items():
             if hasattr(type(self), name):
-                raise ValueError(f"{role}: the registered method {name!r} hides WorkerGroup.{name}; name it otherwise.")
+                raise ValueError(f"{role}: the registered method {name!r} hides WorkerGroup.{name}. Rename it.")
             setattr(self, name, partial(self._call, name, spec))
 
     @property
@@ -117,34 +147,34 @@ class WorkerGroup(ABC):
     @classmethod
     @abstractmethod
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
-        """Reserve what the pools ask for, or say at once what is missing."""
+        """Reserve the resources of the pools; raise at once if some are missing."""
 
     @classmethod
     @abstractmethod
     def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> ResourcePool | None:
-        """A pool for processes that need no device and reserve nothing."""
+        """A pool for processes without devices, which reserves nothing; None: not supported."""
 
     @abstractmethod
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Any]:
-        """A group for each of the named colocated roles, over the same processes."""
+        """A group for each of these colocated roles, over the same processes."""
 
     @abstractmethod
     def _submit(
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
-        """Start the call on the given ranks; what is returned waits for their outputs, or raises a WorkerError."""
+        """Start the call on these ranks. The returned function waits for their outputs, or raises a WorkerError."""
 
     @abstractmethod
-    def ask(self, method: str, within: float) -> list[Any]:
-        """The ranks' answers to a control call without arguments; None of a rank that gives none within the seconds."""
+    def query_ranks(self, method: str, timeout: float) -> list[Any]:
+        """Call a control method without arguments on all ranks. None: no reply in `timeout` seconds."""
 
     @abstractmethod
     def handle(self, rank: int) -> RankHandle:
-        """For control calls on one rank from other processes."""
+        """A picklable handle for control calls on one rank, also from other processes."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the processes of the group."""
+        """Stop the processes of the group."""
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -153,14 +183,14 @@ class WorkerGroup(ABC):
         self.shutdown()
 
     def mesh_places(self, name: str) -> list[MeshPlace]:
-        """Where every rank stands in a mesh that the workers registered (asked once, then kept)."""
+        """Positions of all ranks in a mesh that the workers registered; cached after the first call."""
         if name not in self._mesh_places:
             self._mesh_places[name] = self.execute_all_sync("mesh_place", name)
         return self._mesh_places[name]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, registered or not, on all ranks. If every argument is a list with one entry per rank, each
-        rank gets its entry; otherwise all get all arguments."""
+        rank gets its entry; otherwise every rank gets all arguments."""
         return DataProtoFuture(self._start(range(self.world_size), method, args, kwargs))
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -204,11 +234,11 @@ class WorkerGroup(ABC):
         return self._submit(ranks, method, *self._entries(args, kwargs), self._lane(method))
 
     def _entries(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
-        given = [*args, *kwargs.values()]
-        each_its_own = bool(given) and all(isinstance(arg, list) and len(arg) == self.world_size for arg in given)
+        values = [*args, *kwargs.values()]
+        is_per_rank = bool(values) and all(isinstance(arg, list) and len(arg) == self.world_size for arg in values)
 
         def per_rank(arg: Any) -> list[Any]:
-            return arg if each_its_own else [arg] * self.world_size
+            return arg if is_per_rank else [arg] * self.world_size
 
         return [per_rank(arg) for arg in args], {key: per_rank(arg) for key, arg in kwargs.items()}
 
@@ -217,7 +247,7 @@ class WorkerGroup(ABC):
         return spec.lane if spec else "compute"
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for names that do not exist.
+        # Called only for attributes that do not exist.
         known = sorted(self.__dict__.get("_specs", {}))
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Registered: {known}."
@@ -225,16 +255,16 @@ class WorkerGroup(ABC):
 
 
 def specs_of(cls_with_init: ClassWithInitArgs) -> dict[str, dict[str, MethodSpec]]:
-    """The registered methods of every role."""
+    """Registered methods of every role."""
     return {prefix: method_specs(cls.cls) for prefix, cls in cls_with_init.roles().items()}
 
 
 def check_prefixes(prefix_set: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The prefixes as strings; an unknown one is an error that lists the known."""
+    """The prefixes as strings. Raises ValueError for unknown ones."""
     prefixes = [str(prefix) for prefix in prefix_set]
     unknown = set(prefixes) - set(known)
     if unknown:
-        raise ValueError(f"spawn: no role {sorted(unknown)} in this group; there is {sorted(known)}.")
+        raise ValueError(f"spawn: this group has no role {sorted(unknown)}; it has {sorted(known)}.")
     return prefixes
 
 

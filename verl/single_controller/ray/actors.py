@@ -1,55 +1,131 @@
-"""The actors of a group, seen from the controller: calls on their lanes, and what became of them."""
+"""The Ray actor of one rank: its host in the worker process, its handle, and waiting for it to start or to die."""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
-from verl.single_controller.base.errors import Failure, WorkerDiedError
-from verl.single_controller.base.handle import RankHandle, result_of
-from verl.single_controller.ray.asking import Nodes, RankProcess
-from verl.single_controller.ray.deaths import death
+from verl.config.devices import memory_state
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import BatchShard
+from verl.single_controller.base.errors import Failure, WorkerDiedError, result_or_raise
+from verl.single_controller.base.rank_host import RankHost
+from verl.single_controller.base.worker import RankInfo
+from verl.single_controller.base.worker_group import ClassWithInitArgs, RankHandle
+from verl.single_controller.ray.batch_ref import BatchRef
+from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows, store_rows, store_with
+from verl.single_controller.ray.rank_monitor import NodeInspector, RankProcess, explain_death
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
-from verl.single_controller.ray.stored import StoredRows, with_bundle
+from verl.utils.logging_setup import quiet_warnings
+from verl.utils.network import interface_of
+from verl.utils.resources import WarmupGcFreeze
+from verl.utils.stacks import answer_stack_requests
 
 NAMESPACE = "verl"
+_INLINE_BYTES = 64 * 1024
 _POLL_S = 0.5
-_DEAD_S = 30.0
-_GONE_S = 0.05
-_GONE = ("gone",)
-# What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
+_DEATH_TIMEOUT_S = 30.0
+_PROCESS_POLL_S = 0.05
+# Exceptions of Ray for a dead process. That of its memory monitor is not a RayActorError.
 _DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
 
 
-def on(actor: Any, method: str, lane: str) -> Any:
-    return getattr(actor, method).options(concurrency_group=lane)
+class RayRankHost(RankHost):
+    """The actor of one rank. Batches arrive by reference, and results stay in the object store."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._gc_freeze = WarmupGcFreeze()
 
-def named_actor(name: str) -> Any:
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError as error:
-        raise ValueError(f"no running worker named {name!r}. Was its group started with detached=True?") from error
+    def describe(self) -> Any:
+        """The tuple of the base class, then Ray's node id and the node's `MemoryState`."""
+        answer_stack_requests()
+        return (*super().describe(), ray.get_runtime_context().get_node_id(), memory_state())
 
+    def prepare(self) -> tuple[str, int]:
+        """Address of this node and a free port on it, for the rendezvous on rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-def outcomes_of(refs: list[Any]) -> list[Any]:
-    """The outputs; in place of one that Ray could not deliver, its exception (the process died) or a Failure."""
-    try:
-        return ray.get(refs)
-    except _DIED as error:
-        undelivered: Any = error
-    except ray.exceptions.RayError as error:
-        undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
-    return [undelivered] if len(refs) == 1 else [outcomes_of([ref])[0] for ref in refs]
+    def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
+        quiet_warnings()
+        os.environ.update(info.environment())
+        _set_gloo_interface()
+        if info.device_name == "cpu":
+            _set_cpu_threads(info.local_world_size)
+        return super().construct(info, cls_with_init)
+
+    def call(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
+        # Shards are resolved first, because the base class reads their row counts.
+        try:
+            args = [resolve_argument(arg) for arg in args]
+            kwargs = {key: resolve_argument(arg) for key, arg in kwargs.items()}
+        except Exception as error:  # noqa: BLE001 - returned to the controller, which raises it
+            return Failure.from_exception(error)
+        try:
+            return super().call(role, method, args, kwargs, lane)
+        finally:
+            if lane == "compute":  # control calls run in the middle of a training step
+                self._gc_freeze.after_call(f"{role}.{method}")
+
+    def call_streamed(
+        self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str
+    ) -> Iterator[Any]:
+        """As `call`; yields the columns of the returned batch first, then the output, in which they are referred to by
+        number. Streamed columns are owned by the caller, so they outlive this process.
+        """
+        columns: list[Any] = []
+
+        def add_column(content: Any) -> int:
+            columns.append(content)
+            return len(columns) - 1
+
+        with store_with(add_column):
+            output = self.call(role, method, args, kwargs, lane)
+        for content in [*columns, output]:  # noqa: UP028 - Ray resumes generators by `send`, which lists do not have
+            yield content
+
+    def call_rows(self, role: str, method: str, args: list[Any]) -> tuple[Any, Any]:
+        """Run a control method that returns (value, DataProto or None).
+
+        Returns two objects: (value, description of the rows), and the rows' tensor columns.
+        """
+        output = self.call(role, method, args, {}, "control")
+        if isinstance(output, Failure):
+            return output, None
+        value, rows = output
+        if rows is None:
+            return (value, None), None
+        stored, contents = bundle_rows(rows)
+        return (value, stored), contents
+
+    def call_plain(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
+        """As `call`, for callers that use `ray.get`: returns values instead of references, and raises exceptions."""
+        output = result_or_raise(self.call(role, method, args, kwargs, lane))
+        return BatchRef.from_stored(output).fetch() if isinstance(output, StoredRows) else output
+
+    def receive(self, data: DataProto) -> DataProto:
+        return data.fetch() if isinstance(data, BatchRef) else data
+
+    def send(self, output: Any, shard: BatchShard | None) -> Any:
+        if type(output) is not DataProto:
+            return output
+        lengths = shard.data.lengths if shard is not None and isinstance(shard.data, BatchRef) else None
+        if lengths is not None and shard is not None and shard.fillers:
+            lengths = lengths[: len(lengths) - shard.fillers]
+        return store_rows(output, lengths)
 
 
 @dataclass(frozen=True)
 class RayRankHandle(RankHandle):
-    """The actor of a rank, wherever it runs."""
+    """Handle of a rank's actor."""
 
     actor: Any
     role: str
@@ -59,54 +135,126 @@ class RayRankHandle(RankHandle):
     def __str__(self) -> str:
         return f"{super().__str__()} ({self.host})"
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         self._send(method, args)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         return self._result(method, self._send(method, args))
 
-    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+    def call_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
         call = self.actor.call_rows.options(concurrency_group="control", num_returns=2)
         reply, bundle = call.remote(self.role, method, list(args))
         value, rows = self._result(method, reply)
-        return value, None if rows is None else with_bundle(rows, bundle)
+        return value, None if rows is None else attach_bundle(rows, bundle)
 
     def _result(self, method: str, ref: Any) -> Any:
-        output = outcomes_of([ref])[0]
+        output = get_outcomes([ref])[0]
         if isinstance(output, Exception):
-            raise WorkerDiedError(death(output)[0], self.role, self.rank, self.host, method, str(output))
-        return result_of(output)
+            raise WorkerDiedError(explain_death(output)[0], self.role, self.rank, self.host, method, str(output))
+        return result_or_raise(output)
 
     def _send(self, method: str, args: tuple[Any, ...]) -> Any:
-        return on(self.actor, "call", "control").remote(self.role, method, list(args), {}, "control")
+        return on_lane(self.actor, "call", "control").remote(self.role, method, list(args), {}, "control")
 
 
-def dead_among(workers: Sequence[Any]) -> list[int]:
-    """Those that are gone, or say nothing for as long as that takes to be known."""
-    refs = [on(worker, "describe", "control").remote() for worker in workers]
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_DEAD_S)
-    alive = {ref for ref in ready if not isinstance(outcomes_of([ref])[0], Exception)}
+@dataclass(frozen=True)
+class StoredArgument:
+    """A large argument in the object store. It is wrapped, because Ray delays a call until its plain references are
+    available."""
+
+    ref: Any
+
+
+def store_argument(arg: Any, stored: dict[int, StoredArgument]) -> Any:
+    """Replace a large batch by a reference. `stored` caches references by id, so that a batch is stored only once."""
+    data = arg.data if isinstance(arg, BatchShard) else arg
+    if type(data) is not DataProto or data.nbytes < _INLINE_BYTES:
+        return arg
+    if id(data) not in stored:
+        stored[id(data)] = StoredArgument(ray.put(data))
+    reference = stored[id(data)]
+    return replace(arg, data=reference) if isinstance(arg, BatchShard) else reference  # type: ignore[arg-type]
+
+
+def resolve_argument(arg: Any) -> Any:
+    """The inverse of `store_argument`, in the worker."""
+    if isinstance(arg, BatchShard) and isinstance(arg.data, StoredArgument):
+        return replace(arg, data=ray.get(arg.data.ref))
+    return ray.get(arg.ref) if isinstance(arg, StoredArgument) else arg
+
+
+def on_lane(actor: Any, method: str, lane: str) -> Any:
+    """The actor's method, to be called on a lane: `.remote(...)`."""
+    return getattr(actor, method).options(concurrency_group=lane)
+
+
+def named_actor(name: str) -> Any:
+    """The running actor with this name."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ValueError(f"no running worker named {name!r}. Was its group started with detached=True?") from error
+
+
+def get_outcomes(refs: list[Any]) -> list[Any]:
+    """The outputs. For one that Ray cannot deliver: Ray's exception if the process died, else a Failure."""
+    try:
+        return ray.get(refs)
+    except _DIED as error:
+        outcome: Any = error
+    except ray.exceptions.RayError as error:
+        outcome = Failure(f"{type(error).__name__} before the method ran", str(error), None)
+    return [outcome] if len(refs) == 1 else [get_outcomes([ref])[0] for ref in refs]
+
+
+def find_dead(workers: Sequence[Any]) -> list[int]:
+    """Ranks whose actor is dead or does not reply for `_DEATH_TIMEOUT_S`."""
+    refs = [on_lane(worker, "describe", "control").remote() for worker in workers]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_DEATH_TIMEOUT_S)
+    alive = {ref for ref in ready if not isinstance(get_outcomes([ref])[0], Exception)}
     return [rank for rank, ref in enumerate(refs) if ref not in alive]
 
 
 def wait_until_dead(workers: Sequence[Any], processes: Sequence[RankProcess]) -> None:
-    """Their names are free when Ray has given them up, their devices when the processes are gone, soon after."""
-    alive, give_up = list(workers), time.monotonic() + _DEAD_S
-    while alive and time.monotonic() < give_up:
-        refs = [on(worker, "describe", "control").remote() for worker in alive]
+    """Wait until Ray has released the actors' names, and until the processes have ended, which frees their devices."""
+    alive, deadline = list(workers), time.monotonic() + _DEATH_TIMEOUT_S
+    while alive and time.monotonic() < deadline:
+        refs = [on_lane(worker, "describe", "control").remote() for worker in alive]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
-        dead = {ref for ref in ready if isinstance(outcomes_of([ref])[0], Exception)}
+        dead = {ref for ref in ready if isinstance(get_outcomes([ref])[0], Exception)}
         alive = [worker for worker, ref in zip(alive, refs, strict=True) if ref not in dead]
-    nodes = Nodes()
+    nodes = NodeInspector()
     for process in processes:
-        while (nodes.look(process) or _GONE)[0] not in ("gone", "ended") and time.monotonic() < give_up:
-            time.sleep(_GONE_S)
+        while time.monotonic() < deadline and not _has_ended(nodes, process):
+            time.sleep(_PROCESS_POLL_S)
 
 
-def wait_until_alive(workers: Sequence[Any], within: float, pool: str) -> None:
-    """Raise a ResourceError where one has not started after so many seconds."""
-    refs = [on(worker, "describe", "control").remote() for worker in workers]
-    _, waiting = ray.wait(refs, num_returns=len(refs), timeout=within)
+def _has_ended(nodes: NodeInspector, process: RankProcess) -> bool:
+    inspection = nodes.inspect(process)
+    return inspection is None or inspection[0] in ("gone", "ended")
+
+
+def wait_until_alive(workers: Sequence[Any], timeout: float, pool: str) -> None:
+    """Raise a ResourceError if a worker has not started after `timeout` seconds."""
+    refs = [on_lane(worker, "describe", "control").remote() for worker in workers]
+    _, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout)
     if waiting:
-        started = f"{len(waiting)} of {len(refs)} rank(s) did not start in {within:.0f} s"
-        raise ResourceError(f"resource pool {pool!r}: {started}. {describe_cluster()}")
+        missing = f"{len(waiting)} of {len(refs)} rank(s) did not start in {timeout:.0f} s"
+        raise ResourceError(f"resource pool {pool!r}: {missing}. {describe_cluster()}")
+
+
+def _set_gloo_interface() -> None:
+    """On several nodes, make gloo use the node's network interface: many systems resolve the host name to loopback."""
+    if sum(node["Alive"] for node in ray.nodes()) > 1:
+        name = interface_of(ray.util.get_node_ip_address())
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _set_cpu_threads(ranks_on_node: int) -> None:
+    """Divide the cores of the node among its ranks; by default Ray gives every process one thread."""
+    threads = max(1, (os.cpu_count() or 1) // ranks_on_node)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)

@@ -1,9 +1,9 @@
-"""BatchRef: a DataProto whose columns stay where they were computed.
+"""BatchRef: a DataProto whose columns stay in the object store.
 
-It holds references to stored columns and, for each, which stored row every row of the batch is. Row and column
-operations edit only that; a worker gathers the rows it gets, the controller fetches the columns it names, each once.
-Columns set on the controller stay there until they are sent. What is written into a fetched tensor counts: it replaces
-the stored column on the next use.
+It holds references to stored columns and an index from rows of the batch to stored rows. Row and column operations edit
+only the index. A worker reads the rows of its shard; the controller fetches only the columns that are accessed by name,
+each once. Columns set on the controller are stored when they are first sent. Writes into a fetched tensor are kept: it
+is stored again when it is next sent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, DataProtoItem
-from verl.protocol.checks import renaming
-from verl.protocol.columns import TensorColumns, aliased_value
+from verl.protocol.columns import TensorColumns, aliased_value, rename_mapping
 from verl.protocol.joins import concat_meta, continued_columns, union_meta
-from verl.single_controller.ray import stored
-from verl.single_controller.ray.stored import StoredColumn, StoredRows, store_rows
-from verl.single_controller.ray.trimming import Lengths
+from verl.single_controller.ray import column_store
+from verl.single_controller.ray.column_store import Lengths, StoredColumn, StoredRows, store_rows
 from verl.types.schema import OBJECT, stored_name
 from verl.utils.nested import deep_equal
 
@@ -28,22 +26,22 @@ __all__ = ["BatchRef"]
 
 
 class BatchRef(DataProto):
-    """A batch by reference. Behaves like a DataProto; `fetch()` makes one."""
+    """A batch by reference. Behaves like a DataProto; `fetch()` returns a real one."""
 
     def __init__(self, columns: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = columns, rows, meta_info
-        # Values on the controller, each with torch's count of writes to it when it was stored (None: it is not).
-        self._held: dict[str, tuple[Any, int | None]] = {}
+        # Values in this process, each with torch's version counter of the tensor when it was stored (None: not stored).
+        self._local: dict[str, tuple[Any, int | None]] = {}
         self._borrowed = False
 
     @classmethod
     def from_stored(cls, part: StoredRows) -> BatchRef:
-        """The rows that a worker stored."""
+        """Refer to the rows that a worker stored."""
         return cls(dict(part.columns), part.rows, dict(part.meta_info))
 
     @classmethod
     def from_dataproto(cls, data: DataProto, lengths: Lengths | None = None) -> BatchRef:
-        """Store a local batch and refer to it; its objects are stored when they are sent."""
+        """Store a local batch and refer to it. Its object columns are stored only when they are sent."""
         if isinstance(data, BatchRef):
             return data
         batch = cls.from_stored(store_rows(data.select(non_tensor_batch_keys=[]), lengths))
@@ -55,8 +53,8 @@ class BatchRef(DataProto):
     def fetch(
         self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
     ) -> DataProto:
-        """A plain DataProto of the named columns (None: all), in memory of its own; it shares those held here."""
-        tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
+        """A plain DataProto of these columns (None: all), copied from the store; columns already fetched are shared."""
+        tensor_names, object_names = self._selected_names(batch_keys, non_tensor_batch_keys)
         values = self._read([*tensor_names, *object_names])
         td = None
         if tensor_names:
@@ -65,16 +63,16 @@ class BatchRef(DataProto):
 
     @property
     def lengths(self) -> Lengths | None:
-        """Real prompt and response tokens of every row, known without fetching; None for batches without a mask."""
+        """Prompt and response lengths of every row, known without fetching; None for batches without a mask."""
         known = [column.rows.lengths for column in self._columns.values() if column.rows.lengths is not None]
-        # A batch of prompts joined with its responses knows both; the one with responses says more.
+        # Prompt columns and generated columns have different lengths: those with responses are complete.
         return max(known, key=lambda lengths: lengths.widths[1], default=None)
 
-    # ---------------------------------------------------------------- the DataProto surface
+    # ---------------------------------------------------------------- interface of DataProto
 
     @property
     def batch(self) -> Any:
-        """The tensor columns, fetched one by one as they are named."""
+        """The tensor columns, each fetched on first access."""
         return _TensorColumns(self, self._tensor_keys)
 
     @batch.setter
@@ -83,7 +81,7 @@ class BatchRef(DataProto):
 
     @property
     def non_tensor_batch(self) -> Any:
-        """The object columns, fetched one by one as they are named."""
+        """The object columns, each fetched on first access."""
         return _Columns(self, self._object_keys)
 
     @non_tensor_batch.setter
@@ -103,14 +101,14 @@ class BatchRef(DataProto):
     def get_data_info(self) -> str:
         lines = [f"BatchRef of {len(self)} rows"]
         for name in self._names():
-            where = "not sent yet"
-            if not self._is_ahead(name):
-                where = f"{self._columns[name].type} in {len(self._columns[name].refs)} part(s)"
-            lines.append(f"{name}: {where}")
+            state = "not stored yet"
+            if not self._is_unstored(name):
+                state = f"{self._columns[name].type} in {len(self._columns[name].refs)} part(s)"
+            lines.append(f"{name}: {state}")
         return "\n  ".join([*lines, f"meta_info: {sorted(self.meta_info)}"])
 
     def to(self, device: str | torch.device) -> DataProto:
-        """Columns live in host memory; on another device it is a fetched DataProto."""
+        """The batch itself on the CPU; for another device, a fetched DataProto."""
         return self if torch.device(device).type == "cpu" else self.fetch().to(device)
 
     def select(
@@ -120,20 +118,20 @@ class BatchRef(DataProto):
         meta_info_keys: Any = None,
         deepcopy: bool = False,
     ) -> BatchRef:
-        """The named columns (None: all of that kind). Stored columns are never written, so `deepcopy` is moot."""
-        tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
-        meta = self._picked(self.meta_info, meta_info_keys, "meta_info")
+        """These columns (None: all of that kind). `deepcopy` has no effect, because stored columns are immutable."""
+        tensor_names, object_names = self._selected_names(batch_keys, non_tensor_batch_keys)
+        meta = self._subset(self.meta_info, meta_info_keys, "meta_info")
         return BatchRef(self._stored([*tensor_names, *object_names]), len(self), meta)
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> BatchRef:
-        mapping = renaming(old_keys, new_keys, self._names(), "BatchRef.columns")
+        mapping = rename_mapping(old_keys, new_keys, self._names(), "BatchRef.columns")
         self._columns = {mapping.get(name, name): column for name, column in self._columns.items()}
-        self._held = {mapping.get(name, name): held for name, held in self._held.items()}
+        self._local = {mapping.get(name, name): value for name, value in self._local.items()}
         return self
 
     def union(self, other: DataProto) -> BatchRef:
         if self._has_columns() and other._has_columns() and len(other) != len(self):
-            raise ValueError(f"DataProto.union: {len(self)} rows here, {len(other)} in the other.")
+            raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows.")
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
             theirs = BatchRef.from_dataproto(other, self.lengths)
@@ -145,8 +143,8 @@ class BatchRef(DataProto):
                 if name not in new and not self._is_same(name, theirs):
                     raise ValueError(f"union: {name!r} differs in the two batches.")
             for name in new:
-                if theirs._is_ahead(name):
-                    self._hold(name, theirs._held[name][0], stored=False)
+                if theirs._is_unstored(name):
+                    self._set_local(name, theirs._local[name][0], stored=False)
                 else:
                     self._columns[name] = theirs._columns[name]
             self._rows = len(other)
@@ -157,15 +155,15 @@ class BatchRef(DataProto):
 
     def _take(self, rows: slice | np.ndarray) -> BatchRef:
         count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
-        return BatchRef(stored.take_rows(self._stored(), rows), count, dict(self.meta_info))
+        return BatchRef(column_store.take_rows(self._stored(), rows), count, dict(self.meta_info))
 
     @classmethod
     def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
         batches = [cls.from_dataproto(part) for part in parts]
         meta = concat_meta([batch.meta_info for batch in batches])
-        # Ranks that were given fillers only return no rows: nothing in them tells a token column from another.
+        # Skip parts without rows (ranks that got only fillers): the column types cannot be inferred from them.
         filled = [batch for batch in batches if len(batch)] or batches[:1]
-        return cls(stored.concat_columns([batch._stored() for batch in filled]), sum(map(len, filled)), meta)
+        return cls(column_store.concat_columns([batch._stored() for batch in filled]), sum(map(len, filled)), meta)
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
@@ -173,17 +171,17 @@ class BatchRef(DataProto):
         row %= len(self)
         return self._take(slice(row, row + 1)).fetch()[0]
 
-    def _chosen(self, batch_keys: Any, non_tensor_batch_keys: Any) -> tuple[list[str], list[str]]:
+    def _selected_names(self, batch_keys: Any, non_tensor_batch_keys: Any) -> tuple[list[str], list[str]]:
         tensors, objects = self._tensor_keys(), self._object_keys()
         tensor_names = self._known(tensors if batch_keys is None else batch_keys, tensors, "batch")
-        wanted = objects if non_tensor_batch_keys is None else non_tensor_batch_keys
-        return tensor_names, self._known(wanted, objects, "non_tensor_batch")
+        keys = objects if non_tensor_batch_keys is None else non_tensor_batch_keys
+        return tensor_names, self._known(keys, objects, "non_tensor_batch")
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._read(self._tensor_keys()).items())
 
     def _names(self) -> list[str]:
-        return [*self._columns, *(name for name in self._held if name not in self._columns)]
+        return [*self._columns, *(name for name in self._local if name not in self._columns)]
 
     def _tensor_keys(self) -> list[str]:
         return [name for name in self._names() if not self._is_object(name)]
@@ -192,50 +190,50 @@ class BatchRef(DataProto):
         return [name for name in self._names() if self._is_object(name)]
 
     def _is_object(self, name: str) -> bool:
-        if name in self._held:
-            return isinstance(self._held[name][0], np.ndarray)
+        if name in self._local:
+            return isinstance(self._local[name][0], np.ndarray)
         return self._columns[name].type.axis == OBJECT
 
     def _has_columns(self) -> bool:
-        return bool(self._columns or self._held)
+        return bool(self._columns or self._local)
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """The named columns' values."""
-        fetched = stored.read_columns({name: self._columns[name] for name in names if name not in self._held})
-        return {name: self._held[name][0] if name in self._held else fetched[name] for name in names}
+        """The values of these columns."""
+        fetched = column_store.read_columns({name: self._columns[name] for name in names if name not in self._local})
+        return {name: self._local[name][0] if name in self._local else fetched[name] for name in names}
 
     def _get_column(self, name: str) -> Any:
-        """A column for the caller to look at and, if it is a tensor, write into."""
-        if name not in self._held:
-            self._hold(name, self._read([name])[name], stored=True)
-        return self._held[name][0]
+        """The value of a column, fetched once. The caller may write into it if it is a tensor."""
+        if name not in self._local:
+            self._set_local(name, self._read([name])[name], stored=True)
+        return self._local[name][0]
 
-    def _hold(self, name: str, value: Any, stored: bool) -> None:
-        if isinstance(value, np.ndarray):  # a write into an array leaves no trace that we could follow
+    def _set_local(self, name: str, value: Any, stored: bool) -> None:
+        if isinstance(value, np.ndarray):  # writes into an array cannot be detected
             value = value.view()
             value.flags.writeable = False
-        self._held[name] = (value, _writes(value) if stored else None)
+        self._local[name] = (value, _write_count(value) if stored else None)
 
     def _set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
         if self._has_columns() and len(value) != len(self):
             raise ValueError(f"DataProto: {name!r} has {len(value)} rows, the batch has {len(self)}.")
-        DataProto.from_single_dict({name: value})  # or the error that it gives
-        self._hold(name, value, stored=False)
+        DataProto.from_single_dict({name: value})  # validates the column
+        self._set_local(name, value, stored=False)
         self._rows = len(value)
 
     def _is_same(self, name: str, other: BatchRef) -> bool:
-        ahead = self._is_ahead(name) or other._is_ahead(name)
-        if not ahead and self._columns[name].same_as(other._columns[name]):
+        is_stored = not (self._is_unstored(name) or other._is_unstored(name))
+        if is_stored and self._columns[name].same_as(other._columns[name]):
             return True
         return deep_equal(self._read([name]), other._read([name]))
 
-    def _is_ahead(self, name: str) -> bool:
-        """Whether the column's value is held here and is not, or no longer, what the store has."""
-        value, stored_writes = self._held.get(name, (None, 0))
-        return stored_writes != _writes(value)
+    def _is_unstored(self, name: str) -> bool:
+        """Whether the local value of the column was never stored, or was changed since."""
+        value, stored_count = self._local.get(name, (None, 0))
+        return stored_count != _write_count(value)
 
     def _replace(self, names: list[str], value: Any) -> None:
-        """Put the columns of a mapping in the place of the named ones."""
+        """Replace the columns `names` by those of a mapping."""
         new = {} if value is None else dict(value.items())
         self._drop(names)
         for name, column in new.items():
@@ -244,23 +242,23 @@ class BatchRef(DataProto):
     def _drop(self, names: Sequence[str]) -> None:
         for name in names:
             self._columns.pop(name, None)
-            self._held.pop(name, None)
+            self._local.pop(name, None)
 
     def _stored(self, names: Sequence[str] | None = None) -> dict[str, StoredColumn]:
-        """The named columns (None: all) as they are now: what is held here and not in the store is put there."""
+        """These columns (None: all) in the store; columns that are not stored, or were changed, are stored first."""
         names = self._names() if names is None else names
         for name in names:
-            if self._is_ahead(name):
-                value, _ = self._held[name]
+            if self._is_unstored(name):
+                value, _ = self._local[name]
                 self._columns |= store_rows(DataProto.from_single_dict({name: value}), self.lengths).columns
-                self._hold(name, value, stored=True)
+                self._set_local(name, value, stored=True)
         return {name: self._columns[name] for name in names}
 
     # ---------------------------------------------------------------- wire
 
     def __getstate__(self) -> dict[str, Any]:
-        """References only, and only to the parts that the rows use."""
-        return {"columns": stored.prune_parts(self._stored()), "rows": self._rows, "meta_info": self.meta_info}
+        """References to the parts in use, no values."""
+        return {"columns": column_store.prune_parts(self._stored()), "rows": self._rows, "meta_info": self.meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BatchRef.__init__(self, state["columns"], state["rows"], state["meta_info"])
@@ -270,7 +268,7 @@ class BatchRef(DataProto):
 
 
 class _Columns(MutableMapping[str, Any]):
-    """A BatchRef's columns of one kind as a mapping."""
+    """The tensor or object columns of a BatchRef as a mapping."""
 
     def __init__(self, owner: BatchRef, names: Callable[[], list[str]]) -> None:
         self._owner, self._names = owner, names
@@ -278,7 +276,7 @@ class _Columns(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         stored = stored_name(name, self._names())
         if stored not in self._names():
-            raise KeyError(f"BatchRef: no column {name!r}; there is {sorted(self._names())}.")
+            raise KeyError(f"BatchRef has no column {name!r}; it has {sorted(self._names())}.")
         column = self._owner._get_column(stored)
         return column if stored == name else aliased_value(name, column)
 
@@ -301,7 +299,7 @@ class _Columns(MutableMapping[str, Any]):
 
 
 class _TensorColumns(_Columns):
-    """Looks like the TensorDict of a DataProto. What is not a mapping operation works on all columns, fetched."""
+    """Behaves like the TensorDict of a DataProto. Operations other than those of a mapping fetch all columns."""
 
     @property
     def batch_size(self) -> torch.Size:
@@ -311,6 +309,6 @@ class _TensorColumns(_Columns):
         return getattr(self._owner.fetch(non_tensor_batch_keys=[]).batch, name)
 
 
-def _writes(value: Any) -> int:
-    """How often torch has seen a tensor or its views written to."""
+def _write_count(value: Any) -> int:
+    """Torch's version counter: the number of writes to a tensor and its views."""
     return value._version if isinstance(value, torch.Tensor) else 0

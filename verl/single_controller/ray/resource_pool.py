@@ -1,4 +1,4 @@
-"""RayResourcePool: the nodes and devices of a worker group, one placement group per node; and which role has which."""
+"""RayResourcePool: nodes and devices of worker groups, by placement groups; ResourcePoolManager: pools by role."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 
-# A bundle must ask for something. One byte of memory, and no CPU: then all processes fit on a node with 2 CPUs.
-_NOTHING = {"memory": 1.0}
+# A bundle must not be empty. One byte of memory and no CPU: so any number of processes fits on a node.
+_MINIMAL_BUNDLE = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
-_READY_LOOK_S = 10.0
+_READY_POLL_S = 10.0
 _DEFAULT_POOL = "global_pool"
 
 
 class ResourceError(ValueError):
-    """The cluster does not have what was asked for."""
+    """The cluster does not have the requested resources."""
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """An alive Ray node."""
 
     node_id: str
@@ -40,16 +40,16 @@ class Node:
     total_gpus: float
     free_gpus: float
 
-    def when_free(self) -> Node:
-        """As it would be without any job."""
+    def without_jobs(self) -> RayNode:
+        """The node with all its GPUs free."""
         return replace(self, free_gpus=self.total_gpus)
 
 
 class RayResourcePool(ResourcePool):
     """Processes on Ray nodes: `process_on_nodes=[2, 2]` is two ranks on each of two nodes, ranks 0 and 1 on the first.
 
-    With `use_gpu` every rank has a GPU (shared by at most `max_colocate_count` groups of this pool); without, it
-    reserves nothing. Nodes are taken in the order of their addresses.
+    With `use_gpu` every rank has a GPU, which up to `max_colocate_count` groups of this pool share; without, nothing is
+    reserved. Nodes are used in the order of their addresses.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RayResourcePool(ResourcePool):
         self.name_prefix = name_prefix or "pool"
         self.detached = detached
         self._placement_groups: list[PlacementGroup] | None = None
-        self._nodes: list[Node] = []
+        self._nodes: list[RayNode] = []
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The pool's placement groups, one per node, made on first use. Raises ResourceError if they cannot be had."""
+        """The placement groups of the pool, one per node, created on first use. Raises ResourceError if that fails."""
         if self._placement_groups is None:
             self._nodes = choose_nodes(self.store, self.use_gpu, self.name_prefix)
             self._placement_groups = [
@@ -77,19 +77,19 @@ class RayResourcePool(ResourcePool):
             self._wait_until_ready(self._placement_groups)
         return self._placement_groups
 
-    def nodes_by_rank(self) -> list[Node]:
-        """The node of every rank, once they are placed."""
+    def nodes_by_rank(self) -> list[RayNode]:
+        """The node of every rank; empty before the placement groups exist."""
         return [node for node, count in zip(self._nodes, self.store, strict=True) for _ in range(count)]
 
     def release(self) -> None:
-        """Give the placement groups back; actors in them end."""
+        """Remove the placement groups, which kills the actors in them."""
         for group in self._placement_groups or []:
             remove_placement_group(group)
         self._placement_groups = None
 
-    def _place(self, number: int, count: int, node: Node) -> PlacementGroup:
+    def _place(self, number: int, count: int, node: RayNode) -> PlacementGroup:
         return placement_group(
-            [{"GPU": 1.0} if self.use_gpu else dict(_NOTHING) for _ in range(count)],
+            [{"GPU": 1.0} if self.use_gpu else dict(_MINIMAL_BUNDLE) for _ in range(count)],
             strategy="STRICT_PACK",
             name=f"{self.name_prefix}-{uuid.uuid4().hex[:6]}:{number}",  # another run may use the same prefix
             lifetime="detached" if self.detached else None,
@@ -98,17 +98,19 @@ class RayResourcePool(ResourcePool):
 
     def _wait_until_ready(self, groups: list[PlacementGroup]) -> None:
         waiting = [group.ready() for group in groups]
-        within = _READY_TIMEOUT_S * load_factor()
-        deadline = time.monotonic() + within
-        while waiting := ray.wait(waiting, num_returns=len(waiting), timeout=_READY_LOOK_S)[1]:
+        timeout = _READY_TIMEOUT_S * load_factor()
+        deadline = time.monotonic() + timeout
+        while waiting := ray.wait(waiting, num_returns=len(waiting), timeout=_READY_POLL_S)[1]:
             if (lost := lost_ranks(self.nodes_by_rank())) is not None:
                 self.release()
-                raise WorkerDiedError(lost.what(self.name_prefix), self.name_prefix, lost.first, lost.address, "start")
+                raise WorkerDiedError(
+                    lost.describe(self.name_prefix), self.name_prefix, lost.first, lost.address, "start"
+                )
             if time.monotonic() > deadline:
                 self.release()
                 raise ResourceError(
                     f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved"
-                    f" in {within:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
+                    f" in {timeout:.0f} s. {describe_cluster()} Another job may use them: see `ray status`."
                 )
 
 
@@ -128,14 +130,14 @@ class ResourcePoolManager:
     def __post_init__(self) -> None:
         if bool(self.resource_pool_spec) == (self.process_on_nodes is not None):
             raise ValueError(
-                "ResourcePoolManager: give either resource_pool_spec ({pool: [processes per node]}) or process_on_nodes"
+                "ResourcePoolManager: pass either resource_pool_spec ({pool: [processes per node]}) or process_on_nodes"
                 " ([processes per node], one pool for all roles)."
             )
         if self.process_on_nodes is not None:
             names = set(self.mapping.values()) or {_DEFAULT_POOL}
             if len(names) > 1:
                 raise ValueError(
-                    f"ResourcePoolManager: process_on_nodes is one pool, but mapping names {sorted(names)}. Give"
+                    f"ResourcePoolManager: process_on_nodes is one pool, but mapping names {sorted(names)}. Pass"
                     " resource_pool_spec instead."
                 )
             self.resource_pool_spec = {names.pop(): list(self.process_on_nodes)}
@@ -149,7 +151,7 @@ class ResourcePoolManager:
             self.mapping = defaultdict(lambda: only)
 
     def create_resource_pool(self) -> None:
-        """Make a pool for every name that a role uses; starting a group in it reserves its devices."""
+        """Create a pool for every name that a role uses. Starting a group in a pool reserves its devices."""
         used = set(self.mapping.values()) or set(self.resource_pool_spec)
         for name, processes in self.resource_pool_spec.items():
             if name in used and name not in self.resource_pool_dict:
@@ -160,11 +162,11 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Devices (or processes, without GPUs) of all pools."""
+        """Number of devices (without GPUs: of processes) of all pools."""
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 
     def release(self) -> None:
-        """Give all pools back."""
+        """Release all pools."""
         for pool in self.resource_pool_dict.values():
             pool.release()
         self.resource_pool_dict.clear()
@@ -182,20 +184,20 @@ def merge_resource_pool(a: RayResourcePool, b: RayResourcePool) -> RayResourcePo
     return merged
 
 
-def choose_nodes(process_on_nodes: Sequence[int], use_gpu: bool, name: str) -> list[Node]:
-    """A node for each entry, in the order of addresses. One error at once if the cluster cannot serve them."""
+def choose_nodes(process_on_nodes: Sequence[int], use_gpu: bool, name: str) -> list[RayNode]:
+    """A node for each entry, in the order of addresses. Raises ResourceError if the cluster has too few."""
     nodes = alive_nodes()
-    chosen = _placed(process_on_nodes, use_gpu, nodes)
+    chosen = _assign_nodes(process_on_nodes, use_gpu, nodes)
     if chosen is None:
-        raise ResourceError(_too_little(process_on_nodes, use_gpu, name, nodes))
+        raise ResourceError(_missing_resources(process_on_nodes, use_gpu, name, nodes))
     return chosen
 
 
-def room_for(pools: Sequence[Sequence[int]], use_gpu: bool, nodes: Sequence[Node]) -> bool:
-    """Whether these nodes can serve all pools together: they share nodes, but no GPU."""
+def pools_fit(pools: Sequence[Sequence[int]], use_gpu: bool, nodes: Sequence[RayNode]) -> bool:
+    """Whether all pools fit on these nodes together: they may share nodes, but not GPUs."""
     free = {node.node_id: node for node in nodes}
     for pool in pools:
-        chosen = _placed(pool, use_gpu, list(free.values()))
+        chosen = _assign_nodes(pool, use_gpu, list(free.values()))
         if chosen is None:
             return False
         for count, node in zip(pool, chosen, strict=True):
@@ -203,8 +205,8 @@ def room_for(pools: Sequence[Sequence[int]], use_gpu: bool, nodes: Sequence[Node
     return True
 
 
-def _placed(process_on_nodes: Sequence[int], use_gpu: bool, nodes: Sequence[Node]) -> list[Node] | None:
-    chosen: list[Node] = []
+def _assign_nodes(process_on_nodes: Sequence[int], use_gpu: bool, nodes: Sequence[RayNode]) -> list[RayNode] | None:
+    chosen: list[RayNode] = []
     for count in process_on_nodes:
         fitting = [node for node in nodes if node not in chosen and (not use_gpu or node.free_gpus >= count)]
         if not fitting:
@@ -213,14 +215,14 @@ def _placed(process_on_nodes: Sequence[int], use_gpu: bool, nodes: Sequence[Node
     return chosen
 
 
-def alive_nodes() -> list[Node]:
-    """The cluster's nodes in a stable order: by address, then id.
+def alive_nodes() -> list[RayNode]:
+    """The reachable nodes of the cluster, ordered by address, then id.
 
-    Only those that answer: Ray takes up to a minute to give up one that is lost.
+    Ray takes up to a minute to notice a lost node, so each node is also probed.
     """
     free = ray._private.state.available_resources_per_node()
     nodes = [
-        Node(
+        RayNode(
             node["NodeID"],
             node["NodeManagerAddress"],
             node["Resources"].get("GPU", 0.0),
@@ -234,9 +236,10 @@ def alive_nodes() -> list[Node]:
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Those whose node is gone, by its address."""
+    """Ranks on lost nodes."""
 
     by_node: dict[str, list[int]]
+    """Ranks by the address of their node."""
 
     @property
     def address(self) -> str:
@@ -246,49 +249,49 @@ class LostRanks:
     def first(self) -> int:
         return self.by_node[self.address][0]
 
-    def what(self, role: str) -> str:
-        """In words; the ranks of a node follow each other."""
-        said = {
+    def describe(self, role: str) -> str:
+        """Text for an error message; the ranks of a node are consecutive."""
+        ranges = {
             node: f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
             for node, ranks in self.by_node.items()
         }
-        return "; ".join(f"node {node} is gone, with {ranks} of {role}" for node, ranks in said.items())
+        return "; ".join(f"node {node} is lost, with {ranks} of {role}" for node, ranks in ranges.items())
 
 
-def lost_ranks(nodes_by_rank: Sequence[Node]) -> LostRanks | None:
-    """What a group lost with its nodes, if it did. Its other ranks fail first, in ways that do not name the node."""
+def lost_ranks(nodes_by_rank: Sequence[RayNode]) -> LostRanks | None:
+    """The ranks of a group on lost nodes, or None. Other ranks fail first, with errors that do not name the node."""
     alive = {node.node_id for node in alive_nodes()}
-    gone: dict[str, list[int]] = {}
+    lost: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes_by_rank):
         if node.node_id not in alive:
-            gone.setdefault(node.address, []).append(rank)
-    return LostRanks(gone) if gone else None
+            lost.setdefault(node.address, []).append(rank)
+    return LostRanks(lost) if lost else None
 
 
 def describe_cluster() -> str:
-    """What is there, in one sentence."""
+    """The nodes of the cluster with their free GPUs, in one sentence."""
     parts = [f"{node.address} ({node.free_gpus:g} of {node.total_gpus:g} GPUs free)" for node in alive_nodes()]
     return f"The Ray cluster has {len(parts)} node(s): {', '.join(parts)}."
 
 
-def _too_little(process_on_nodes: Sequence[int], use_gpu: bool, name: str, nodes: list[Node]) -> str:
+def _missing_resources(process_on_nodes: Sequence[int], use_gpu: bool, name: str, nodes: list[RayNode]) -> str:
     unit = "GPUs" if use_gpu else "processes"
-    asked = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}"
+    requested = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}"
     by_total = sorted((node.total_gpus for node in nodes), reverse=True)
     exists = len(process_on_nodes) <= len(nodes) and all(
         not use_gpu or have >= want
         for have, want in zip(by_total, sorted(process_on_nodes, reverse=True), strict=False)
     )
     if exists:
-        remedy = "Other jobs hold the rest: wait for them, or `ray stop` a stale cluster and `ray start --head` again."
+        remedy = "Other jobs use the rest: wait for them, or `ray stop` a stale cluster and `ray start --head` again."
     elif len(process_on_nodes) > len(nodes):
         remedy = "Join more nodes with `ray start --address=…`, or set trainer.nnodes."
     else:
-        remedy = "Set trainer.n_gpus_per_node (or resource_pool_spec) to what is there."
-    return f"resource pool {name!r} asks for {asked}. {describe_cluster()} {remedy}"
+        remedy = "Set trainer.n_gpus_per_node (or resource_pool_spec) to what the cluster has."
+    return f"resource pool {name!r} needs {requested}. {describe_cluster()} {remedy}"
 
 
 def _address_key(address: str) -> tuple[Any, ...]:
-    """10.0.0.9 before 10.0.0.10; other addresses by text, after."""
+    """Sort key: IPv4 addresses by number (10.0.0.9 before 10.0.0.10), then other addresses by text."""
     parts = address.split(".")
     return (0, *map(int, parts)) if len(parts) == 4 and all(part.isdigit() for part in parts) else (1, address)

@@ -1,4 +1,4 @@
-"""RayWorkerGroup: one Ray actor per rank, hosting one or several roles."""
+"""RayWorkerGroup: one Ray actor per rank, with one or several roles."""
 
 from __future__ import annotations
 
@@ -14,38 +14,51 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
-from verl.single_controller.base.open_calls import OpenCall
+from verl.single_controller.base.heartbeat import OpenCall
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
 from verl.single_controller.ray.actors import (
     NAMESPACE,
     RayRankHandle,
-    dead_among,
+    RayRankHost,
+    StoredArgument,
+    find_dead,
+    get_outcomes,
     named_actor,
-    on,
-    outcomes_of,
+    on_lane,
+    store_argument,
     wait_until_alive,
     wait_until_dead,
 )
-from verl.single_controller.ray.asking import Nodes, Questions, RankProcess
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.deaths import RecentMemory, death
-from verl.single_controller.ray.rank_host import Put, RayRankHost, wrap
-from verl.single_controller.ray.resource_pool import Node, RayResourcePool, ResourceError, describe_cluster, lost_ranks
-from verl.single_controller.ray.stored import StoredRows, placed
+from verl.single_controller.ray.column_store import StoredRows, resolve_refs
+from verl.single_controller.ray.rank_monitor import (
+    NodeInspector,
+    RankProcess,
+    RankQueries,
+    RecentMemory,
+    explain_death,
+)
+from verl.single_controller.ray.resource_pool import (
+    RayNode,
+    RayResourcePool,
+    ResourceError,
+    describe_cluster,
+    lost_ranks,
+)
 from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 
-Outcomes = Callable[[list[Any]], list[Any]]
-"""Of calls that have ended: outputs, exceptions, failures."""
+GetOutcomes = Callable[[list[Any]], list[Any]]
+"""From references to ended calls to their outcomes: outputs, exceptions or failures."""
 
-# Threads of the control lane. Requests that wait inside an engine hold one each; abort and health need a free one.
+# Threads of the control lane. Every request that waits in an engine occupies one; abort and health need a free one.
 _CONTROL_THREADS = 256
 _POLL_S = 0.5
-_BLAME_GRACE_S = 1.0
-_RESTART_S = 300.0
+_DEATH_GRACE_S = 1.0
+_RESTART_TIMEOUT_S = 300.0
 _recent_memory = RecentMemory()
 
 
@@ -54,8 +67,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 @dataclass(frozen=True)
-class _Start:
-    """What the processes of a group are started with, the first time and again."""
+class _StartPlan:
+    """The arguments that the processes of a group are started and restarted with."""
 
     pool: RayResourcePool
     cls_with_init: ClassWithInitArgs
@@ -65,13 +78,13 @@ class _Start:
 
 
 class RayWorkerGroup(WorkerGroup):
-    """The ranks of a role (or of several colocated ones) as Ray actors.
+    """The ranks of a role (or of several colocated roles) as Ray actors.
 
-    Batches that calls return stay where they were made: the result is a `BatchRef`, which behaves like a DataProto.
+    Batches that calls return stay in the object store: the result is a `BatchRef`, which behaves like a DataProto.
     """
 
     expendable = False
-    """Its processes hold nothing that training needs: a rank that hangs may be killed, and the group started anew."""
+    """Its processes hold no training state: a rank that hangs may be killed, and the group restarted."""
 
     def __init__(
         self,
@@ -85,24 +98,24 @@ class RayWorkerGroup(WorkerGroup):
         collective_timeout: float = 1800.0,
         expendable: bool = False,
     ) -> None:
-        """`worker_env`: environment variables of the workers' processes, there before anything is imported.
-        `collective_timeout`: seconds after which torch gives up a collective.
-        `expendable`: it holds nothing that `restart` would lose. What its calls return outlives its processes.
+        """`worker_env`: environment variables of the worker processes, set before anything is imported.
+        `collective_timeout`: timeout of torch collectives in seconds.
+        `expendable`: `restart` loses no state. Batches that its calls return outlive its processes.
         """
         if resource_pool is None or ray_cls_with_init is None:
-            raise ValueError("RayWorkerGroup: give a resource_pool and a ray_cls_with_init, or use from_detached.")
+            raise ValueError("RayWorkerGroup: pass a resource_pool and a ray_cls_with_init, or use from_detached.")
         self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
         self._detached = detached or resource_pool.detached
         self.expendable = expendable
         device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
         env = _checked_env(worker_env or {})
-        self._plan = _Start(resource_pool, ray_cls_with_init, device, env, collective_timeout)
-        # Lists, which the views of the roles share: what `restart` puts in their places, all of them have.
+        self._plan = _StartPlan(resource_pool, ray_cls_with_init, device, env, collective_timeout)
+        # Lists are shared with the groups that `spawn` returns, so that all of them see the changes of `restart`.
         self._workers: list[Any] = []
-        self._nodes: list[Node] = []
+        self._nodes: list[RayNode] = []
         self._broken: list[WorkerDiedError] = []
         self._killed: set[int] = set()
-        self._questions = Questions(self._workers)
+        self._queries = RankQueries(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
         self._workers += [None] * resource_pool.world_size
@@ -126,10 +139,10 @@ class RayWorkerGroup(WorkerGroup):
     ) -> RayWorkerGroup:
         """Attach to a running group, by its prefix or by its actors' names."""
         if name_prefix is None and not worker_names:
-            raise ValueError("RayWorkerGroup.from_detached: give name_prefix or worker_names.")
+            raise ValueError("RayWorkerGroup.from_detached: pass name_prefix or worker_names.")
         names = list(worker_names or [f"{name_prefix}:0"])
         workers = [named_actor(name) for name in names]
-        info, specs, *_ = ray.get(on(workers[0], "describe", "control").remote())
+        info, specs, *_ = ray.get(on_lane(workers[0], "describe", "control").remote())
         if worker_names is None:
             workers += [named_actor(f"{name_prefix}:{rank}") for rank in range(1, info.world_size)]
         if len(workers) != info.world_size:
@@ -140,9 +153,9 @@ class RayWorkerGroup(WorkerGroup):
         group.name_prefix = name_prefix or names[0]
         group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
         group._killed = set()
-        group._questions = Questions(workers)
+        group._queries = RankQueries(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
-        group._hosts = group._ask_hosts(workers)
+        group._hosts = group._query_hosts(workers)
         group.master_address, group.master_port = info.master_addr, info.master_port
         return group
 
@@ -153,7 +166,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_names(self) -> list[str]:
-        """The actors' names, by rank: what `from_detached` takes."""
+        """The actors' names, by rank: argument of `from_detached`."""
         return [f"{self.name_prefix}:{rank}" for rank in range(self.world_size)]
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
@@ -169,27 +182,27 @@ class RayWorkerGroup(WorkerGroup):
             self._killed.add(rank)
 
     def restart(self, alone: bool = False) -> list[int]:
-        """End what is left of the processes and start new ones in their places, roles constructed and no more.
+        """Kill the remaining processes, start new ones and construct their roles. Returns the new ranks.
 
-        `alone`: of ranks that do not form a process group, those that live go on. Returns the ranks that are new.
+        `alone`: restart only dead ranks; for ranks that do not form a process group.
 
-        The group and its roles' groups stay the same objects. Raises a WorkerError or a ResourceError where a new one
-        does not start; the group is then as broken as before.
+        The group and the groups of its roles stay the same objects. Raises a WorkerError or a ResourceError if a
+        process does not start; the group is then as broken as before.
         """
         lost, processes = self._broken[:], self.processes
-        # One that was killed a moment ago may still answer.
-        ranks = sorted({*dead_among(self._workers), *self._killed}) if alone else list(range(self.world_size))
-        gone = [self._workers[rank] for rank in ranks]
-        for worker in gone:
+        # An actor that was just killed may still reply.
+        ranks = sorted({*find_dead(self._workers), *self._killed}) if alone else list(range(self.world_size))
+        replaced = [self._workers[rank] for rank in ranks]
+        for worker in replaced:
             ray.kill(worker, no_restart=True)
-        # Where they run is not known of those that have not started.
-        wait_until_dead(gone, [processes[rank] for rank in ranks] if processes else [])
+        # The processes of ranks that never started are unknown.
+        wait_until_dead(replaced, [processes[rank] for rank in ranks] if processes else [])
         if lost_ranks(self._nodes) is not None:
-            raise ResourceError(f"{self.role}: a node of its ranks is gone. {describe_cluster()}")
+            raise ResourceError(f"{self.role}: a node of its ranks is lost. {describe_cluster()}")
         self._broken.clear()
         self._killed.clear()
         try:
-            self._start_processes(ranks, _RESTART_S * load_factor())
+            self._start_processes(ranks, _RESTART_TIMEOUT_S * load_factor())
         except BaseException:
             self._broken += lost
             raise
@@ -197,16 +210,16 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def processes(self) -> list[RankProcess]:
-        """Where every rank runs."""
-        return self._questions.processes
+        """The process of every rank."""
+        return self._queries.processes
 
-    def ask(self, method: str, within: float) -> list[Any]:
-        answers = self._questions.ask("call", (self.role, method, [], {}, "control"), "control", within)
-        return [None if isinstance(answer, Exception) else answer for answer in answers]
+    def query_ranks(self, method: str, timeout: float) -> list[Any]:
+        replies = self._queries.query("call", (self.role, method, [], {}, "control"), "control", timeout)
+        return [None if isinstance(reply, Exception) else reply for reply in replies]
 
-    def beats(self, every_thread: bool, within: float) -> list[Any]:
-        """A `Beat` of every rank, or the exception that tells of its death; None: no answer in time."""
-        return self._questions.ask("beat", (every_thread,), "beat", within)
+    def heartbeats(self, all_threads: bool, timeout: float) -> list[Any]:
+        """The `Heartbeat` of every rank, or Ray's exception if it died; None: no reply after `timeout` seconds."""
+        return self._queries.query("heartbeat", (all_threads,), "heartbeat", timeout)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Object refs of the ranks' plain results, for `ray.get`."""
@@ -218,24 +231,24 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------- starting
 
-    def _start_processes(self, ranks: Sequence[int], within: float | None = None) -> None:
+    def _start_processes(self, ranks: Sequence[int], timeout: float | None = None) -> None:
         for rank, actor in zip(ranks, self._start_actors(self._plan.pool, self._plan.env, ranks), strict=True):
             self._workers[rank] = actor
         self._nodes[:] = self._plan.pool.nodes_by_rank()
-        self._questions.drop()
+        self._queries.reset()
         try:
-            if within is not None:
-                wait_until_alive(self._workers, within, self._plan.pool.name_prefix)
+            if timeout is not None:
+                wait_until_alive(self._workers, timeout, self._plan.pool.name_prefix)
             self._construct(self._plan, ranks)
         except BaseException:
             self.shutdown()
             raise
 
     def _start_actors(self, pool: RayResourcePool, env: dict[str, str], ranks: Sequence[int]) -> list[Any]:
-        # User files that were loaded before Ray was imported travel by content, too.
+        # Also send the content of user files that were loaded before Ray was imported.
         register_user_modules_by_value()
-        host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS, "beat": 1})(RayRankHost)
-        places = [
+        host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS, "heartbeat": 1})(RayRankHost)
+        bundles = [
             (group, i)
             for group, count in zip(pool.get_placement_groups(), pool.store, strict=True)
             for i in range(count)
@@ -248,16 +261,16 @@ class RayWorkerGroup(WorkerGroup):
                 num_cpus=0,
                 num_gpus=1.0 / pool.max_colocate_count if pool.use_gpu else 0,
                 runtime_env={"env_vars": env} if env else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(*places[rank]),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(*bundles[rank]),
             ).remote()
             for rank in ranks
         ]
 
-    def _construct(self, plan: _Start, ranks: Sequence[int]) -> None:
+    def _construct(self, plan: _StartPlan, ranks: Sequence[int]) -> None:
         pool = plan.pool
-        self._hosts[:] = self._ask_hosts(self._workers)
+        self._hosts[:] = self._query_hosts(self._workers)
         if 0 in ranks:
-            started = self._wait("start", {0: on(self._workers[0], "prepare", "control").remote()})
+            started = self._wait("start", {0: on_lane(self._workers[0], "prepare", "control").remote()})
             self.master_address, self.master_port = started[0]
         address, port = self.master_address, self.master_port
         infos = [
@@ -267,14 +280,16 @@ class RayWorkerGroup(WorkerGroup):
             )
         ]
         roles = plan.cls_with_init
-        refs = {rank: on(self._workers[rank], "construct", "compute").remote(infos[rank], roles) for rank in ranks}
+        refs = {rank: on_lane(self._workers[rank], "construct", "compute").remote(infos[rank], roles) for rank in ranks}
         self._wait("__init__", refs)
 
-    def _ask_hosts(self, workers: list[Any]) -> list[str]:
-        refs = {rank: on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
-        found = self._wait("start", refs)
-        self._questions.processes = [RankProcess(node, host, pid, memory) for _, _, host, pid, node, memory in found]
-        return [f"{process.host} pid {process.pid}" for process in self._questions.processes]
+    def _query_hosts(self, workers: list[Any]) -> list[str]:
+        refs = {rank: on_lane(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
+        descriptions = self._wait("start", refs)
+        self._queries.processes = [
+            RankProcess(node, host, pid, memory) for _, _, host, pid, node, memory in descriptions
+        ]
+        return [f"{process.host} pid {process.pid}" for process in self._queries.processes]
 
     def _set_roles(self, all_specs: dict[str, dict[str, MethodSpec]], world_size: int) -> None:
         self._all_specs = all_specs
@@ -295,10 +310,12 @@ class RayWorkerGroup(WorkerGroup):
         entry = "call_streamed" if self.expendable and lane == "compute" else "call"
         refs, call = self._send(entry, ranks, method, args, kwargs, lane), OpenCall(self, method)
         if entry == "call":
-            return lambda: [_delivered(output) for output in self._wait(method, refs, call)]
-        of_end = {stream.completed(): stream for stream in refs.values()}
-        ends = dict(zip(refs, of_end, strict=True))
-        return lambda: self._wait(method, ends, call, lambda ready: [_streamed(end, of_end[end]) for end in ready])
+            return lambda: [_as_batch(output) for output in self._wait(method, refs, call)]
+        streams = {stream.completed(): stream for stream in refs.values()}
+        ends = dict(zip(refs, streams, strict=True))
+        return lambda: self._wait(
+            method, ends, call, lambda ready: [_stream_outcome(end, streams[end]) for end in ready]
+        )
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         rank_args, rank_kwargs = self._entries(args, kwargs)
@@ -315,25 +332,29 @@ class RayWorkerGroup(WorkerGroup):
     ) -> dict[int, Any]:
         if self._broken:
             raise self._broken[0]
-        put: dict[int, Put] = {}
+        stored: dict[int, StoredArgument] = {}
         refs = {}
         for rank in ranks:
-            own_args = [wrap(arg[rank], put) for arg in args]
-            own_kwargs = {key: wrap(arg[rank], put) for key, arg in kwargs.items()}
-            refs[rank] = on(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
+            own_args = [store_argument(arg[rank], stored) for arg in args]
+            own_kwargs = {key: store_argument(arg[rank], stored) for key, arg in kwargs.items()}
+            refs[rank] = on_lane(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
         return refs
 
     def _wait(
-        self, method: str, refs: dict[int, Any], call: OpenCall | None = None, outcomes: Outcomes = outcomes_of
+        self,
+        method: str,
+        refs: dict[int, Any],
+        call: OpenCall | None = None,
+        outcomes: GetOutcomes = get_outcomes,
     ) -> list[Any]:
-        """Outputs by rank. The first failure ends the wait: the other ranks may be stuck in a collective with it."""
+        """Outputs by rank. The first failure ends the wait: other ranks may be stuck in a collective with that rank."""
         call = call or OpenCall(self, method)
         try:
             return self._outputs(method, refs, call, outcomes)
         finally:
             call.close()
 
-    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall, outcomes: Outcomes) -> list[Any]:
+    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall, outcomes: GetOutcomes) -> list[Any]:
         outputs: dict[int, Any] = {}
         failures: dict[int, Exception | Failure] = {}
         deadline = None
@@ -341,13 +362,13 @@ class RayWorkerGroup(WorkerGroup):
             pending = {ref: rank for rank, ref in refs.items() if rank not in outputs and rank not in failures}
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
             _recent_memory.sample()
-            if call.given_up is not None:
-                raise call.given_up
+            if call.abort_error is not None:
+                raise call.abort_error
             for ref, output in zip(ready, outcomes(ready), strict=True):
                 (failures if isinstance(output, Exception | Failure) else outputs)[pending[ref]] = output
             if failures and deadline is None:
-                # Give a death the time to show itself: the peers' "connection closed" often comes first.
-                deadline = time.monotonic() + _BLAME_GRACE_S
+                # Errors of peers ("connection closed") often arrive before Ray reports the death that caused them.
+                deadline = time.monotonic() + _DEATH_GRACE_S
         if failures:
             self._raise(method, failures)
         return [outputs[rank] for rank in sorted(outputs)]
@@ -355,12 +376,12 @@ class RayWorkerGroup(WorkerGroup):
     def _raise(self, method: str, failures: dict[int, Exception | Failure]) -> None:
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
         if (lost := lost_ranks(self._nodes)) is not None:
-            died, what, advice = lost.first, lost.what(self.role), ""
+            died, cause, advice = lost.first, lost.describe(self.role), ""
         elif died is not None:
-            what, advice = self._death(failures[died], died)
+            cause, advice = self._explain_death(failures[died], died)
         if died is not None:
             detail = "\n".join(str(failure) for failure in failures.values())
-            error = WorkerDiedError(what, self.role, died, self._hosts[died], method, detail)
+            error = WorkerDiedError(cause, self.role, died, self._hosts[died], method, detail)
             error.advice = advice
             self._broken.append(error)
             raise error
@@ -368,33 +389,33 @@ class RayWorkerGroup(WorkerGroup):
         assert isinstance(failure, Failure)
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
 
-    def _death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
+    def _explain_death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
         """Cause and advice, from the memory of the rank's node before and after its death."""
-        if len(self.processes) <= rank:  # it died before its process was known
-            return death(failure)
+        if len(self.processes) <= rank:  # it died during its start
+            return explain_death(failure)
         process = self.processes[rank]
-        now = Nodes().memory(process)
+        memory = NodeInspector().memory(process)
         if process.node != ray.get_runtime_context().get_node_id():
-            return death(failure, process.memory, now)
-        return death(failure, _recent_memory.first or process.memory, now, _recent_memory.lowest)
+            return explain_death(failure, process.memory, memory)
+        return explain_death(failure, _recent_memory.first or process.memory, memory, _recent_memory.lowest)
 
 
-def _delivered(output: Any) -> Any:
+def _as_batch(output: Any) -> Any:
     return BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
 
 
-def _streamed(end: Any, stream: Any) -> Any:
-    """What became of a call whose columns come one by one; `end` is there when it has ended."""
-    failure = outcomes_of([end])[0]
+def _stream_outcome(end: Any, stream: Any) -> Any:
+    """Outcome of a `call_streamed`; `end` is the reference that is ready when the call has ended."""
+    failure = get_outcomes([end])[0]
     if isinstance(failure, Exception | Failure):
         return failure
     *columns, last = stream
-    output = outcomes_of([last])[0]
-    return _delivered(placed(output, columns) if isinstance(output, StoredRows) else output)
+    output = get_outcomes([last])[0]
+    return _as_batch(resolve_refs(output, columns) if isinstance(output, StoredRows) else output)
 
 
 def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
-    ours = sorted(env.keys() & RankInfo(0, 1, 0, 1, "", 0).environment().keys())
-    if ours:
-        raise ValueError(f"worker_env: the group itself sets {', '.join(ours)}, differently for every rank. Drop them.")
+    reserved = sorted(env.keys() & RankInfo(0, 1, 0, 1, "", 0).environment().keys())
+    if reserved:
+        raise ValueError(f"worker_env: the group sets {', '.join(reserved)} for every rank. Remove them.")
     return {name: str(value) for name, value in env.items()}

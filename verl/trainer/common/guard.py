@@ -241,7 +241,7 @@ def add_memory_advice(config: PPOConfig | SupervisedConfig) -> Iterator[None]:
             phase = _planned_phase(config, died.phase)
             if phase in PHASES:
                 roles = None if isinstance(config, SupervisedConfig) else active_roles(config)
-                died.advise(host_advice(phase, config, roles=roles))
+                died.replace_advice(host_advice(phase, config, roles=roles))
         raise
 
 

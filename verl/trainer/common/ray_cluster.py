@@ -116,7 +116,7 @@ def wait_for_nodes(
     are too small even when idle is not waited for: placing the ranks reports at once what is missing. At a retry
     (`is_retry`) the cluster was large enough before, and is waited for.
     """
-    from verl.single_controller.ray.resource_pool import alive_nodes, room_for
+    from verl.single_controller.ray.resource_pool import alive_nodes, pools_fit
 
     on_gpus, least = trainer.device == "cuda", max(at_least, *map(len, pools))
     wait = LoggedWait(trainer.nodes_within)
@@ -124,9 +124,9 @@ def wait_for_nodes(
         # A head node without GPUs does not count.
         nodes = [node for node in alive_nodes() if node.total_gpus or not on_gpus]
         complete = len(nodes) >= least
-        if complete and room_for(pools, on_gpus, nodes):
+        if complete and pools_fit(pools, on_gpus, nodes):
             return
-        if complete and not is_retry and not room_for(pools, on_gpus, [node.when_free() for node in nodes]):
+        if complete and not is_retry and not pools_fit(pools, on_gpus, [node.without_jobs() for node in nodes]):
             return
         available = f"{min(len(nodes), least)} of {least} nodes"
         if on_gpus:

@@ -139,7 +139,7 @@ class RunStatus:
         try:
             # A user's worker class need not count.
             counting = [group for group in phase.groups if hasattr(group, "progress")]
-            answers = [counts for group in counting for counts in group.ask("progress", _PROGRESS_TIMEOUT_S)]
+            answers = [counts for group in counting for counts in group.query_ranks("progress", _PROGRESS_TIMEOUT_S)]
             return [counts for counts in answers if counts is not None]
         except Exception as error:  # noqa: BLE001 - logged once; a missing count must not end a training run
             self._counts_ranks = False
@@ -203,7 +203,9 @@ class Phases:
 
 def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
     """Return (peak since the last call, current) of the fullest rank; dead ranks are detected by their next call."""
-    ranks = [memory for group in groups for memory in group.ask("memory_gb", _MEMORY_TIMEOUT_S) if memory is not None]
+    ranks = [
+        memory for group in groups for memory in group.query_ranks("memory_gb", _MEMORY_TIMEOUT_S) if memory is not None
+    ]
     return max((peak for peak, _ in ranks), default=0.0), max((now for _, now in ranks), default=0.0)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.single_controller.base.errors import WorkerError
-from verl.single_controller.base.handle import RankHandle
-from verl.single_controller.ray.stored import StoredRows
+from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.ray.column_store import StoredRows
 from verl.trainer.ppo.worker_groups import WorkerGroups
-from verl.types.rollout import HostReply
+from verl.types.trajectory import HostReply
 
 __all__ = ["HostKind", "HostLoss", "HostState", "RolloutHosts"]
 
@@ -74,7 +74,7 @@ class RolloutHosts:
         agents = self._groups.agents
         for rank in range(0 if agents is None else agents.world_size):
             handle = agents.handle(rank)
-            hosts.append(self._host("agent", handle, handle.ask("open_host", handles)))
+            hosts.append(self._host("agent", handle, handle.call("open_host", handles)))
         lost = [host for host in self.all if host not in hosts]
         self.all = hosts
         self.abandon(lost)
@@ -86,7 +86,7 @@ class RolloutHosts:
         known = next((host for host in self.all if host.id == host_id), None)
         if known is not None and not known.closed:
             return known
-        return HostState(kind, handle, host_id if known is None else handle.ask("host.reset"))
+        return HostState(kind, handle, host_id if known is None else handle.call("host.reset"))
 
     def start_collecting(self, host: HostState) -> None:
         """Start the collector thread of a new host."""
@@ -122,7 +122,7 @@ class RolloutHosts:
     def call(self, host: HostState, method: str, *args: Any) -> None:
         """Call a method of a host; a WorkerError is reported to `on_lost`."""
         try:
-            host.handle.ask(method, *args)
+            host.handle.call(method, *args)
         except WorkerError as error:
             host.closed = True  # also if it lives: it has not received this call
             self._on_lost(host, error)
@@ -130,7 +130,7 @@ class RolloutHosts:
     def call_if_alive(self, host: HostState, method: str, *args: Any) -> None:
         """Call a method that ends work; errors are ignored, since a lost host has no work left."""
         try:
-            host.handle.ask(method, *args)
+            host.handle.call(method, *args)
         except WorkerError as error:
             logger.debug("%s of %s: %s", method, host.handle, error)
 
@@ -139,7 +139,7 @@ class RolloutHosts:
         keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
         while not host.closed:
             try:
-                reply, rows = host.handle.ask_rows("host.collect", host.id, _COLLECT_S, keep_partials)
+                reply, rows = host.handle.call_rows("host.collect", host.id, _COLLECT_S, keep_partials)
                 self._on_reply(host, reply, rows)
             except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
                 if not host.closed:

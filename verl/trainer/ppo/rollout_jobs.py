@@ -14,18 +14,17 @@ import ray
 from verl.config import ActorRolloutRefConfig
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.stored import (
+from verl.single_controller.ray.column_store import (
     StoredRows,
+    attach_bundle,
     bundle_rows,
     concat_columns,
     read_columns,
     take_rows,
-    with_bundle,
 )
 from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState
 from verl.types.request import Output
-from verl.types.rollout import Headers, HostReply
-from verl.types.trajectory import Status, Trajectory
+from verl.types.trajectory import Headers, HostReply, Status, Trajectory
 from verl.workers.rollout.output import empty_experts, trajectories_from_rows
 from verl.workers.rollout.partial_outputs import join_outputs
 from verl.workers.rollout.prompts import sampling_params
@@ -190,7 +189,7 @@ def store_trajectories(
     objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
     stored, bundle = bundle_rows(rows)
     reply = HostReply(headers=Headers.of(trajectories), objects=objects)
-    return finished_trajectories(reply, with_bundle(stored, ray.put(bundle) if use_ray else bundle))
+    return finished_trajectories(reply, attach_bundle(stored, ray.put(bundle) if use_ray else bundle))
 
 
 def _join_objects(name: str, parts: Sequence[RowsPart]) -> np.ndarray:

@@ -26,8 +26,8 @@ import numpy as np
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
-from verl.single_controller.base.open_calls import OpenCall
-from verl.single_controller.ray.stored import StoredRows
+from verl.single_controller.base.heartbeat import OpenCall
+from verl.single_controller.ray.column_store import StoredRows
 from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState, RolloutHosts
 from verl.trainer.ppo.rollout_jobs import (
     FinishedTrajectory,
@@ -41,7 +41,7 @@ from verl.trainer.ppo.rollout_jobs import (
 from verl.trainer.ppo.row_balancing import select_read_by
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import Output
-from verl.types.rollout import HostReply
+from verl.types.trajectory import HostReply
 from verl.utils.progress import expect, pulse, tick
 from verl.workers.rollout.partial_outputs import resumable
 from verl.workers.rollout.prompts import with_row_names
@@ -96,7 +96,7 @@ class RolloutManager:
         for host in self._hosts.all:
             if host.closed:
                 for job in self._jobs.values():
-                    host.handle.ask("host.start", job.name, job.meta)
+                    host.handle.call("host.start", job.name, job.meta)
                 self._hosts.start_collecting(host)
         for job in self._jobs.values():
             self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
@@ -205,7 +205,7 @@ class RolloutManager:
         outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
         for host in self._hosts.all:
             try:
-                outputs |= host.handle.ask("host.partials", job)
+                outputs |= host.handle.call("host.partials", job)
             except WorkerError as error:  # the next `collect` raises it; the last reported outputs are returned
                 logger.warning("current partial outputs of %s could not be read: %s", host.handle, error)
         return {name: output for name, output in outputs.items() if output.token_ids}
@@ -412,8 +412,8 @@ class RolloutManager:
         if self._cancelled.is_set():
             raise CallCancelled("waiting for trajectories was cancelled")
         for call in self._calls:
-            if call.given_up is not None:
-                raise call.given_up
+            if call.abort_error is not None:
+                raise call.abort_error
 
     def _receive(self, host: HostState, reply: HostReply, rows: StoredRows | None) -> None:
         """Process a reply, in the collector thread of its host."""

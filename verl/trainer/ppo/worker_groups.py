@@ -21,8 +21,8 @@ from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
-from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.worker import collective_timeout
+from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
 from verl.trainer.ppo.row_balancing import (
     balance_metrics,
@@ -122,7 +122,7 @@ class WorkerGroups:
     def end(self) -> None:
         """Let agents' tools release their external resources. The processes end with the run."""
         if self.agents is not None:
-            self.agents.ask("close", self._config.actor_rollout_ref.rollout.multi_turn.tool_timeout + _CLOSE_S)
+            self.agents.query_ranks("close", self._config.actor_rollout_ref.rollout.multi_turn.tool_timeout + _CLOSE_S)
 
     @property
     def frees_weights(self) -> bool:

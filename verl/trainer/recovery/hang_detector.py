@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.single_controller.base.beat import RankReport
 from verl.single_controller.base.errors import HangError
-from verl.single_controller.base.open_calls import OpenCall, calls_so_far, open_calls
+from verl.single_controller.base.heartbeat import OpenCall, RankReport, call_count, open_calls
 from verl.trainer.common.run_status import Phase, RunStatus
 from verl.trainer.recovery.hang_diagnosis import (
     HangDiagnosis,
@@ -138,7 +137,7 @@ class HangDetector:
     def _poll(self, now: float) -> bool:
         """Look at the run once; return whether it was ended."""
         phase = self._status.current_phase
-        progress = (phase, self._status.step, calls_so_far())
+        progress = (phase, self._status.step, call_count())
         if progress != self._progress:
             self._clear_problem(phase)
             self._reset(now)
@@ -148,7 +147,7 @@ class HangDetector:
         calls = self._open_calls()
         reports = self._ask_ranks(calls)
         self._next_poll = time.monotonic() + _POLL_S + _POLL_S_PER_RANK * len(reports)
-        rank_progress = [(report.rank, report.beat.method, report.beat.done) for report in reports]
+        rank_progress = [(report.rank, report.heartbeat.method, report.heartbeat.done) for report in reports]
         rank_progress.append((-1, None, phase.progress.done + pulse_count()))  # the controller's own
         if rank_progress != self._rank_progress:
             self._rank_progress, self._no_progress_since = rank_progress, now
@@ -159,7 +158,7 @@ class HangDetector:
 
     def _log_activity(self, reports: Sequence[RankReport], now: float) -> None:
         """Show the long operation of the first rank that has one, and log it every `_ACTIVITY_LOG_S` seconds."""
-        active = [(report, report.beat.activity) for report in reports if report.beat.activity is not None]
+        active = [(report, report.heartbeat.activity) for report in reports if report.heartbeat.activity is not None]
         self._status.activity = active[0][1].label if active else None
         if active and now - self._activity_logged >= _ACTIVITY_LOG_S:
             self._activity_logged = now
@@ -209,7 +208,7 @@ class HangDetector:
         sentence = f"{self._location(phase)} hangs for {seconds:.0f} s: {diagnosis.sentence}"
         groups = {(call.group.role, rank): call.group for call in calls for rank in range(call.group.world_size)}
         culprits = [(groups[report.role, report.rank], report.rank) for report in diagnosis.culprits]
-        helpers = [report.beat.helper for report in diagnosis.culprits]
+        helpers = [report.heartbeat.helper for report in diagnosis.culprits]
         if culprits and all(helper or group.expendable for helper, (group, _) in zip(helpers, culprits, strict=True)):
             logger.warning("%s. It holds no training state: it is killed and restarted.", sentence)
             self._kill(culprits, [helper[0] if helper else None for helper in helpers])
@@ -219,7 +218,7 @@ class HangDetector:
         self._status.problem, self._status.hang = sentence, error
         logger.error("%s", sentence)
         for call in open_calls():  # of all threads: clean-up may wait for them, too
-            call.given_up = error
+            call.abort_error = error
         time.sleep(_RAISE_S)
         stopped = [report.state == "stopped" for report in diagnosis.culprits]
         self._kill([rank for rank, is_stopped in zip(culprits, stopped, strict=True) if is_stopped])
@@ -259,12 +258,12 @@ class HangDetector:
         reports: list[RankReport] = []
         for call in {id(call.group.processes): call for call in reversed(calls)}.values():
             if self._reports is None:
-                from verl.single_controller.ray.asking import RankReports
+                from verl.single_controller.ray.rank_monitor import RankReports
 
                 self._reports = RankReports()
             if not call.group.processes:
                 continue
-            of_group = self._reports.of(call.group, call.start, self._suspects_hang(now), _ANSWER_TIMEOUT_S)
+            of_group = self._reports.collect(call.group, call.start, self._suspects_hang(now), _ANSWER_TIMEOUT_S)
             if (slow := slowest_rank(of_group)) is not None and before is not None:
                 self._slow.waited_for(rank_name(slow), now - before)
             reports += of_group
@@ -276,7 +275,7 @@ class HangDetector:
     def _diagnose(self, calls: Sequence[OpenCall], reports: Sequence[RankReport]) -> HangDiagnosis:
         controller = diagnose_controller(self._controller_stack())
         if starting := [call.group.role for call in calls if not call.group.processes]:
-            blocked = self._reports.standing() if self._suspects_hang(time.monotonic()) else None
+            blocked = self._reports.find_stopped_worker() if self._suspects_hang(time.monotonic()) else None
             return diagnose_start(starting[0], blocked)
         is_other_thread = bool(calls) and calls[0].thread != self._watched_thread
         if not reports or (controller.kind in ("user", "debugged") and is_other_thread):

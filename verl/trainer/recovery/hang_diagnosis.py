@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl.single_controller.base.beat import RankReport
+from verl.single_controller.base.heartbeat import RankReport
 from verl.utils.stacks import Frame, Stack, show, users_frame
 
 _STATES = {
@@ -46,16 +46,18 @@ def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
     if culprits := [report for report in reports if report.state == "silent"]:
         return _blame("silent", culprits, reports, _describe_silent)
     for state in ("stopped", "traced"):
-        if culprits := [report for report in reports if report.beat.helper and report.beat.helper[1] == state]:
+        if culprits := [
+            report for report in reports if report.heartbeat.helper and report.heartbeat.helper[1] == state
+        ]:
             return _blame(state, culprits, reports, _describe_helper)
-    busy = [report for report in reports if report.beat.method is not None]
-    if any(_in_debugger(stack) for report in busy for stack in report.beat.stacks):
+    busy = [report for report in reports if report.heartbeat.method is not None]
+    if any(_in_debugger(stack) for report in busy for stack in report.heartbeat.stacks):
         return HangDiagnosis("debugged", "a debugger is open")
     if not busy:
         sentence = f"{_ranks(reports)} have nothing to do: a request to them, or their answer, is lost"
         return HangDiagnosis("idle", sentence)
-    if starting := [report for report in busy if report.beat.activity is not None]:
-        return _blame("starting", starting, reports, lambda report: f"is {report.beat.activity}")
+    if starting := [report for report in busy if report.heartbeat.activity is not None]:
+        return _blame("starting", starting, reports, lambda report: f"is {report.heartbeat.activity}")
     waiting = [report for report in busy if report.collective]
     working = [report for report in busy if not report.collective]
     if waiting and working:
@@ -91,7 +93,7 @@ def diagnose_start(role: str, blocked: tuple[str, int, str] | None) -> HangDiagn
 
 def slowest_rank(reports: Sequence[RankReport]) -> RankReport | None:
     """Return the one rank that works while all others of its group wait or have finished; None if there is none."""
-    busy = [report for report in reports if report.beat.method is not None and not report.collective]
+    busy = [report for report in reports if report.heartbeat.method is not None and not report.collective]
     return busy[0] if len(busy) == 1 and len(reports) > 1 else None
 
 
@@ -104,9 +106,9 @@ def report_table(reports: Sequence[RankReport]) -> str:
             str(report.pid),
             report.host,
             report.state,
-            report.beat.method or "-",
-            f"{report.beat.seconds:.0f}",
-            str(report.beat.done),
+            report.heartbeat.method or "-",
+            f"{report.heartbeat.seconds:.0f}",
+            str(report.heartbeat.done),
             report.collective or "-",
         )
         for report in reports
@@ -115,7 +117,7 @@ def report_table(reports: Sequence[RankReport]) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
     for report in reports:
         age = "" if report.state in ("runs", "silent") else ", last known"
-        for number, stack in enumerate(report.beat.stacks):
+        for number, stack in enumerate(report.heartbeat.stacks):
             title = "stack" if number == 0 else "another thread"
             lines += [f"{report.role}[{report.rank}], {title}{age}:", show(stack)]
     return "\n".join(lines)
@@ -156,7 +158,7 @@ def _blame(
     others = [report for report in reports if report not in culprits]
     waiting = [report for report in others if report.collective]
     parts = [named, _describe_waiting(waiting, " for it" * (len(culprits) == 1))]
-    if done := [report for report in others if report.beat.method is None]:
+    if done := [report for report in others if report.heartbeat.method is None]:
         parts.append(f"{_ranks(done)} {_have(done)} finished")
     return HangDiagnosis(kind, "; ".join(filter(None, parts)), tuple(culprits), tuple(others))
 
@@ -189,32 +191,34 @@ def _have(reports: Sequence[RankReport]) -> str:
 
 
 def _describe_silent(report: RankReport) -> str:
-    frame = _user_frame(report) or next((stack[0] for stack in report.beat.stacks if stack), None)
+    frame = _user_frame(report) or next((stack[0] for stack in report.heartbeat.stacks if stack), None)
     at = f", in {frame}" if frame else ""
     return f"is there and does not answer (it holds the GIL, or its machine is overloaded){at}"
 
 
 def _describe_helper(report: RankReport) -> str:
-    pid, state = report.beat.helper or (0, "")
+    pid, state = report.heartbeat.helper or (0, "")
     return f"waits for its engine's process (pid {pid}), which {_STATES[state]}"
 
 
 def _describe_position(report: RankReport) -> str:
-    if report.beat.awaits is not None:
-        return f"waits for {report.beat.awaits}"
+    if report.heartbeat.silent_peer is not None:
+        return f"waits for {report.heartbeat.silent_peer}"
     if (frame := _user_frame(report)) is not None:
         return f"is in the user's function {frame}"
-    stack = report.beat.stacks[0] if report.beat.stacks else ()
-    return f"is in {report.beat.method}, at {_relevant_frame(stack)}" if stack else f"is in {report.beat.method}"
+    stack = report.heartbeat.stacks[0] if report.heartbeat.stacks else ()
+    return (
+        f"is in {report.heartbeat.method}, at {_relevant_frame(stack)}" if stack else f"is in {report.heartbeat.method}"
+    )
 
 
 def _user_frame(report: RankReport) -> Frame | None:
-    return next(filter(None, map(users_frame, report.beat.stacks)), None)
+    return next(filter(None, map(users_frame, report.heartbeat.stacks)), None)
 
 
 def _calling_line(report: RankReport) -> str:
     """Return the line outside of installed packages that calls the collective."""
-    stack = next((stack for stack in report.beat.stacks if stack), ())
+    stack = next((stack for stack in report.heartbeat.stacks if stack), ())
     frame = next((frame for frame in stack if frame.origin != "installed"), None)
     return f"{frame.file}:{frame.line}" if frame else "no place known"
 

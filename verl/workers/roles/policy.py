@@ -15,8 +15,7 @@ from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_conf
 from verl.config.engine import CheckpointConfig
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.single_controller.base.dispatch import MeshPlace
+from verl.single_controller.base.decorator import Dispatch, MeshPlace, make_nd_compute_dataproto_dispatch_fn, register
 from verl.types.schema import COLUMNS
 from verl.utils.device import resolve_dtype
 from verl.utils.exceptions import fields_as_keys

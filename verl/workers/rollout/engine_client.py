@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from verl.single_controller.base.errors import WorkerError
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import Output, Request, SamplingParams, TokenOutput
 from verl.utils.counter_noise import sample_keys
 from verl.utils.liveness import StoppedProcess, add_peer, remove_peer
@@ -259,7 +259,7 @@ class EngineClient:
             if request in replica.unsent:
                 replica.unsent.remove(request)
             else:
-                replica.handle.tell("host.abort_requests", [request.id])
+                replica.handle.notify("host.abort_requests", [request.id])
             raise
         finally:
             replica.waiting.pop(request.id, None)
@@ -332,7 +332,7 @@ class EngineClient:
                 if with_partials:
                     reported = time.monotonic()
                 try:
-                    collected: CollectedOutputs = replica.handle.ask(
+                    collected: CollectedOutputs = replica.handle.call(
                         "host.collect_outputs", replica.client, _COLLECT_S, with_partials
                     )
                 except Exception as error:  # noqa: BLE001 - unfinished requests fail with it
@@ -382,7 +382,7 @@ class EngineClient:
 async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[str, Output]:
     """The outputs so far of these requests; empty if the replica is lost (see `_collect_outputs`) or does not
     respond."""
-    call = asyncio.to_thread(replica.handle.ask, "host.current_outputs", request_ids)
+    call = asyncio.to_thread(replica.handle.call, "host.current_outputs", request_ids)
     try:
         return await asyncio.wait_for(call, _FETCH_S)
     except (WorkerError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
@@ -402,7 +402,7 @@ def _resume_point(request: Request, reported: Output | None) -> Output:
 def _flush(replica: _Replica) -> None:
     requests, replica.unsent = replica.unsent, []
     if requests:
-        replica.handle.tell("host.submit_requests", replica.client, requests)
+        replica.handle.notify("host.submit_requests", replica.client, requests)
 
 
 def _add_partials(replica: _Replica, partials: Mapping[str, Output]) -> None:

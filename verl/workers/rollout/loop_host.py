@@ -22,8 +22,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled
 from verl.types.request import Output
-from verl.types.rollout import Headers, HostReply
-from verl.types.trajectory import Trajectory
+from verl.types.trajectory import Headers, HostReply, Trajectory
 from verl.utils.liveness import BackgroundWork, add_work_source, remove_work_source
 from verl.utils.progress import expect, pulse_count, tick
 from verl.workers.rollout.errors import EngineLostError

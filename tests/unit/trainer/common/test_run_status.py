@@ -19,9 +19,8 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker, WorkerCallError
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.dispatch import Shard
-from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.decorator import BatchShard, Dispatch, register
+from verl.single_controller.base.rank_host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.common import run_status
@@ -113,7 +112,7 @@ def test_a_row_is_counted_once_whoever_else_has_it(shard, counts):
     host.construct(RankInfo(1, 2, 1, 2, "127.0.0.1", 0), ClassWithInitArgs(Counting))
     data = DataProto.from_dict({"x": torch.arange(5)})
     look = lambda: seen.append(host.call("Counting", "progress", [], {}, "control"))  # noqa: E731
-    host.call("Counting", "over", [Shard(data, **shard), look], {}, "compute")
+    host.call("Counting", "over", [BatchShard(data, **shard), look], {}, "compute")
     assert seen[-1] == counts
 
 

@@ -62,7 +62,7 @@ def test_a_data_source_without_a_reward_is_a_problem_of_the_data(task, tmp_path,
 
 
 def test_too_few_gpus_are_said_with_what_is_there_and_the_key(capsys, monkeypatch):
-    nodes = [resource_pool.Node("a", "10.0.0.1", 2.0, 2.0)]
+    nodes = [resource_pool.RayNode("a", "10.0.0.1", 2.0, 2.0)]
     monkeypatch.setattr(resource_pool, "alive_nodes", lambda: nodes)
     log, cause = last_lines(capsys, lambda: resource_pool.choose_nodes([8], True, "global_pool"), code=1)
     assert log.startswith("Full traceback in ")

@@ -161,7 +161,7 @@ def _fail(engine: Any) -> Any:
 
 
 def failed_call(method: str) -> WorkerCallError:
-    return WorkerCallError(Failure.of(KeyError("x")), "actor", 0, "host", method)
+    return WorkerCallError(Failure.from_exception(KeyError("x")), "actor", 0, "host", method)
 
 
 @pytest.mark.parametrize(

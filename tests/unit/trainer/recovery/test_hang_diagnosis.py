@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl.single_controller.base.beat import Beat, RankReport, collective_of
+from verl.single_controller.base.heartbeat import Heartbeat, RankReport, find_collective
 from verl.trainer.recovery.hang_diagnosis import diagnose_controller, diagnose_hang, report_table, slowest_rank
 from verl.utils.stacks import Frame
 
@@ -21,7 +21,9 @@ GATHERS, REDUCES = GATHER + UPDATE, REDUCE + UPDATE
 
 
 def rank(number: int, *stacks, state: str = "runs", method: str | None = "update_actor", done: int = 3) -> RankReport:
-    return RankReport("actor", number, f"node-{number // 2}", 4710 + number, state, Beat(method, 62, done, 1, stacks))
+    return RankReport(
+        "actor", number, f"node-{number // 2}", 4710 + number, state, Heartbeat(method, 62, done, 1, stacks)
+    )
 
 
 def idle(number: int) -> RankReport:
@@ -43,7 +45,10 @@ CASES = {
         "rank 1 of actor (host node-0, pid 4711) is stopped (SIGSTOP); rank 0 of actor waits for it in all_gather",
     ),
     "a rank whose engine's process stopped": (
-        [replace(rank(0, LOCK), beat=Beat("generate_sequences", 62, 3, 1, (LOCK,), (4799, "stopped"))), idle(1)],
+        [
+            replace(rank(0, LOCK), heartbeat=Heartbeat("generate_sequences", 62, 3, 1, (LOCK,), (4799, "stopped"))),
+            idle(1),
+        ],
         "stopped",
         [0],
         "rank 0 of actor (host node-0, pid 4710) waits for its engine's process (pid 4799), which is stopped (SIGSTOP);"
@@ -52,7 +57,9 @@ CASES = {
     "agents whose engine does not answer": (
         [
             replace(
-                rank(0, LOCK), role="agents", beat=replace(rank(0, LOCK).beat, awaits="rank 1 of rollout, whose engine")
+                rank(0, LOCK),
+                role="agents",
+                heartbeat=replace(rank(0, LOCK).heartbeat, silent_peer="rank 1 of rollout, whose engine"),
             )
         ],
         "alone",
@@ -208,4 +215,4 @@ def test_the_table_has_a_line_and_the_stacks_of_every_rank():
     ],
 )
 def test_a_collective_is_known_by_torchs_own_names(file, function, name):
-    assert collective_of((Frame(file, 1, function), *UPDATE)) == name
+    assert find_collective((Frame(file, 1, function), *UPDATE)) == name

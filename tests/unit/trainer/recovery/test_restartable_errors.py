@@ -16,7 +16,7 @@ WHERE = ("actor", 1, "host", "update_actor")
 
 
 def raised_by_a_worker(error: BaseException) -> WorkerCallError:
-    return WorkerCallError(Failure.of(error), *WHERE)
+    return WorkerCallError(Failure.from_exception(error), *WHERE)
 
 
 def because_of(cause: BaseException) -> RuntimeError:

@@ -16,7 +16,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
-from verl.single_controller.ray.deaths import RecentMemory, death
+from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death
 from verl.trainer.common.guard import add_memory_advice
 from verl.trainer.common.run_status import RunStatus
 from verl.workers.roles.memory import phase_memory
@@ -198,7 +198,7 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
 
 def killed(error: Exception) -> WorkerDiedError:
     """What a group makes of what Ray raises."""
-    what, advice = death(error)
+    what, advice = explain_death(error)
     died = WorkerDiedError(what, "actor", 1, "host", "update_actor", str(error))
     died.advice = advice
     return died
@@ -278,7 +278,7 @@ def memory(available: float, oom_kills: int | None, host_oom_kills: int | None =
 )
 def test_a_death_is_attributed_to_memory_only_with_evidence(before, now, lowest, cause, is_memory):
     error = ray.exceptions.RayActorError(None, "Worker unexpectedly exits with a connection error code 2")
-    said, advice = death(error, before, now, lowest)
+    said, advice = explain_death(error, before, now, lowest)
     assert cause in said
     assert ("out of host memory" in said, bool(advice)) == (is_memory, is_memory)
 
@@ -295,8 +295,8 @@ def test_the_state_of_this_machine_is_read_and_its_lowest_kept(monkeypatch):
     state = memory_state()
     assert 0 < state.available <= state.total
     states = iter([memory(9, 0), memory(2, 0), memory(8, 1)])
-    monkeypatch.setattr("verl.single_controller.ray.deaths.memory_state", lambda: next(states))
-    monkeypatch.setattr("verl.single_controller.ray.deaths._SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("verl.single_controller.ray.rank_monitor.memory_state", lambda: next(states))
+    monkeypatch.setattr("verl.single_controller.ray.rank_monitor._SAMPLE_INTERVAL_S", 0.0)
     recent = RecentMemory()
     assert (recent.first, recent.lowest) == (None, None)
     for _ in range(3):

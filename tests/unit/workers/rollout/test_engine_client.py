@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.engine_clients import HostHandle, RequestEngine, ScriptedRollout, engine_client
 from tests.support.script_runner import scripted_engine
-from verl.single_controller.base.beat import Heart
-from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.heartbeat import ComputeTracker
+from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.liveness import silent_peer
 from verl.workers.rollout import engine_client as module
@@ -128,10 +128,10 @@ def test_requests_of_one_iteration_are_sent_together_in_order():
     sent: list[int] = []
 
     class Counting(HostHandle):
-        def tell(self, method: str, *args: Any) -> None:
+        def notify(self, method: str, *args: Any) -> None:
             if method == "host.submit_requests":
                 sent.append(len(args[1]))
-            super().tell(method, *args)
+            super().notify(method, *args)
 
     async def check() -> None:
         async with engine_client(Counting(engine), params=PARAMS) as client:
@@ -402,10 +402,10 @@ def test_a_replica_that_does_not_respond_is_left_out_of_current_outputs(monkeypa
     released = threading.Event()
 
     class Blocked(HostHandle):
-        def ask(self, method: str, *args: Any) -> Any:
+        def call(self, method: str, *args: Any) -> Any:
             if method == "host.current_outputs":
                 released.wait(30)
-            return super().ask(method, *args)
+            return super().call(method, *args)
 
     engine = RequestEngine(lambda request: None)
 
@@ -430,19 +430,19 @@ class Stuck(RankHandle):
 
     role, rank = "rollout", 3
 
-    def tell(self, method: str, *args: Any) -> None: ...
+    def notify(self, method: str, *args: Any) -> None: ...
 
-    def ask(self, method: str, *args: Any) -> CollectedOutputs:
+    def call(self, method: str, *args: Any) -> CollectedOutputs:
         time.sleep(0.05)
         return CollectedOutputs([], 1, 7, False, (4799, "stopped"))
 
-    def ask_rows(self, method: str, *args: Any) -> Any:
+    def call_rows(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
 
 
 def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_SILENT_S", 0.3)
-    heart = Heart()
+    tracker = ComputeTracker()
 
     async def check() -> list[str | None]:
         async with engine_client(Stuck(), params=PARAMS) as client:
@@ -451,8 +451,8 @@ def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pyte
             await until(lambda: client._replicas[0].waiting and client._replicas[0].stopped_process)
             reports.append(silent_peer())
             await until(silent_peer)
-            with heart.running("generate_sequences", lambda: 0):
-                reports.append(heart.beat(every_thread=False).awaits)
+            with tracker.running("generate_sequences", lambda: 0):
+                reports.append(tracker.heartbeat(all_threads=False).silent_peer)
         await asyncio.wait([waiting])
         return [*reports, silent_peer()]
 

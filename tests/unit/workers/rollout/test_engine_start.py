@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from verl.single_controller.base.beat import Beat, Heart, RankReport
+from verl.single_controller.base.heartbeat import ComputeTracker, Heartbeat, RankReport
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.hang_diagnosis import diagnose_hang
@@ -48,16 +48,16 @@ def load_model(inside: threading.Event, over: threading.Event) -> None:
 
 
 def test_a_rank_whose_engine_starts_says_so_and_is_not_blamed_for_other_threads():
-    heart, inside, over = Heart(), threading.Event(), threading.Event()
+    tracker, inside, over = ComputeTracker(), threading.Event(), threading.Event()
 
     def start() -> None:
-        with heart.running("init_model", lambda: 0), engine_start("vllm"):
+        with tracker.running("init_model", lambda: 0), engine_start("vllm"):
             load_model(inside, over)
 
     thread = threading.Thread(target=start)
     thread.start()
     inside.wait(30)
-    beat = heart.beat(every_thread=True)
+    beat = tracker.heartbeat(all_threads=True)
     over.set()
     thread.join()
     assert beat.activity.label == "starting the vllm engine: loading weights"
@@ -82,11 +82,11 @@ def test_the_watch_logs_a_start_every_ten_seconds_and_shows_it_in_the_status(cap
     watch = HangDetector(status, None)
     with caplog.at_level(logging.INFO):
         for seconds in (0.0, 4.0, 9.0, 11.0, 14.0, 22.0):
-            beat = Beat("init_model", activity=Activity("starting the vllm engine", "loading weights", seconds))
+            beat = Heartbeat("init_model", activity=Activity("starting the vllm engine", "loading weights", seconds))
             watch._log_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
     lines = [record.message for record in caplog.records]
     said = "rank 0 of actor_rollout (and 1 more) is starting the vllm engine: loading weights"
     assert lines == [f"{said} ({seconds} s)" for seconds in (0, 11, 22)]
     assert status.snapshot().label == "starting the vllm engine: loading weights"
-    watch._log_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Beat())], 30.0)
+    watch._log_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Heartbeat())], 30.0)
     assert status.snapshot().label == ""

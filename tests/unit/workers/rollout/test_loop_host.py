@@ -20,8 +20,8 @@ from tests.support.rollout_hosts import (
     wait_finished,
     wait_until,
 )
-from verl.single_controller.base.beat import Heart
 from verl.single_controller.base.errors import CallCancelled
+from verl.single_controller.base.heartbeat import ComputeTracker
 from verl.utils import liveness
 from verl.workers.rollout import loop_host
 from verl.workers.rollout.engine_host import EngineHost
@@ -210,16 +210,16 @@ def test_stream_batch_yields_every_row_and_aborts_the_rest_when_it_is_closed(eng
 def test_hang_diagnosis_sees_rows_like_a_compute_call(engine, make_prompts, monkeypatch):
     """A rank that generates rows runs no compute call: its heartbeat must report the rows and the thread instead."""
     monkeypatch.setattr(liveness, "_work_sources", [])  # of hosts that other tests left open
-    heart = Heart()
+    tracker = ComputeTracker()
     rows = named_rows(make_prompts, rows=3)
     host = open_host(engine, "a", rows)
     try:
         pause_with_tokens(engine, 1)
-        beat = heart.beat(every_thread=False)
+        beat = tracker.heartbeat(all_threads=False)
         assert beat.method == "generation of 3 rows"
         assert any("async_engine" in frame.file for frame in beat.stacks[0])
-        with heart.running("update_actor", lambda: 7):
-            assert heart.beat(every_thread=False).method == "update_actor"
+        with tracker.running("update_actor", lambda: 7):
+            assert tracker.heartbeat(all_threads=False).method == "update_actor"
     finally:
         host.close()
-    assert heart.beat(every_thread=False).method is None
+    assert tracker.heartbeat(all_threads=False).method is None

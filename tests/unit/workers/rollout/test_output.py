@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
-from verl.types.rollout import Headers
 from verl.types.schema import COLUMNS
-from verl.types.trajectory import Row, Trajectory, Turn
+from verl.types.trajectory import Headers, Row, Trajectory, Turn
 from verl.workers.rollout.output import rows_from_trajectories, trajectories_from_rows
 
 PAD = 0

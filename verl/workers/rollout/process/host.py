@@ -125,7 +125,7 @@ class EngineProcessHost:
             reply = MethodReply(call.number or 0, getattr(target, call.method)(*call.args))
         except Exception as error:  # noqa: BLE001 - raised in the calling process
             _exit_if_fatal(error)
-            reply = MethodReply(call.number or 0, None, Failure.of(error))
+            reply = MethodReply(call.number or 0, None, Failure.from_exception(error))
             if call.number is None:
                 traceback.print_exc()
         if call.number is not None:
@@ -188,7 +188,7 @@ def _result(future: Future[Output]) -> Output | Failure:
     if error is None:
         return future.result()
     _exit_if_fatal(error)
-    return Failure.of(error)
+    return Failure.from_exception(error)
 
 
 def _exit_if_fatal(error: BaseException) -> None:

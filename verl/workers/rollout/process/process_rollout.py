@@ -138,7 +138,7 @@ class ProcessRollout(BaseRollout):
     def fail_update(self, error: Exception) -> None:
         self._loading = None
         if self._engine.death is None:
-            self._engine.call("fail_update", Failure.of(error))
+            self._engine.call("fail_update", Failure.from_exception(error))
 
     def _wait_for_loading(self) -> None:
         loading, self._loading = self._loading, None

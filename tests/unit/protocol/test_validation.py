@@ -1,4 +1,4 @@
-"""What is asked of a batch is checked: rows, keys, mini-batches."""
+"""Validation of rows, keys and mini-batches."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.protocol.checks import known_keys, mini_batch_rows, row_index
+from verl.protocol.columns import known_keys, mini_batch_rows, row_index
 
 
 @given(st.integers(0, 20), st.data())
@@ -37,7 +37,7 @@ def test_known_keys_are_listed_once_in_the_order_given():
     assert known_keys(["b", "a", "b"], ["a", "b"], "x") == ["b", "a"]
     assert known_keys("ab", ["ab"], "x") == ["ab"]
     assert known_keys(None, ["a"], "x") == []
-    with pytest.raises(KeyError, match=r"x: there is no \['c'\]; there is \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"x: \['c'\] not found; existing: \['a', 'b'\]"):
         known_keys(["a", "c"], ["b", "a"], "x")
 
 

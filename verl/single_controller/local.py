@@ -1,4 +1,4 @@
-"""LocalWorkerGroup: one rank in the controller's own process, so breakpoints and profilers work. No Ray."""
+"""LocalWorkerGroup: one rank in the controller's process, for breakpoints and profilers. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -11,47 +11,50 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import Failure, WorkerCallError
-from verl.single_controller.base.handle import RankHandle, result_of
-from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.errors import Failure, WorkerCallError, result_or_raise
+from verl.single_controller.base.rank_host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
+    RankHandle,
     ResourcePool,
     WorkerGroup,
     check_prefixes,
+    create_colocated_worker_cls,
     specs_of,
 )
-from verl.single_controller.ray.stored import StoredRows, bundle_rows, with_bundle
+from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows
+
+__all__ = ["LocalWorkerGroup", "create_colocated_worker_cls"]
 
 
 class LocalRankHost(RankHost):
-    """Arguments arrive as they would from another process: what the worker writes stays with the worker."""
+    """Isolates arguments as another process would: a worker that writes to them does not change the caller's batch."""
 
     def receive(self, data: DataProto) -> DataProto:
         received = data.select()
-        received._borrowed = True  # copied when touched
+        received._borrowed = True  # copy on write
         received.non_tensor_batch = {key: array.copy() for key, array in data.non_tensor_batch.items()}
         return received
 
 
 @dataclass(frozen=True)
 class LocalRankHandle(RankHandle):
-    """The rank in this process; calls run in the caller's thread."""
+    """Handle of the rank in this process; calls run in the caller's thread."""
 
     host: LocalRankHost
     role: str
     rank: int = 0
 
-    def tell(self, method: str, *args: Any) -> None:
-        self.ask(method, *args)
+    def notify(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return result_of(self.host.call(self.role, method, list(args), {}, "control"))
+    def call(self, method: str, *args: Any) -> Any:
+        return result_or_raise(self.host.call(self.role, method, list(args), {}, "control"))
 
-    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
-        value, rows = self.ask(method, *args)
-        return value, None if rows is None else with_bundle(*bundle_rows(rows))
+    def call_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        value, rows = self.call(method, *args)
+        return value, None if rows is None else attach_bundle(*bundle_rows(rows))
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -66,12 +69,12 @@ class LocalWorkerGroup(WorkerGroup):
         collective_timeout: float = 1800.0,
         expendable: bool = False,
     ) -> None:
-        """`expendable` is for groups on Ray: here no rank dies alone."""
+        """`expendable` is ignored: it is meant for groups on Ray."""
         if ray_cls_with_init is None:
-            raise ValueError("LocalWorkerGroup: ray_cls_with_init is missing: which class is to be started?")
+            raise ValueError("LocalWorkerGroup: ray_cls_with_init is missing. Pass the worker class to start.")
         if resource_pool is not None and resource_pool.world_size != 1:
             raise ValueError(
-                f"LocalWorkerGroup: the pool has {resource_pool.world_size} ranks; in one process there is 1."
+                f"LocalWorkerGroup: the pool has {resource_pool.world_size} ranks; a local group has 1."
                 " Use RayWorkerGroup for several."
             )
         self._host = LocalRankHost()
@@ -86,16 +89,16 @@ class LocalWorkerGroup(WorkerGroup):
 
     @classmethod
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
-        """This process is all there is."""
+        """Nothing to reserve in this process."""
 
     @classmethod
     def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> None:
-        """One process does it all."""
+        """Not supported: there is only one process."""
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
         return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
 
-    def ask(self, method: str, within: float) -> list[Any]:
+    def query_ranks(self, method: str, timeout: float) -> list[Any]:
         return [self._raise_if_failed(self._host.call(self.role, method, [], {}, "control"), method)]
 
     def handle(self, rank: int) -> RankHandle:
