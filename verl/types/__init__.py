@@ -1,1 +1,1 @@
-"""What the parts say to each other, one file each: requests, trajectories, columns, weights."""
+"""Data types shared by all packages: engine requests, trajectories, batch columns, weights."""

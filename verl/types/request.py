@@ -78,13 +78,13 @@ class SamplingParams:
             self.grammar is None or not (self.min_new_tokens or self.ignore_eos),
             "grammar",
             self.grammar,
-            "none with min_new_tokens or ignore_eos: it says when an answer ends",
+            "None with min_new_tokens or ignore_eos: the grammar decides where a response ends",
         )
         _require(
             isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
             "stop",
             self.stop,
-            "a tuple of strings that are not empty",
+            "a tuple of non-empty strings",
         )
 
     def _check_numbers(self) -> None:
@@ -93,7 +93,7 @@ class SamplingParams:
         allowed = f"0 (greedy), or {least:g} to {most:g}"
         _require(greedy or least <= self.temperature <= most, "temperature", self.temperature, allowed)
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(-1 <= self.top_k < _INT64, "top_k", self.top_k, "-1 (all tokens), or how many to consider")
+        _require(-1 <= self.top_k < _INT64, "top_k", self.top_k, "-1 (all), or the number of tokens to sample from")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         allowed = f"{least:g} to {most:g}; 1 is none"
@@ -207,24 +207,24 @@ def check_request(request: Request, max_model_len: int, grammars: bool = False) 
     """Raise ValueError for a request that an engine with this `max_model_len` cannot execute. `grammars`: whether the
     engine supports grammars."""
     if request.params.grammar is not None and not grammars:
-        raise ValueError(f"request {request.id!r}: this engine knows no grammars. Leave it out, or use the native one.")
+        raise ValueError(
+            f"request {request.id!r}: grammar is not supported by this engine. Omit it, or use the native engine."
+        )
     if not request.prompt_ids:
-        raise ValueError(f"request {request.id!r}: the prompt is empty. Give at least one token.")
+        raise ValueError(f"request {request.id!r}: the prompt is empty. Pass at least one token.")
     earlier = request.resume_from
     generated = len(earlier.token_ids) if earlier else 0
     if len(request.prompt_ids) + generated >= max_model_len:
         raise ValueError(
-            f"request {request.id!r}: {len(request.prompt_ids)} prompt and {generated} generated tokens leave no room"
-            f" in max_model_len={max_model_len}. Raise it, or shorten the prompt."
+            f"request {request.id!r}: {len(request.prompt_ids)} prompt and {generated} generated tokens fill"
+            f" max_model_len={max_model_len}. Raise it, or shorten the prompt."
         )
     if earlier and (earlier.finish_reason == "stop" or generated >= request.params.max_new_tokens):
-        raise ValueError(
-            f"request {request.id!r}: resume_from is finished ({generated} tokens); nothing is left to do."
-        )
+        raise ValueError(f"request {request.id!r}: resume_from is finished ({generated} tokens). Do not resume it.")
     if earlier and not len(earlier.token_ids) == len(earlier.log_probs) == len(earlier.versions):
         raise ValueError(f"request {request.id!r}: resume_from needs one log-prob and one version per token.")
 
 
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"sampling {name}: {value!r} is impossible. Use {allowed}.")
+def _require(valid: bool, name: str, value: object, allowed: str) -> None:
+    if not valid:
+        raise ValueError(f"sampling {name}: {value!r} is invalid. Use {allowed}.")

@@ -1,7 +1,7 @@
-"""The columns of a batch, one table: what each holds, what its padding holds, who makes it and which calls read it.
+"""The columns of a batch in one table: content, padding value, producer, and the calls that read them.
 
-Trimming, padding, the selection for a call, the names that data may not have and `docs/columns.md` are made from it.
-Columns that are not in it are the user's own: they travel as they are, and to whom is said where a call is made.
+Trimming, padding, column selection for a call, reserved names and `docs/columns.md` are derived from it. Columns that
+are not in the table belong to the user: they are passed on unchanged, and each call decides whether it receives them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _DATA = "data"
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `dtype` is torch's name of it, or the Python type of an object column's entries."""
+    """One column. `dtype`: the torch dtype, or the Python type of the entries of an object column."""
 
     name: str
     axis: Axis
     dtype: str
     filler: float | None
-    """What its padding holds; None for token ids (the tokenizer's pad token) and for columns without padding."""
+    """Padding value; None for token ids (the tokenizer's pad token) and for columns without padding."""
     made_by: str
     read_by: tuple[Call, ...]
     meaning: str
@@ -67,89 +67,96 @@ class Column:
 _TABLE = (
     Column("prompts", PROMPT, "int64", None, "rollout", (*_PASSES, "reward", "dump"), "token ids"),
     Column("responses", RESPONSE, "int64", None, "rollout", (*_PASSES, *_UPDATES, "reward", "dump"),
-           "token ids: what the model sampled, and what its environment answered"),
+           "token ids sampled by the model or returned by its environment"),
     Column("input_ids", SEQUENCE, "int64", None, "dataset, rollout", ("generate", *_PASSES, *_UPDATES),
            "prompts and responses; before generation [B, P]"),
     Column("attention_mask", SEQUENCE, "int64", 0, "dataset, rollout",
            ("generate", *_PASSES, *_UPDATES, "reward", "metrics"), "1 on tokens, 0 on padding"),
     Column("position_ids", SEQUENCE, "int64", 0, "dataset, rollout", ("generate", *_PASSES, *_UPDATES),
-           "places in the row, from 0 at its first token"),
+           "positions in the row, 0 at its first token"),
     Column("response_mask", RESPONSE, "int64", 0, "rollout",
            (*_PASSES, *_UPDATES, "reward", "correction", "advantage", "metrics"),
-           "1 exactly on tokens that the model sampled and that count"),
+           "1 exactly on tokens that the model sampled and that are trained on"),
     Column("loss_weights", RESPONSE, "float32", 0, _DATA, (),
-           "how much predicting each token counts, in supervised batches where that is not the same for all"),
+           "loss weight of each token, in supervised batches where weights differ"),
     Column("rollout_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),
-           "of the sampled tokens, at the temperature, as the engine had them; NaN: not known"),
+           "log-probs of the sampled tokens at the temperature, from the engine; NaN: unknown"),
     Column("rollout_drawn_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),
-           "the same under what top-p, top-k and min-p left to draw from"),
+           "the same under the distribution after top-p, top-k and min-p"),
     Column("rollout_versions", RESPONSE, "int64", -1, "rollout", (),
-           "version of the weights that sampled each token; -1 where none did or it is not known"),
+           "version of the weights that sampled each token; -1: not sampled or unknown"),
     Column("routed_experts", SEQUENCE, "uint8, int16", 255, "rollout, actor", ("old_log_prob", "update_actor"),
-           "[B, P+R, layers, k]: experts that each token went through, of a mixture; the type's largest: not known"),
+           "[B, P+R, layers, k]: experts of each token in a mixture of experts; largest value of the dtype: unknown"),
     Column("turn_rewards", RESPONSE, "float32", 0, "rollout", ("reward",),
-           "what a turn earned by itself, on the last token sampled until its end; part of the scores"),
-    Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",), "its score, on the last sampled token"),
+           "reward of each turn, on the last token sampled before its end; part of the scores"),
+    Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",),
+           "score of the reward model, on the last sampled token"),
     Column("token_level_scores", RESPONSE, "float32", 0, "reward", ("advantage", "metrics", "dump"),
-           "the score, on the last sampled token, and what turns earned, on theirs"),
+           "the score, on the last sampled token, plus turn rewards, on the last token of their turns"),
     Column("answer_scores", ROW, "float32", None, "reward", ("metrics",),
-           "the score without turn rewards, on the row that is scored; decides whether an answer is right"),
+           "the score without turn rewards, on the row that is scored; decides whether a response is correct"),
     Column("old_log_probs", RESPONSE, "float32", 0, "actor", ("correction", "advantage", "metrics", "update_actor"),
-           "under the policy before its update"),
-    Column("entropys", RESPONSE, "float32", 0, "actor", (), "of the distribution that each token was sampled from"),
+           "log-probs under the policy before its update"),
+    Column("entropys", RESPONSE, "float32", 0, "actor", (), "entropy of the distribution at each token"),
     Column("ref_log_prob", RESPONSE, "float32", 0, "reference", ("advantage", "metrics", "update_actor"),
-           "under the reference policy"),
+           "log-probs under the reference policy"),
     Column("teacher_log_prob", RESPONSE, "float32", 0, "teacher", ("advantage", "metrics", "update_actor"),
-           "under the row's teacher, where one is distilled"),
+           "log-probs under the row's teacher, with distillation"),
     Column("teacher_top_ids", RESPONSE, "int32", 0, "teacher", ("update_actor",),
-           "[B, R, K]: the teacher's likeliest tokens at each place, for a loss over them"),
-    Column("teacher_top_log_probs", RESPONSE, "float32", 0, "teacher", ("update_actor",), "[B, R, K]: theirs"),
+           "[B, R, K]: the teacher's most likely tokens at each position, for a loss over them"),
+    Column("teacher_top_log_probs", RESPONSE, "float32", 0, "teacher", ("update_actor",),
+           "[B, R, K]: log-probs of these tokens"),
     Column("values", RESPONSE, "float32", 0, "critic", ("advantage", "metrics", "update_critic"),
            "expected return before each token"),
     Column("last_value", ROW, "float32", None, "critic", ("advantage",), "expected return after the row's last token"),
     Column("token_level_rewards", RESPONSE, "float32", 0, "advantage", ("metrics",),
-           "scores less the KL penalty, where that is in the reward"),
-    Column("reward_baselines", ROW, "float32", None, "reward", ("advantage",), "score of the prompt's greedy answer"),
-    Column("advantages", RESPONSE, "float32", 0, "advantage", ("metrics", "update_actor"), "what the policy learns"),
-    Column("returns", RESPONSE, "float32", 0, "advantage", ("metrics", "update_critic"), "what the critic learns"),
+           "scores minus the KL penalty, if that is part of the reward"),
+    Column("reward_baselines", ROW, "float32", None, "reward", ("advantage",), "score of the prompt's greedy response"),
+    Column("advantages", RESPONSE, "float32", 0, "advantage", ("metrics", "update_actor"),
+           "advantages, for the policy loss"),
+    Column("returns", RESPONSE, "float32", 0, "advantage", ("metrics", "update_critic"),
+           "returns: targets of the critic"),
     Column("rollout_is_weights", RESPONSE, "float32", 0, "correction", ("update_actor",),
-           "factor of each token's loss, for the engine's policy was another"),
+           "importance weight of each token, for the mismatch between rollout and trainer"),
     Column("trajectory_tokens", ROW, "int64", None, "trainer", _UPDATES,
            "tokens with mask 1 in the row's whole trajectory"),
     Column("uid", OBJECT, "str", None, "dataset", ("generate", "advantage", "metrics", "dump"),
-           "the prompt: rows with the same one are a group"),
-    Column("sample_index", OBJECT, "int", None, "trainer", ("generate", "dump"), "which of its prompt's answers it is"),
-    Column("do_sample", OBJECT, "bool", None, "trainer", ("generate", "dump"), "False: answered greedily"),
+           "id of the prompt: rows with the same uid are a group"),
+    Column("sample_index", OBJECT, "int", None, "trainer", ("generate", "dump"),
+           "number of the response among those to its prompt"),
+    Column("do_sample", OBJECT, "bool", None, "trainer", ("generate", "dump"), "False: greedy decoding"),
     Column("max_new_tokens", OBJECT, "int, list", None, _DATA, ("generate", "dump"),
-           "a limit of this row's own, or one for each of its answers"),
+           "token limit of this row, or a list with one for each of its responses"),
     Column("trajectory", OBJECT, "str", None, "rollout", ("correction", "advantage", "metrics", "dump"),
-           "the answer: rows with the same one are its parts, in order"),
+           "id of the response: rows with the same id are its parts, in order"),
     Column("finish_reason", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
-           "what ended the row: stop, length or abort"),
-    Column("num_turns", OBJECT, "int", None, "rollout", ("metrics", "dump"), "turns of its trajectory, of agents"),
+           "why the row ended: stop, length or abort"),
+    Column("num_turns", OBJECT, "int", None, "rollout", ("metrics", "dump"),
+           "number of turns of the trajectory (agents)"),
     Column("agent_metrics", OBJECT, "dict", None, "rollout", ("reward", "metrics", "dump"),
-           "how its trajectory went, of agents: status, seconds, calls, failures"),
+           "status, seconds, calls and failures of the trajectory (agents)"),
     Column("given_score", OBJECT, "float, None", None, "rollout", ("reward",),
-           "the score that its agent gave it; None: the reward function scores it"),
+           "score set by the agent; None: the reward function scores it"),
     Column("agent_turns", OBJECT, "list", None, "rollout", (),
-           "of agents: (source, tokens, name, reward) of each of its turns"),
+           "(source, tokens, name, reward) of each turn (agents)"),
     Column("agent_messages", OBJECT, "list, None", None, "rollout", ("reward_model",),
-           "of agents, where a reward model scores: the row's conversation, with tool calls and tool results"),
+           "the row's conversation with tool calls and tool results (agents, if a reward model scores)"),
     Column("extra_fields", OBJECT, "dict", None, "rollout", (),
-           "whatever else its agent says; in a generated batch columns of their own"),
+           "other fields of the agent's output; in a generated batch separate columns"),
     Column("index", OBJECT, "Any", None, "dataset", ("dump",), "`extra_info.index`, or the row's number in the data"),
     Column("raw_prompt", OBJECT, "list", None, "dataset", ("reward_model",), "the prompt's messages"),
-    Column("row", OBJECT, "int", None, "trainer", ("reward",), "its position: finds scores computed early"),
-    Column("scoring_failed", OBJECT, "float", None, "reward", ("dump",), "its reward function gave no score"),
-    Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "why"),
+    Column("row", OBJECT, "int", None, "trainer", ("reward",),
+           "position in the batch, to look up scores that were computed during generation"),
+    Column("scoring_failed", OBJECT, "float", None, "reward", ("dump",), "1: its reward function failed"),
+    Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "error message of that failure"),
     Column("data_source", OBJECT, "str", None, _DATA, ("reward", "dump"), "which reward function scores it"),
     Column("reward_model", OBJECT, "dict", None, _DATA, ("reward", "dump"), "`style` and `ground_truth`"),
-    Column("extra_info", OBJECT, "dict", None, _DATA, ("reward", "dump"), "whatever the data says besides"),
+    Column("extra_info", OBJECT, "dict", None, _DATA, ("reward", "dump"), "other fields of the data"),
 )  # fmt: skip
 
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _TABLE}
 RESERVED = frozenset(column.name for column in _TABLE if column.made_by != _DATA)
-"""Names that a column of the data may not have in a batch."""
+"""Names that a column of the data must not have in a batch."""
 
 
 @dataclass(frozen=True)
@@ -190,27 +197,27 @@ def columns_read_by(*calls: Call) -> list[str]:
 
 
 def selected_for(call: Call, present: Iterable[str]) -> list[str]:
-    """Of the columns of a batch those that the call reads, and the user's own."""
+    """The columns of a batch that the call reads, plus the user's columns."""
     return [name for name in present if name not in COLUMNS or call in COLUMNS[name].read_by]
 
 
 def filler(name: str) -> float | None:
-    """What the column's padding holds; None where only the column itself can say."""
+    """Padding value of the column; None if it is not fixed by the schema."""
     return COLUMNS[name].filler if name in COLUMNS else None
 
 
 _PAGE = """# Columns of a batch
 
-<!-- made by `python -m verl.types.schema > docs/columns.md`; edit the table in verl/types/schema.py instead -->
+<!-- generated by `python -m verl.types.schema > docs/columns.md`; edit the table in verl/types/schema.py instead -->
 
 A batch is a `DataProto`: tensors in `batch`, object arrays in `non_tensor_batch`, one entry per row. B rows have
 prompts of P tokens, padded on the left, and responses of R tokens, padded on the right; column t of a [B, R] tensor
-belongs to `responses[:, t]`. Padding is not stored: a column comes back from a worker as wide as its longest row, with
-the filler of this table around the rows. Other columns, of your data or code, keep their name and travel with their
-rows. A reward function gets all object columns, an update all tensors of your own. A column of your data that has a
-name from this table is called `data_<name>` in a batch, unless the table says that the data makes it.
+belongs to `responses[:, t]`. Padding is not stored: a column that a worker returns is as wide as its longest row,
+padded with the value of this table. Other columns, from your data or code, keep their name and stay with their rows. A
+reward function gets all object columns, an update all tensors that you added. A column of your data with a name from
+this table is renamed to `data_<name>` in a batch, unless its producer in the table is the data.
 
-| column | shape | type | padding | made by | read by | what it is |
+| column | shape | type | padding | produced by | read by | content |
 |---|---|---|---|---|---|---|
 """
 _ALIAS_PAGE = """

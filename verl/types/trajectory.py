@@ -44,7 +44,7 @@ class Turn:
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(
-                    f"turn: {len(self.token_ids)} tokens and {len(values)} {name}. Give one for each token."
+                    f"turn: {len(self.token_ids)} tokens and {len(values)} {name}. Pass one for each token."
                 )
 
     @classmethod

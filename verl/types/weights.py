@@ -1,4 +1,4 @@
-"""What trainers and rollout engines say about weights, by Hugging Face name."""
+"""Types of the weight sync from trainer to rollout engines. Weights have their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class TensorSpec:
 
 
 Manifest: TypeAlias = Mapping[str, TensorSpec]
-"""Every weight of the whole model."""
+"""Name, shape and dtype of every weight of the model."""
 
 Wanted: TypeAlias = Mapping[str, range]
-"""What one engine takes of the weights: the rows (entries of the first dimension) of each; no others are sent to it."""
+"""Rows (first dimension) of each weight that an engine needs; other rows and weights are not sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The key of rows `start` to `stop` of a weight in a bucket."""
+    """Key of a bucket: rows `start` to `stop` of a weight."""
 
     name: str
     start: int
@@ -36,8 +36,8 @@ class TensorSlice:
 
 
 Bucket: TypeAlias = "Mapping[str | TensorSlice, torch.Tensor]"
-"""Weights on their way to an engine: whole under their name, or some rows of one under a `TensorSlice`."""
+"""Weights of one transfer: whole ones by name, some rows of one by `TensorSlice`."""
 
 
 class WeightMismatchError(RuntimeError):
-    """The engine's weights are not the trainer's. It generates nothing until an update succeeds."""
+    """The engine's weights differ from the trainer's. It refuses requests until an update succeeds."""

@@ -195,12 +195,12 @@ def test_parameters_that_are_accepted_give_finite_log_probs():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": 1e-40}, "sampling temperature: 1e-40 is impossible. Use 0 .greedy., or 1e-05 to 100000"),
+        ({"temperature": 1e-40}, "sampling temperature: 1e-40 is invalid. Use 0 .greedy., or 1e-05 to 100000"),
         ({"temperature": 1e308}, "1e-05 to 100000"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 is impossible. Use 0.001 to 1000"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 is invalid. Use 0.001 to 1000"),
         ({"presence_penalty": math.inf}, "presence_penalty: inf"),
         ({"frequency_penalty": math.nan}, "frequency_penalty: nan"),
-        ({"logit_bias": ((3, -math.inf),)}, "logit_bias of token 3: -inf is impossible"),
+        ({"logit_bias": ((3, -math.inf),)}, "logit_bias of token 3: -inf is invalid"),
         ({"top_k": 2**63}, "top_k"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     engine.check(Request("fits", [1] * 13, replace(PARAMS, max_new_tokens=8)))
     with pytest.raises(ValueError, match=r"'long': 14 prompt and 8 new tokens need 6 KV blocks of 4 .* are 5"):
         engine.add(sequences([1]) and [Sequence(Request("long", [1] * 14, PARAMS))])
-    with pytest.raises(ValueError, match="100 prompt and 0 generated tokens leave no room"):
+    with pytest.raises(ValueError, match="100 prompt and 0 generated tokens fill"):
         engine.check(Request("longer", [1] * 100, PARAMS))
 
 

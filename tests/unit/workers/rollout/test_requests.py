@@ -251,8 +251,8 @@ def test_weights_that_were_let_go_come_with_an_update_and_running_requests_wait_
     [
         ({"prompt_ids": []}, "the prompt is empty"),
         ({"prompt_ids": [5] * 2000}, "max_model_len"),
-        ({"resume_from": Output([1], [0.0], [0], "stop")}, "nothing is left to do"),
-        ({"resume_from": Output([1] * 240, [0.0] * 240, [0] * 240, "length")}, "nothing is left to do"),
+        ({"resume_from": Output([1], [0.0], [0], "stop")}, "resume_from is finished"),
+        ({"resume_from": Output([1] * 240, [0.0] * 240, [0] * 240, "length")}, "resume_from is finished"),
         ({"resume_from": Output([1], [], [0])}, "one log-prob and one version per token"),
     ],
 )
