@@ -8,7 +8,7 @@ import torch
 from tests.support.mixture_runs import REPLAY, Turned, mixture_run, mixture_task
 from tests.support.router_cases import UNKNOWN
 from tests.support.training_harness import run_training
-from verl.single_controller.ray import RayWorkerGroup, stored
+from verl.single_controller.ray import RayWorkerGroup, column_store
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -44,13 +44,13 @@ def test_r2_updates_go_through_the_experts_of_the_old_log_probs(task, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_the_controller_never_fetches_the_experts(task, tmp_path, ray_cluster, monkeypatch, mode):
-    fetched, read = set(), stored.read_columns
+    fetched, read = set(), column_store.read_columns
 
     def noted(columns):
         fetched.update(columns)
         return read(columns)
 
-    monkeypatch.setattr(stored, "read_columns", noted)
+    monkeypatch.setattr(column_store, "read_columns", noted)
     trainer = run_training(mixture_run(task, tmp_path, f"{REPLAY}={mode}"), RayWorkerGroup)
     assert "routed_experts" in trainer._last_batch.batch.keys()
     assert "response_mask" in fetched, "what it reads is noted"
