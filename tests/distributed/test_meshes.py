@@ -42,7 +42,7 @@ def test_dp1_tp2_and_an_unknown_mesh(start):
 def test_a_mesh_in_which_nobody_answers_for_a_shard_is_refused():
     group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Meshed, 1, 1))
     group.execute_all_sync("register_mesh_place", "actor", 0, False)
-    with pytest.raises(ValueError, match="exactly one rank that answers"):
+    with pytest.raises(ValueError, match="exactly one rank that collects"):
         group.mark(batch(2))
 
 

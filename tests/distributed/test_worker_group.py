@@ -167,7 +167,7 @@ def test_workers_see_their_place_and_the_variables_given_to_the_group(ray_counte
     for rank, values in enumerate(seen):
         assert values[:6] == [str(rank), "2", str(rank), "2", str(rank), "2"]
         assert values[6:] == [ray_counters.master_address, str(ray_counters.master_port), "given"]
-    with pytest.raises(ValueError, match="worker_env: the group itself sets MASTER_PORT, RANK"):
+    with pytest.raises(ValueError, match="worker_env: the group sets MASTER_PORT, RANK"):
         RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5), worker_env={"RANK": "0", "MASTER_PORT": "1"})
 
 
