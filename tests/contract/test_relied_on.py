@@ -47,7 +47,7 @@ def test_a_batch_is_made_of_a_tensordict_or_a_plain_dict():
     assert list(data.batch.keys()) == ["x"]
     with pytest.raises(ValueError, match=r"'y' has batch size \(2,\), 'x' has \(3,\)"):
         DataProto(batch={"x": torch.ones(3), "y": torch.ones(2)})
-    with pytest.raises(ValueError, match="batch is a list; give a TensorDict or a dict"):
+    with pytest.raises(ValueError, match="batch is a list; pass a TensorDict or a dict"):
         DataProto(batch=[torch.ones(3)])
 
 
@@ -55,7 +55,7 @@ def test_a_name_gives_a_column():
     data = batch()
     assert data["x"] is data.batch["x"]
     assert data["name"].tolist() == ["a", "b"]
-    with pytest.raises(KeyError, match=r"no \['z'\]; there is \['name', 'x'\]"):
+    with pytest.raises(KeyError, match=r"\['z'\] not found; existing: \['name', 'x'\]"):
         data["z"]
 
 
@@ -100,7 +100,7 @@ def test_dispatch_modes_are_looked_up_by_mode():
     found = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
     assert found is DISPATCH_MODE_FN_REGISTRY[Dispatch.DP_COMPUTE_PROTO]
     assert set(found) == {"dispatch_fn", "collect_fn"}
-    with pytest.raises(ValueError, match=r"there is no 'NONE'; there are \['ALL_TO_ALL'"):
+    with pytest.raises(ValueError, match=r"'NONE' does not exist; known: \['ALL_TO_ALL'"):
         get_predefined_dispatch_fn("NONE")
 
 

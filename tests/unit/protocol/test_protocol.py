@@ -71,7 +71,7 @@ def test_making_a_batch_names_the_key_and_the_sizes():
         DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1, 2, 3]})
     with refuses("non_tensor_batch['c'] has 3 rows, non_tensor_batch['b'] has 2"):
         DataProto.from_dict(non_tensors={"b": [1, 2], "c": [1, 2, 3]})
-    with refuses("from_single_dict: 'names' is a list; give a torch.Tensor or a numpy array"):
+    with refuses("from_single_dict: 'names' is a list; pass a torch.Tensor or a numpy array"):
         DataProto.from_single_dict({"a": torch.zeros(2), "names": ["x", "y"]})
     with refuses("non_tensor_batch['b'] is a list; it must be a numpy array"):
         DataProto(non_tensor_batch={"b": [1, 2]})
@@ -79,7 +79,7 @@ def test_making_a_batch_names_the_key_and_the_sizes():
         DataProto(TensorDict({"a": torch.zeros(2)}, batch_size=[]))
     with refuses("batch['inner'] is a TensorDict, not a tensor"):
         DataProto(TensorDict({"inner": TensorDict({"x": torch.zeros(2)}, batch_size=[2])}, batch_size=[2]))
-    with refuses("a batch of size (2, 3) beside object arrays ['b']"):
+    with refuses("batch has size (2, 3), but object arrays ['b']"):
         DataProto(TensorDict({"a": torch.zeros(2, 3)}, batch_size=[2, 3]), {"b": object_array([1, 2])})
     with refuses("from_tensordict: 'inner' is a TensorDict"):
         inner = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
@@ -156,7 +156,7 @@ def test_union_refuses_every_kind_of_disagreement():
         data.union(other(uid=torch.zeros(2)))
     with refuses("'score' is a tensor in one and an object array in the other"):
         data.union(other(score=object_array([0.0, 1.0])))
-    with refuses("meta_info['step'] is in both with different values: 1 and 2"):
+    with refuses("meta_info['step'] has different values in the two batches: 1 and 2"):
         data.union(DataProto(meta_info={"step": 2}))
     assert sorted(data.batch.keys()) == ["ids", "score"]
     assert data.union(other(score=torch.tensor([0.0, 1.0]))) is data
@@ -177,7 +177,7 @@ def test_union_functions_leave_their_inputs_alone():
 
 def test_concat_names_the_part_and_the_column():
     data = a_batch()
-    with refuses("an empty list has no columns"):
+    with refuses("the list is empty"):
         DataProto.concat([])
     with refuses("parts 0 and 1 differ in tensor columns ['score']"):
         DataProto.concat([data, data.select(["ids"])])
@@ -191,7 +191,7 @@ def test_concat_names_the_part_and_the_column():
         DataProto.concat([DataProto(non_tensor_batch={"x": np.array([v])}) for v in ("a", 1)])
     with refuses("'x' differs in parts 0 and 1: float64 (1, 2) and float64 (1, 3)"):
         DataProto.concat([DataProto(non_tensor_batch={"x": np.zeros((1, n))}) for n in (2, 3)])
-    with refuses("meta_info['step'] is in both with different values: 1 and 2"):
+    with refuses("meta_info['step'] has different values in the two batches: 1 and 2"):
         DataProto.concat([DataProto.from_dict({"a": torch.zeros(1)}, meta_info={"step": n}) for n in (1, 2)])
 
 
@@ -231,8 +231,8 @@ def test_sizes_that_make_no_sense_are_refused():
         (lambda: data.chunk(4), "6 rows do not divide into 4 chunks"),
         (lambda: data.repeat(0), "repeat_times is 0"),
         (lambda: data.sample_level_repeat([1, 2]), "6 rows need 6 counts; got (2,)"),
-        (lambda: data.sample_level_repeat([1] * 5 + [-2]), "got int64, least -2"),
-        (lambda: data.sample_level_repeat([0.5] * 6), "got float64, least 0.5"),
+        (lambda: data.sample_level_repeat([1] * 5 + [-2]), "got int64, minimum -2"),
+        (lambda: data.sample_level_repeat([0.5] * 6), "got float64, minimum 0.5"),
         (lambda: data.padding(1, "middle"), "candidate 'middle'"),
         (lambda: data.padding(-1), "cannot append -1 copies of a row to 6 rows"),
         (lambda: data[:0].padding(2), "cannot append 2 copies of a row to 0 rows"),
@@ -241,9 +241,9 @@ def test_sizes_that_make_no_sense_are_refused():
         (lambda: data.make_iterator(2, 1, dataloader_kwargs={"workers": 2}), "unknown dataloader_kwargs ['workers']"),
         (lambda: pad_dataproto_to_divisor(data, 0), "size_divisor is 0"),
         (lambda: unpad_dataproto(data, 7), "pad_size 7 of 6 rows"),
-        (lambda: fold_batch_dim(data, 4), "6 rows do not fold into 4 rows"),
+        (lambda: fold_batch_dim(data, 4), "6 rows cannot be folded into 4 rows"),
         (lambda: unfold_batch_dim(data.select(["ids", "score"], [])), "'score' has shape (6,), 'ids' has (6, 4)"),
-        (lambda: collate_fn([]), "no items"),
+        (lambda: collate_fn([]), "items is empty"),
         (lambda: collate_fn([data[0], data.select(["ids"])[0]]), "parts 0 and 1 differ in tensor columns ['score']"),
     ):
         with refuses(message):
