@@ -47,7 +47,7 @@ def test_a_batch_is_made_of_a_tensordict_or_a_plain_dict():
     assert list(data.batch.keys()) == ["x"]
     with pytest.raises(ValueError, match=r"'y' has batch size \(2,\), 'x' has \(3,\)"):
         DataProto(batch={"x": torch.ones(3), "y": torch.ones(2)})
-    with pytest.raises(ValueError, match="batch is a list; pass a TensorDict or a dict"):
+    with pytest.raises(ValueError, match=r"batch is a list.*TensorDict.*dict"):
         DataProto(batch=[torch.ones(3)])
 
 
@@ -55,7 +55,7 @@ def test_a_name_gives_a_column():
     data = batch()
     assert data["x"] is data.batch["x"]
     assert data["name"].tolist() == ["a", "b"]
-    with pytest.raises(KeyError, match=r"\['z'\] not found; existing: \['name', 'x'\]"):
+    with pytest.raises(KeyError, match=r"'z'.*'name', 'x'"):
         data["z"]
 
 
@@ -75,7 +75,7 @@ def test_column_chunks_unfold_into_rows():
     assert found["y"].tolist() == [1, 1, 2, 2]
     assert found["n"].tolist() == ["a", "a", "b", "b"]
     assert data.unfold_column_chunks(2)["x"].tolist() == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
-    with pytest.raises(ValueError, match=r"'x' of shape \(2, 4\) cannot be split into 3 parts"):
+    with pytest.raises(ValueError, match=r"'x'.*\(2, 4\).* 3\b"):
         data.unfold_column_chunks(3, split_keys=["x"])
 
 
@@ -100,7 +100,7 @@ def test_dispatch_modes_are_looked_up_by_mode():
     found = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
     assert found is DISPATCH_MODE_FN_REGISTRY[Dispatch.DP_COMPUTE_PROTO]
     assert set(found) == {"dispatch_fn", "collect_fn"}
-    with pytest.raises(ValueError, match=r"'NONE' does not exist; known: \['ALL_TO_ALL'"):
+    with pytest.raises(ValueError, match=r"'NONE'.*'ALL_TO_ALL'"):
         get_predefined_dispatch_fn("NONE")
 
 
