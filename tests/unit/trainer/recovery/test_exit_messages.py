@@ -66,7 +66,7 @@ def test_too_few_gpus_are_said_with_what_is_there_and_the_key(capsys, monkeypatc
     monkeypatch.setattr(resource_pool, "alive_nodes", lambda: nodes)
     log, cause = last_lines(capsys, lambda: resource_pool.choose_nodes([8], True, "global_pool"), code=1)
     assert log.startswith("Full traceback in ")
-    assert "asks for 1 node(s) with [8] GPUs" in cause
+    assert "1 node(s) with [8] GPUs" in cause
     assert "10.0.0.1 (2 of 2 GPUs free)" in cause
     assert "Set trainer.n_gpus_per_node" in cause
     Path(log.removeprefix("Full traceback in ").removesuffix(".")).unlink()

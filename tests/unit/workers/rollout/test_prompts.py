@@ -22,7 +22,7 @@ def test_stop_strings_come_from_the_configuration_the_batch_or_the_call_and_the_
 
 def test_an_empty_stop_string_is_refused():
     config = as_config(RolloutConfig, {"max_new_tokens": 4, "stop": [""]})
-    with pytest.raises(ValueError, match=r"sampling stop: .* strings that are not empty"):
+    with pytest.raises(ValueError, match="sampling stop: "):
         sampling_params(config, {})
 
 
