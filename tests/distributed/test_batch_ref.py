@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.workers import Roller, prompt_length, response_length, rollout_batch
+from tests.support.workers import RolloutWorker, prompt_length, response_length, rollout_batch
 from verl.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.column_store import traffic
@@ -20,7 +20,7 @@ PROMPT, RESPONSE, PAD = 8, 16, 99
 
 @pytest.fixture(scope="module")
 def rollers(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
-    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Roller, PROMPT, RESPONSE, PAD)) as group:
+    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(RolloutWorker, PROMPT, RESPONSE, PAD)) as group:
         group.setup(tp=1)
         yield group
 
@@ -272,7 +272,7 @@ def test_dtypes_and_shapes_survive_the_store(ray_cluster):
 def test_chained_calls_move_only_indices_and_named_columns_through_the_controller(cpu_pool):
     """generate on dp1×tp2 → balance → union(scores) → update on dp2."""
     prompt, response, rows = 64, 1024, 64
-    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Roller, prompt, response, PAD)) as group:
+    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(RolloutWorker, prompt, response, PAD)) as group:
         group.setup(tp=2)
         before = (traffic.fetched, traffic.stored)
         batch = generate(group, list(range(rows)))

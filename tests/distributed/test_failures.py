@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.support.workers import Counter, Summer
+from tests.support.workers import CollectiveWorker, Counter
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
@@ -106,7 +106,7 @@ def test_killed_during_a_call_the_controller_has_a_named_error_soon(start):
 
 @pytest.mark.parametrize(("how", "expected"), [("die", WorkerDiedError), ("raise", WorkerCallError)])
 def test_ranks_left_waiting_in_a_collective_do_not_hang_the_controller(start, how, expected):
-    group = start(Summer)
+    group = start(CollectiveWorker)
     group.setup()
     assert group.add_total(DataProto.from_dict({"x": torch.arange(4)})).batch["total"].tolist() == [6] * 4
     with pytest.raises(expected, match="rank 1"):

@@ -10,16 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.engine_cases import (
     assert_close,
-    gradients_of,
     make_batch,
     make_engine,
+    model_gradients,
     plain_fields,
     plain_gradients,
     run_ranks,
     whole_weights,
 )
-from tests.support.fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients, value_model
-from tests.support.lora_cases import adapter_values, lora_engine, nudged, peft_gradients
+from tests.support.fsdp_ranks import CHANGES, ROWS, ROWS_BY_RANK, run_rank, steps, value_gradients, value_model
+from tests.support.lora_cases import adapter_values, lora_engine, peft_gradients, perturb_lora_b
 from tests.support.reads import files_read
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.utils.checkpoint.manifest import find_problems, prepare_records, write_manifest
@@ -47,7 +47,7 @@ def one_rank(tmp_path_factory):
 def found(one_rank):
     """What each of the two ranks found."""
     folder, _ = one_rank
-    run_ranks(two_ranks_at_work, folder)
+    run_ranks(run_rank, folder)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -63,7 +63,7 @@ def test_gradients_after_a_step_are_those_at_the_new_weights(found, tied):
     weights, gradients = found[0]["second step"][tied]
     model = tiny_model(tie_word_embeddings=tied)
     model.load_state_dict(weights)
-    assert_close(gradients, gradients_of(model, make_batch(rows=ROWS), 0.7))
+    assert_close(gradients, model_gradients(model, make_batch(rows=ROWS), 0.7))
 
 
 def test_weights_of_one_row_which_only_one_rank_has_come_whole_out_of_a_bucket(found):
@@ -82,7 +82,7 @@ def test_each_rank_infers_its_own_rows_although_it_has_fewer_micro_batches(found
     with torch.no_grad():
         wanted = plain_fields(tiny_model(tie_word_embeddings=True), data, 0.7)
     for rank in range(2):
-        assert_close(found[rank]["inferred"], {name: value[MINE[rank]] for name, value in wanted.items()})
+        assert_close(found[rank]["inferred"], {name: value[ROWS_BY_RANK[rank]] for name, value in wanted.items()})
     assert [len(found[rank]["empty"]["log_probs"]) for rank in range(2)] == [0, 2]
 
 
@@ -175,7 +175,7 @@ def adapters(found):
 def test_adapters_start_equal_and_have_the_gradients_that_peft_gives_them(adapters, one_rank):
     engine = lora_engine(str(one_rank[0] / "model"))
     started = adapter_values(engine)
-    nudged(engine)
+    perturb_lora_b(engine)
     wanted = peft_gradients(adapter_values(engine), make_batch(rows=ROWS), 0.7)
     for mine in adapters:
         assert all(torch.equal(mine["started"][name], value) for name, value in started.items())

@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import Counter, Summer
+from tests.support.workers import CollectiveWorker, Counter
 from verl.single_controller.base import HangError, WorkerDiedError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
@@ -27,7 +27,7 @@ from verl.utils.progress import expect, tick
 from verl.utils.stacks import answer_stack_requests
 
 
-class Stuck(Summer):
+class Stuck(CollectiveWorker):
     """Ranks that wait for each other in several wrong ways."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -38,11 +38,11 @@ def test_a_control_call_runs_beside_another_that_waits_for_it(counters):
 def test_async_methods_share_a_loop_and_answer_while_compute_is_busy(ray_counters):
     busy = ray_counters.long_compute(120.0)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting = pool.submit(ray_counters.wait_for_news)
+        waiting = pool.submit(ray_counters.wait_for_message)
         heard = [False, False]  # a rank may begin to wait after the other has heard
         while not all(heard):
             assert not waiting.done(), waiting.result()
-            heard = [a or b for a, b in zip(heard, ray_counters.bring_news("all is well"), strict=True)]
+            heard = [a or b for a, b in zip(heard, ray_counters.send_message("all is well"), strict=True)]
             time.sleep(0.05)
         assert waiting.result() == ["all is well"] * 2
     ray_counters.cancel()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.support.engine_cases import run_ranks
-from tests.support.memory_ranks import two_ranks
+from tests.support.memory_ranks import run_rank
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(two_ranks, folder)
+    run_ranks(run_rank, folder)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
 
 

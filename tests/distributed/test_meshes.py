@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.workers import Meshed
+from tests.support.workers import MeshWorker
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerCallError
 from verl.single_controller.local import LocalWorkerGroup
@@ -18,7 +18,7 @@ def batch(rows: int) -> DataProto:
 
 def test_dp2_tp2_over_a_real_device_mesh(ray_cluster):
     pool = RayResourcePool([4], use_gpu=False)
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Meshed, 2, 2)) as group:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(MeshWorker, 2, 2)) as group:
         group.setup()
         result = group.mark(batch(6))
         assert result.batch["x"].tolist() == list(range(6))
@@ -31,7 +31,7 @@ def test_dp2_tp2_over_a_real_device_mesh(ray_cluster):
 
 
 def test_dp1_tp2_and_an_unknown_mesh(start):
-    group = start(Meshed, 1, 2)
+    group = start(MeshWorker, 1, 2)
     group.setup(real_mesh=False)
     assert group.mark(batch(3)).batch["rank"].tolist() == [0, 0, 0]
     assert group.last_seen() == [[0, 1, 2]] * 2
@@ -40,13 +40,13 @@ def test_dp1_tp2_and_an_unknown_mesh(start):
 
 
 def test_a_mesh_in_which_nobody_answers_for_a_shard_is_refused():
-    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Meshed, 1, 1))
+    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(MeshWorker, 1, 1))
     group.execute_all_sync("register_mesh_place", "actor", 0, False)
     with pytest.raises(ValueError, match="exactly one rank that collects"):
         group.mark(batch(2))
 
 
 def test_the_local_group_dispatches_over_meshes_too():
-    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Meshed, 1, 1))
+    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(MeshWorker, 1, 1))
     group.setup(real_mesh=False)
     assert group.mark(batch(3)).batch["rank"].tolist() == [0, 0, 0]

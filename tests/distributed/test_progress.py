@@ -34,10 +34,10 @@ def test_rows_done_are_told_while_the_call_runs(counters: WorkerGroup):
         call.start()
         try:
             assert wait_for(console, 0, 7).phase == "rollout"
-            counters.let_through(2)
+            counters.allow_rows(2)
             wait_for(console, 2 * ranks, 7)
         finally:
-            counters.let_through(7)
+            counters.allow_rows(7)
             call.join()
         assert (console.snapshot().done, console.snapshot().units) == (0, 0), "the call is over"
     assert result[0].batch["x"].tolist() == [0, 1, 4, 9, 16, 25, 36]

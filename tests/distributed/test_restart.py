@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from tests.support.workers import Counter, Summer
+from tests.support.workers import CollectiveWorker, Counter
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerCallError, WorkerDiedError
 from verl.single_controller.base.worker_group import create_colocated_worker_cls
@@ -18,7 +18,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 @pytest.fixture(scope="module")
 def group(cpu_pool):
     """Shared: the first test ends with processes that were started anew, which the second one uses."""
-    roles = {"counter": RayClassWithInitArgs(Counter, 5), "summer": RayClassWithInitArgs(Summer)}
+    roles = {"counter": RayClassWithInitArgs(Counter, 5), "summer": RayClassWithInitArgs(CollectiveWorker)}
     with RayWorkerGroup(cpu_pool, create_colocated_worker_cls(roles), expendable=True) as started:
         yield started
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from tests.support.workers import Counter, Summer
+from tests.support.workers import CollectiveWorker, Counter
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerDiedError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -30,7 +30,7 @@ def test_eight_ranks_split_and_join(ray_cluster):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rank_killed_at_a_random_moment_is_always_a_named_error(start, seed):
-    group = start(Summer)
+    group = start(CollectiveWorker)
     group.setup()
     rng = random.Random(seed)
     pids = [int(host.rsplit(" ", 1)[1]) for host in group._hosts]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.engine_cases import fork_ranks
-from tests.support.tensor_parallel_ranks import generated, make_rollout, run_rank, weights_of
+from tests.support.tensor_parallel_ranks import generate, make_rollout, run_rank, weights_of
 from tests.support.tiny import save_tiny_model, tiny_config
 from verl.inference.models.layout import Layout
 from verl.inference.tensor_parallel import TensorParallel
@@ -37,13 +37,13 @@ def run_ranks(folder: Path, family: str, changes: dict[str, Any], ranks: int, wo
 def alone(folder: Path, family: str, changes: dict[str, Any]) -> dict[str, Any]:
     rollout = make_rollout(f"{folder}/model")
     try:
-        found = {"first": generated(rollout)}
+        found = {"first": generate(rollout)}
         new = weights_of(family, 7, changes)
         for version in (1, 2):
             rollout.begin_update(version, new)
             rollout.load_bucket(new)
             rollout.finish_update(fingerprints(new, torch.float32))
-            found[f"updated {version}"] = generated(rollout)
+            found[f"updated {version}"] = generate(rollout)
         return found
     finally:
         rollout.close()
@@ -57,7 +57,7 @@ def test_several_ranks_answer_as_one(tmp_path, family, changes, ranks, world):
     for rank in range(world):
         leads = rank % ranks == 0
         answers = zip(expected["first"]["responses"].tolist(), expected["first"]["response_mask"].sum(-1), strict=True)
-        assert found[rank]["asked"] == ([tokens[:length] for tokens, length in answers] if leads else None)
+        assert found[rank]["requests"] == ([tokens[:length] for tokens, length in answers] if leads else None)
         for name, columns in expected.items():
             if not leads:
                 assert found[rank][name] is None

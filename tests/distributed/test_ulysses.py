@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support.engine_cases import assert_close, make_engine, run_ranks
 from tests.support.tiny import tiny_model
-from tests.support.ulysses_ranks import HEADS, MODELS, mine, ranks_at_work, rows, trained
+from tests.support.ulysses_ranks import HEADS, MODELS, rows, rows_of_group, run_cases, train_case
 
 # Processes, and ranks per group: one group of two or of four; two groups of two. The models of the quick tests.
 LAYOUTS = {
@@ -41,7 +41,7 @@ class Runs:
             }
             folder = self._folder / f"{ranks}-{quick}"
             folder.mkdir()
-            run_ranks(ranks_at_work, folder, plan, ranks=ranks)
+            run_ranks(run_cases, folder, plan, ranks=ranks)
             self._found[ranks, quick] = [
                 torch.load(folder / f"found-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)
             ]
@@ -50,7 +50,7 @@ class Runs:
 
     def faces(self, ranks: int) -> list[dict[str, Any]]:
         self(ranks, ranks)
-        return [rank["face"] for rank in self._found[ranks, True]]
+        return [rank["public helpers"] for rank in self._found[ranks, True]]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def alone():
 
     def one_rank(name: str) -> dict[str, Any]:
         if name not in seen:
-            seen[name] = trained(name, rows())
+            seen[name] = train_case(name, rows())
         return seen[name]
 
     yield one_rank
@@ -106,7 +106,7 @@ def test_every_rank_infers_whole_fields_of_its_groups_rows(found, alone, ranks, 
     for rank, seen in enumerate(found(ranks, size, name)):
         assert seen["place"] == (rank // size, ranks // size, rank % size == 0)
         for cut in ("fixed", "dynamic"):
-            wanted = {field: value[mine(rank, ranks, size)] for field, value in alone(name)[cut].items()}
+            wanted = {field: value[rows_of_group(rank, ranks, size)] for field, value in alone(name)[cut].items()}
             assert_close(seen[cut], wanted, tolerance=1e-5)
 
 

@@ -75,7 +75,7 @@ def test_a_future_can_be_passed_on(counters):
 
 
 def test_fillers_are_dropped_also_when_a_method_returns_several_rows_per_row(counters):
-    result = counters.three_each(batch(5))
+    result = counters.repeat_rows(batch(5))
     assert result.batch["x"].tolist() == [i for i in range(5) for _ in range(3)]
 
 

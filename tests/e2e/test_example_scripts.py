@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.support.commands import ROOT, composed, run_script
+from tests.support.commands import ROOT, compose_config, run_script
 from tests.support.tiny import tiny_tokenizer
 from verl.config import PPOConfig, RMConfig, SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
@@ -75,9 +75,11 @@ def test_cfg_job_after_a_script_reaches_hydra_as_one_option(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_composes_validates_and_takes_overrides(script, tmp_path):
-    config = composed(run_script(script, tmp_path))
+    config = compose_config(run_script(script, tmp_path))
     assert config.notices == []  # nothing obsolete, nothing without effect
-    changed = composed(run_script(script, tmp_path, "trainer.experiment_name=of my own", "trainer.total_epochs=7"))
+    changed = compose_config(
+        run_script(script, tmp_path, "trainer.experiment_name=of my own", "trainer.total_epochs=7")
+    )
     assert (changed.trainer.experiment_name, changed.trainer.total_epochs) == ("of my own", 7)
     assert config.trainer.experiment_name != "of my own"
 
@@ -116,7 +118,7 @@ def _has(config, key):
 
 
 def test_the_retool_recipe_has_the_published_settings(tmp_path):
-    config = composed(run_script(RETOOL, tmp_path))
+    config = compose_config(run_script(RETOOL, tmp_path))
     actor, rollout, model = (config.actor_rollout_ref[name] for name in ("actor", "rollout", "model"))
     assert config.algorithm.adv_estimator == "grpo"
     assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
@@ -145,7 +147,7 @@ def test_the_retool_recipe_has_the_published_settings(tmp_path):
 
 @pytest.mark.parametrize("script", [path for path in KNOWN if path.startswith("recipe/dapo/")])
 def test_the_dapo_recipe_has_the_four_parts_of_the_paper(script, tmp_path):
-    config = composed(run_script(script, tmp_path))
+    config = compose_config(run_script(script, tmp_path))
     actor, groups, buffer = (
         config.actor_rollout_ref.actor,
         config.algorithm.filter_groups,

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.training_harness import make_task, overrides
-from tests.support.two_nodes import TwoNodes, are_possible, two_nodes
+from tests.support.two_nodes import TwoNodes, two_nodes, two_nodes_supported
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not are_possible(), reason="makes network namespaces, as root"),
+    pytest.mark.skipif(not two_nodes_supported(), reason="makes network namespaces, as root"),
 ]
 STEPS = 5
 

@@ -19,7 +19,7 @@ from plot import Line, text_chart, write_png  # noqa: E402
 from run import STEPS, WARM_START_STEPS, environment, tracking_overrides, training_overrides  # noqa: E402
 from task import LARGEST, ROWS, SHARE_OF_LOSSES, Problem, make_task, problems, word_tokenizer  # noqa: E402
 
-from tests.support.commands import composed  # noqa: E402
+from tests.support.commands import compose_config  # noqa: E402
 from verl.utils.reward_score import default_compute_score  # noqa: E402
 from verl.utils.tracking import tracking_folders  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_the_pages_name_the_steps_that_run():
 def test_metrics_lie_beside_the_checkpoints(tmp_path, algo):
     files = {name: tmp_path / name for name in ("train", "val")}
     overrides = training_overrides(algo, files, tmp_path / "start", tmp_path) + tracking_overrides(tmp_path, algo)
-    trainer = composed(["-m", "verl.trainer.main_ppo", *overrides]).trainer
+    trainer = compose_config(["-m", "verl.trainer.main_ppo", *overrides]).trainer
     assert tracking_folders(trainer) == [tmp_path / algo] == [Path(trainer.default_local_dir)]
 
 

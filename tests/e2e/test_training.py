@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training_harness import make_task, make_trainer, overrides, run_training, weights
+from tests.support.training_harness import actor_weights, make_task, make_trainer, overrides, run_training
 from verl.algos.registry import POLICY_LOSSES
 from verl.trainer.common.guard import NonFiniteError
 
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(task, tmp_path, mon
     trainer.reward_fn.close()
     assert [row["actor/skipped_steps"] for row in trainer.history] == [1.0, 1.0]
     before = make_weights(task)
-    for name, value in weights(trainer).items():
+    for name, value in actor_weights(trainer).items():
         assert torch.equal(before[name], value), name
     assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
 
@@ -120,7 +120,7 @@ def test_an_update_that_would_wipe_out_the_weights_is_refused_and_said(task, tmp
     assert [row["actor/refused_steps"] for row in trainer.history] == [1.0]
     assert trainer.policy_version == 0
     before = make_weights(task)
-    for name, value in weights(trainer).items():
+    for name, value in actor_weights(trainer).items():
         assert torch.equal(before[name], value), name
     assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
 

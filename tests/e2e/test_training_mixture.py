@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.mixture_runs import REPLAY, Turned, mixture_run, mixture_task
+from tests.support.moe_runs import REPLAY, RouterChangingTrainer, moe_overrides, moe_task
 from tests.support.router_cases import UNKNOWN
 from tests.support.training_harness import run_training
 from verl.single_controller.ray import RayWorkerGroup, column_store
@@ -15,14 +15,14 @@ LR = "actor_rollout_ref.actor.optim.lr"
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:
-    return mixture_task(tmp_path_factory.mktemp("task"))
+    return moe_task(tmp_path_factory.mktemp("task"))
 
 
 def test_r3_updates_go_through_the_experts_of_the_generation_whatever_became_of_the_routers(task, tmp_path):
-    trainer = run_training(mixture_run(task, tmp_path, f"{REPLAY}=R3"), None, Turned)
+    trainer = run_training(moe_overrides(task, tmp_path, f"{REPLAY}=R3"), None, RouterChangingTrainer)
     (row,) = trainer.history
-    told, found = trainer.chosen()
-    assert torch.equal(found, told)
+    recorded, replayed = trainer.expert_choices()
+    assert torch.equal(replayed, recorded)
     assert 0.2 < row["actor/moe/replaced"] < 0.9
     assert row["actor/moe/busiest"] > 1.0
     assert 0.0 <= row["actor/moe/idle"] < 1.0
@@ -37,7 +37,7 @@ def test_r3_updates_go_through_the_experts_of_the_generation_whatever_became_of_
 
 
 def test_r2_updates_go_through_the_experts_of_the_old_log_probs(task, tmp_path):
-    (row,) = run_training(mixture_run(task, tmp_path, f"{REPLAY}=R2", f"{LR}=3e-2")).history
+    (row,) = run_training(moe_overrides(task, tmp_path, f"{REPLAY}=R2", f"{LR}=3e-2")).history
     assert row["actor/moe/replaced"] > 0.01, "routers learn, and are told what they chose before"
 
 
@@ -51,7 +51,7 @@ def test_the_controller_never_fetches_the_experts(task, tmp_path, ray_cluster, m
         return read(columns)
 
     monkeypatch.setattr(column_store, "read_columns", noted)
-    trainer = run_training(mixture_run(task, tmp_path, f"{REPLAY}={mode}"), RayWorkerGroup)
+    trainer = run_training(moe_overrides(task, tmp_path, f"{REPLAY}={mode}"), RayWorkerGroup)
     assert "routed_experts" in trainer._last_batch.batch.keys()
     assert "response_mask" in fetched, "what it reads is noted"
     assert "routed_experts" not in fetched

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.tiny import tiny_config, tiny_tokenizer
-from tests.support.trained_prompts import Notes
+from tests.support.trained_prompts import PromptRecordingTrainer
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
@@ -35,7 +35,7 @@ RUN = (
 )
 
 
-class Noting(Notes, AsyncPPOTrainer):
+class Noting(PromptRecordingTrainer, AsyncPPOTrainer):
     pass
 
 
@@ -61,7 +61,7 @@ def test_deaths_under_the_stream_lose_and_repeat_no_prompt(tmp_path: Path, ray_c
 @pytest.mark.slow
 def test_ranks_that_share_an_engine_train_and_score_only_while_it_stands_still(tmp_path: Path, ray_cluster: None):
     """Answers are under way through updates, also those of a reward model's batch. Asked to overlap, they must not:
-    `tests.support.turns` ends a run whose ranks do."""
+    `tests.support.exclusive_steps` ends a run whose ranks do."""
     task = make_task(tmp_path / "task")
     torch.manual_seed(1)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
@@ -69,7 +69,13 @@ def test_ranks_that_share_an_engine_train_and_score_only_while_it_stands_still(t
     tiny_tokenizer().save_pretrained(tmp_path / "judge")
     shared = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.overlap=True")
     scored = ("reward_model.enable=True", f"reward_model.path={tmp_path / 'judge'}", "custom_reward_function.path=null")
-    more = ("trainer.mode=async", "external_libs=[tests.support.turns]", f"{ROLLOUT}.ignore_eos=True", *shared, *scored)
+    more = (
+        "trainer.mode=async",
+        "external_libs=[tests.support.exclusive_steps]",
+        f"{ROLLOUT}.ignore_eos=True",
+        *shared,
+        *scored,
+    )
     run = run_training(overrides(task, tmp_path, *RUN[2:], *more), RayWorkerGroup, Noting)
     uids = [uid for step in run.trained for uid in step]
     assert len(uids) == len(set(uids)) == 32

@@ -14,7 +14,7 @@ import torch
 
 from tests.engines.engines import MODELS, EngineRow
 from tests.support.tiny import tiny_model
-from tests.support.whole_model import WholeModel
+from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.utils.process_tree import children
@@ -47,7 +47,7 @@ def place(
         engine.close()
 
 
-def through_a_group(trainer: WholeModel, engine: Any, version: int) -> None:
+def through_a_group(trainer: UnshardedModel, engine: Any, version: int) -> None:
     """As between two pools: the sender and the receiver are called at once."""
     host = TransferHost("127.0.0.1")
     groups: dict[int, TransferGroup] = {}
@@ -61,7 +61,7 @@ def through_a_group(trainer: WholeModel, engine: Any, version: int) -> None:
     receiving.join()
 
 
-def in_one_go(trainer: WholeModel, engine: Any, version: int) -> None:
+def in_one_go(trainer: UnshardedModel, engine: Any, version: int) -> None:
     InProcessTransfer(trainer, engine, bucket_bytes=20_000).sync(version)
 
 
@@ -75,11 +75,11 @@ def test_every_placement_takes_weights_before_and_in_the_middle(
 ) -> None:
     engine = place(kind, **keys)
     models = {version: tiny_model(seed=version, **MODELS[kind]) for version in (1, 2)}
-    hand_over(WholeModel(models[1]), engine, 1)
+    hand_over(UnshardedModel(models[1]), engine, 1)
     future = engine.submit([Request("a", PROMPT, LONG)])[0]
     engine.submit([Request("clock", PROMPT, SamplingParams(max_new_tokens=8))])[0].result()
     engine.pause_generation("keep")
-    hand_over(WholeModel(models[2]), engine, 2)
+    hand_over(UnshardedModel(models[2]), engine, 2)
     engine.resume_generation()
     output = future.result()
     assert len(output.token_ids) == 400
@@ -99,7 +99,7 @@ def python_segments() -> set[str]:
 @pytest.mark.needs("tensor parallel")
 def test_a_rank_of_the_engine_that_is_killed_ends_it_and_another_one_takes_its_place(place: Callable[..., Any]) -> None:
     segments = python_segments()
-    engine, trainer = place("wide", tensor_model_parallel_size=2), WholeModel(tiny_model(seed=1, **MODELS["wide"]))
+    engine, trainer = place("wide", tensor_model_parallel_size=2), UnshardedModel(tiny_model(seed=1, **MODELS["wide"]))
     in_one_go(trainer, engine, 1)
     (future,) = engine.submit([Request("a", PROMPT, LONG)])
     workers = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
-from tests.support.lora_cases import adapter_values, lora_engine, nudged, steps
+from tests.support.lora_cases import adapter_values, lora_engine, perturb_lora_b, train_steps
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def log_probs(engine):
 def test_a_frozen_weight_takes_two_bytes_and_only_adapters_have_gradients_and_moments():
     before = allocated()
     engine = lora_engine(tiny_model(**SIZES), **HALF)
-    steps(engine, DATA, 1)
+    train_steps(engine, DATA, 1)
     held = allocated() - before
     learning = sum(value.numel() for value in adapter_values(engine).values())
     weights = sum(torch.Size(spec.shape).numel() for spec in engine.manifest().values())
@@ -43,7 +43,7 @@ def test_without_adapters_it_is_the_frozen_model_bit_for_bit():
     model = tiny_model(**SIZES)
     engine, frozen = lora_engine(model, **HALF), make_engine(model, train=False, **HALF)
     assert torch.equal(log_probs(engine), log_probs(frozen))
-    steps(engine, DATA, 2)
+    train_steps(engine, DATA, 2)
     with engine.base_weights():
         assert torch.equal(log_probs(engine), log_probs(frozen))
     assert not torch.equal(log_probs(engine), log_probs(frozen))
@@ -56,7 +56,7 @@ def test_gradients_in_half_precision_point_where_those_of_float32_do(checkpointi
         engine = lora_engine(
             tiny_model(**SIZES), mixed_precision=precision, enable_gradient_checkpointing=checkpointing
         )
-        nudged(engine)
+        perturb_lora_b(engine)
         engine.forward_backward(DATA, token_loss, ["log_probs"])
         found.append(engine_gradients(engine))
     for name, wanted in found[1].items():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.tiny import save_tiny_model, tiny_model
-from tests.support.whole_model import WholeModel
+from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.names import ROLLOUTS
 from verl.types.request import Output, Request, SamplingParams
@@ -54,8 +54,8 @@ def answers(rollout: Any) -> list[Output]:
     return [future.result(300) for future in rollout.submit(requests)]
 
 
-def on_device(seed: int, **sizes: Any) -> WholeModel:
-    source = WholeModel(tiny_model(seed=seed, **sizes))
+def on_device(seed: int, **sizes: Any) -> UnshardedModel:
+    source = UnshardedModel(tiny_model(seed=seed, **sizes))
     source.weights = {name: tensor.to(DEVICE) for name, tensor in source.weights.items()}
     return source
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.router_cases import mixture
+from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
@@ -32,7 +32,7 @@ class Versions:
     def __init__(self, num_blocks: int) -> None:
         from verl.inference.attention.triton_attention import TritonAttention  # triton exists only beside a GPU
 
-        model = GenericModel(mixture("qwen3_moe"), MAX_LENGTH, device="cuda:0")
+        model = GenericModel(moe_model("qwen3_moe"), MAX_LENGTH, device="cuda:0")
         kv = KVMemory(model, num_blocks, BLOCK)
         kv.note_experts(model)
         runner = ModelRunner(model, TritonAttention(), kv, SEQUENCES, MAX_LENGTH, use_graphs=True)
@@ -42,7 +42,7 @@ class Versions:
         self._add(0)
 
     def _add(self, seed: int) -> None:
-        model = mixture("qwen3_moe").cuda()
+        model = moe_model("qwen3_moe").cuda()
         torch.manual_seed(100 + seed)
         for router in routers(model).values():
             torch.nn.init.normal_(router.weight, std=1.0)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_rank_on_a_gpu_computes_there_and_its_results_come_back(ray_gpu):
-    from tests.support.workers import OnDevice
+    from tests.support.workers import DeviceWorker
     from verl.protocol import DataProto
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -17,8 +17,8 @@ def test_a_rank_on_a_gpu_computes_there_and_its_results_come_back(ray_gpu):
     data = DataProto.from_dict({"x": torch.arange(6).float()}, {"name": list("abcdef")})
     # Two groups share the device of one pool.
     with (
-        RayWorkerGroup(pool, RayClassWithInitArgs(OnDevice)) as first,
-        RayWorkerGroup(pool, RayClassWithInitArgs(OnDevice)) as second,
+        RayWorkerGroup(pool, RayClassWithInitArgs(DeviceWorker)) as first,
+        RayWorkerGroup(pool, RayClassWithInitArgs(DeviceWorker)) as second,
     ):
         assert first.setup() == second.setup() == ["cuda:0"]
         result = second.total(first.total(data))

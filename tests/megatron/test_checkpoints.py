@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from tests.support.engine_cases import run_ranks
-from tests.support.megatron_weight_ranks import RANKS, killed, saved_and_loaded, started_from_core
+from tests.support.megatron_weight_ranks import RANKS, checkpoint_cases, kill_during_save, load_core_checkpoint
 from verl.utils.checkpoint.manifest import find_problems
 
 pytestmark = pytest.mark.timeout(1800)
@@ -28,7 +28,7 @@ OTHERS = ["DP4", "TP2 PP2"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(saved_and_loaded, folder, cases, OTHERS, ranks=RANKS)
+    run_ranks(checkpoint_cases, folder, cases, OTHERS, ranks=RANKS)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_continues(layout: str, model: str, found: list[dict[Any, A
 def test_weights_that_core_wrote_are_read_on_another_layout(
     saved_layout: str, saved_model: str, tmp_path: Path
 ) -> None:
-    run_ranks(started_from_core, tmp_path, saved_model, saved_layout, ranks=RANKS)
+    run_ranks(load_core_checkpoint, tmp_path, saved_model, saved_layout, ranks=RANKS)
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"found-{rank}.pt", weights_only=False)
         assert found["loaded"] == []
@@ -56,6 +56,6 @@ def test_weights_that_core_wrote_are_read_on_another_layout(
 
 def test_a_rank_killed_in_a_save_leaves_the_step_before(tmp_path: Path) -> None:
     with pytest.raises(ProcessExitedException):
-        run_ranks(killed, tmp_path, ranks=RANKS)
+        run_ranks(kill_during_save, tmp_path, ranks=RANKS)
     assert find_problems(tmp_path / "global_step_1") == []
     assert "never finished" in find_problems(tmp_path / "global_step_2")[0]

@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 
 from tests.support.engine_cases import engine_gradients, make_engine, run_ranks, token_loss, whole_weights
-from tests.support.megatron_ranks import KINDS, LAYOUTS, MODELS, RANKS, STEPS, mine, model_of, ranks_at_work, rows
+from tests.support.megatron_ranks import (
+    KINDS,
+    LAYOUTS,
+    MODELS,
+    RANKS,
+    STEPS,
+    model_of,
+    rows,
+    rows_of_dp_rank,
+    train_cases,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 CASES = [(layout, model) for layout in LAYOUTS if "EP" not in layout for model in ("tied", "value")]
@@ -28,7 +38,7 @@ Found = list[dict[tuple[str, str], dict[str, Any]]]
 def found(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> Found:
     """What each of the ranks found, by layout and model."""
     folder = tmp_path_factory.mktemp("layouts")
-    run_ranks(ranks_at_work, folder, cases, ranks=RANKS)
+    run_ranks(train_cases, folder, cases, ranks=RANKS)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
@@ -74,7 +84,7 @@ def test_fields_are_those_of_one_rank_however_rows_are_cut(found, alone, gap, la
                 parts.add(dp_rank)
                 assert fields.keys() == wanted.keys()
                 for name, value in wanted.items():
-                    gap(name, furthest(fields[name], value[mine(dp_rank, dp_size)]))
+                    gap(name, furthest(fields[name], value[rows_of_dp_rank(dp_rank, dp_size)]))
         assert parts == set(range(dp_size))
 
 

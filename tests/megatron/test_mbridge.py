@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engine_cases import run_ranks
-from tests.support.mbridge_ranks import BROKEN, REFUSED, filled_both_ways, refused_or_ours
+from tests.support.mbridge_ranks import IMPORT_ERRORS, UNSUPPORTED_MODELS, check_fallbacks, compare_with_bridge
 from tests.support.megatron_ranks import RANKS, WEIGHTS_ONLY
 
 pytestmark = [
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ranks = 1 if layout == "one rank" else RANKS
         if ranks not in known:
             known[ranks] = tmp_path_factory.mktemp(f"mbridge-{ranks}")
-            run_ranks(filled_both_ways, known[ranks], ALONE if ranks == 1 else TOGETHER, ranks=ranks)
+            run_ranks(compare_with_bridge, known[ranks], ALONE if ranks == 1 else TOGETHER, ranks=ranks)
         return known[ranks]
 
     return of
@@ -67,16 +67,16 @@ def test_what_it_loads_hands_over_and_exports_is_what_we_do(layout: str, model: 
 
 
 def test_models_it_does_not_map_are_refused_before_weights_are_read_and_without_it_ours_does(tmp_path: Path) -> None:
-    run_ranks(refused_or_ours, tmp_path, ranks=1)
+    run_ranks(check_fallbacks, tmp_path, ranks=1)
     found = torch.load(tmp_path / "found-0.pt")
-    for name in REFUSED:
+    for name in UNSUPPORTED_MODELS:
         assert "megatron_config.use_mbridge" in found[name]
         assert "use_mbridge=False" in found[name]
     assert "mixtral" in found["mixtral"]
     assert "decoder.layers.1.mlp.linear_fc1.weight" in found["experts"]  # a dense layer between sparse ones
     assert found["ours"] == []
-    assert len(found["said"]) == len(BROKEN)
-    for said, error in zip(found["said"], BROKEN, strict=True):
-        assert str(error) in said
-        assert "our own tables map the weights" in said
+    assert len(found["messages"]) == len(IMPORT_ERRORS)
+    for message, error in zip(found["messages"], IMPORT_ERRORS, strict=True):
+        assert str(error) in message
+        assert "our own tables map the weights" in message
     assert "no safetensors files" in found["no files"]

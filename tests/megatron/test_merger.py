@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_cases import run_ranks
-from tests.support.megatron_merger_ranks import saved
+from tests.support.megatron_merger_ranks import write_checkpoints
 from tests.support.megatron_ranks import RANKS
 from tests.support.merger_cases import assert_holds, merge, tensors
 
@@ -18,7 +18,7 @@ CASES = [("TP2 PP2", "tied"), ("TP2", "qwen3"), ("TP2 EP2", "experts")]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("merger")
-    run_ranks(saved, found, CASES, ranks=RANKS)
+    run_ranks(write_checkpoints, found, CASES, ranks=RANKS)
     return found
 
 

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.engine_cases import make_engine, run_ranks, token_loss
-from tests.support.megatron_ranks import KINDS, MODELS, RANKS, STEPS, mine, model_of, neighbours_at_work, rows
+from tests.support.megatron_ranks import (
+    KINDS,
+    MODELS,
+    RANKS,
+    STEPS,
+    model_of,
+    rows,
+    rows_of_dp_rank,
+    train_colocated_engines,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,7 +34,7 @@ def steps_alone(name: str) -> list[tuple[float, float]]:
 
 
 def test_actor_critics_and_reference_of_four_layouts_take_turns(tmp_path):
-    run_ranks(neighbours_at_work, tmp_path, ranks=RANKS)
+    run_ranks(train_colocated_engines, tmp_path, ranks=RANKS)
     found: list[dict[str, Any]] = [torch.load(tmp_path / f"found-{rank}.pt", weights_only=False) for rank in range(4)]
     for name, model in {"actor": "qwen2", "critic": "value", "fsdp critic": "value"}.items():
         for step, (loss, norm) in enumerate(steps_alone(model)):
@@ -35,5 +44,5 @@ def test_actor_critics_and_reference_of_four_layouts_take_turns(tmp_path):
     for rank in found:
         for fields in rank["reference"]:
             if fields is not None:
-                torch.testing.assert_close(fields, wanted[mine(*rank["place"])], atol=1e-5, rtol=0.0)
+                torch.testing.assert_close(fields, wanted[rows_of_dp_rank(*rank["place"])], atol=1e-5, rtol=0.0)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Experts that a pass notes, and that another is told: those of transformers, on every layout."""
+"""Recorded and replayed experts agree with those of transformers on every layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.engine_cases import assert_close, gradients_of, plain_fields, run_ranks
+from tests.support.engine_cases import assert_close, model_gradients, plain_fields, run_ranks
 from tests.support.megatron_cases import make_megatron
-from tests.support.megatron_ranks import RANKS, TOLD, mine, model_of, ranks_that_replay, rows
-from tests.support.mixture_runs import Turned, mixture_run, mixture_task
-from tests.support.router_cases import UNKNOWN, own_experts, told_experts, with_told
+from tests.support.megatron_ranks import EXPERTS_SHAPE, RANKS, model_of, replay_cases, rows, rows_of_dp_rank
+from tests.support.moe_runs import RouterChangingTrainer, moe_overrides, moe_task
+from tests.support.router_cases import UNKNOWN, hf_experts, random_experts, with_replayed_experts
 from tests.support.training_harness import run_training
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.protocol import DataProto
@@ -27,38 +27,40 @@ LAYOUTS = ["EP2", "TP2 PP2", "CP2 EP2"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("replay")
-    run_ranks(ranks_that_replay, folder, LAYOUTS, ranks=RANKS)
+    run_ranks(replay_cases, folder, LAYOUTS, ranks=RANKS)
     return [torch.load(folder / f"replay-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 def collected(found: Any, layout: str) -> list[tuple[slice, dict[str, Any]]]:
     """The rows of each part, and what the rank that answers for them found."""
     ranks = [rank[layout] for rank in found]
-    return [(mine(*rank["place"][:2]), rank) for rank in ranks if rank["place"][2]]
+    return [(rows_of_dp_rank(*rank["place"][:2]), rank) for rank in ranks if rank["place"][2]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_noted_is_what_the_routers_of_transformers_choose(found, layout):
-    wanted = own_experts(model_of("experts"), rows(), told_experts(rows(), *TOLD))
+def test_recorded_experts_are_those_of_transformers(found, layout):
+    wanted = hf_experts(model_of("experts"), rows(), random_experts(rows(), *EXPERTS_SHAPE))
     for part, rank in collected(found, layout):
-        noted = rank["noted"]["routed_experts"]
-        assert noted.dtype == torch.uint8
-        assert torch.equal(noted.sort(-1).values, wanted[part].sort(-1).values)
-        assert (noted[:, :, 1] == UNKNOWN).all(), "a dense layer"
+        recorded = rank["recorded"]["routed_experts"]
+        assert recorded.dtype == torch.uint8
+        assert torch.equal(recorded.sort(-1).values, wanted[part].sort(-1).values)
+        assert (recorded[:, :, 1] == UNKNOWN).all(), "a dense layer"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_told_is_what_tokens_go_through_in_fields_and_gradients(found, layout):
-    told, mask = told_experts(rows(), *TOLD), rows().batch["attention_mask"].bool()
-    fields = plain_fields(with_told(model_of("experts"), rows(), told), rows(), 0.7)
-    gradients = gradients_of(with_told(model_of("experts"), rows(), told), rows(), 0.7)
+def test_replayed_experts_determine_outputs_and_gradients(found, layout):
+    experts, mask = random_experts(rows(), *EXPERTS_SHAPE), rows().batch["attention_mask"].bool()
+    fields = plain_fields(with_replayed_experts(model_of("experts"), rows(), experts), rows(), 0.7)
+    gradients = model_gradients(with_replayed_experts(model_of("experts"), rows(), experts), rows(), 0.7)
     for part, rank in collected(found, layout):
         assert_close(
-            {name: rank["told"][name] for name in fields}, {name: value[part] for name, value in fields.items()}, 1e-5
+            {name: rank["replayed"][name] for name in fields},
+            {name: value[part] for name, value in fields.items()},
+            1e-5,
         )
-        known = (mask & (told[:, :, 0, 0] != UNKNOWN))[part]
+        known = (mask & (experts[:, :, 0, 0] != UNKNOWN))[part]
         for layer in (0, 2, 3):
-            assert torch.equal(rank["told"]["routed_experts"][known][:, layer], told[part][known][:, layer])
+            assert torch.equal(rank["replayed"]["routed_experts"][known][:, layer], experts[part][known][:, layer])
         assert 0.1 < rank["metrics"]["moe/replaced"][0] < 0.9
     for rank in found:
         for name, value in gradients.items():
@@ -91,12 +93,12 @@ def test_with_the_experts_of_the_generation_training_is_nearer_to_it(tmp_path):
     engine = make_megatron(model, train=False, router_replay=True)
     outputs = ["log_probs", "routed_experts"]
     alike = engine.infer(batch, outputs).batch
-    told = batch.batch.pop("routed_experts")
+    experts = batch.batch.pop("routed_experts")
     alone = engine.infer(batch, outputs).batch
     dist.destroy_process_group()
-    known = told != UNKNOWN
-    assert torch.equal(alike["routed_experts"][known], told[known])
-    assert (alone["routed_experts"].sort(-1).values != told.sort(-1).values)[known].any()
+    known = experts != UNKNOWN
+    assert torch.equal(alike["routed_experts"][known], experts[known])
+    assert (alone["routed_experts"].sort(-1).values != experts.sort(-1).values)[known].any()
     gaps = [(found["log_probs"] - batch.batch["rollout_log_probs"]).abs().mean() for found in (alike, alone)]
     assert gaps[0] < 0.8 * gaps[1]
 
@@ -109,11 +111,11 @@ def test_in_a_whole_run_updates_go_through_experts_of_an_earlier_pass(tmp_path, 
         f"actor_rollout_ref.actor.megatron.router_replay.mode={mode}",
     )
     more = () if mode == "R3" else ("actor_rollout_ref.actor.optim.lr=3e-2",)
-    arguments = mixture_run(mixture_task(tmp_path), tmp_path, *changes, *more)
-    trainer = run_training(arguments, None, Turned if mode == "R3" else None)
+    arguments = moe_overrides(moe_task(tmp_path), tmp_path, *changes, *more)
+    trainer = run_training(arguments, None, RouterChangingTrainer if mode == "R3" else None)
     (row,) = trainer.history
     assert row["actor/moe/replaced"] > (0.05 if mode == "R3" else 0.01)
     assert row["rollout_corr/log_prob_diff"] > 0.0
     if mode == "R3":
-        told, found = trainer.chosen()
-        assert torch.equal(found, told)
+        recorded, replayed = trainer.expert_choices()
+        assert torch.equal(replayed, recorded)

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engine_cases import run_ranks
 from tests.support.megatron_ranks import MODELS, WEIGHTS_ONLY, model_of
-from tests.support.megatron_weight_ranks import BUCKET, RANKS, handed_over, measured
+from tests.support.megatron_weight_ranks import BUCKET, RANKS, export_cases, measure_memory
 from verl.models.loading import pretrained_model, read_config
 
 pytestmark = pytest.mark.timeout(1800)
@@ -34,7 +34,7 @@ EVERY = pytest.mark.parametrize(("layout", "model"), CASES)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> Path:
     place = tmp_path_factory.mktemp("weights")
-    run_ranks(handed_over, place, cases, ranks=RANKS)
+    run_ranks(export_cases, place, cases, ranks=RANKS)
     return place
 
 
@@ -61,7 +61,7 @@ def test_an_export_is_the_model_that_was_loaded(layout: str, model: str, folder:
 
 def test_no_rank_holds_more_than_its_shard_and_two_buckets(tmp_path: Path) -> None:
     """While it is filled from files, gives out whole weights or rows, saves, loads and exports."""
-    run_ranks(measured, tmp_path, ranks=RANKS)
+    run_ranks(measure_memory, tmp_path, ranks=RANKS)
     for found in _found(tmp_path):
         shard = found.pop("shard")
         assert shard > 4 * BUCKET

@@ -1,4 +1,4 @@
-"""Loop workers and replicas of a real tiny engine in one process, and loops for them that do all that loops may do."""
+"""Agent loops that cover the agent-loop API, and loop workers with replicas of a real tiny engine in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOL = [70, 71, 72]
 
 
 class TwoTurns(AgentLoopBase):
-    """Asks, says what a tool says, asks again; `depth` is how often."""
+    """Generates `depth` model turns with the tool output `TOOL` between them."""
 
     def __init__(self, depth: int = 2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,38 +48,38 @@ class TwoTurns(AgentLoopBase):
         for turn in range(self.depth):
             if turn:
                 response, mask = response + TOOL, mask + [0] * len(TOOL)
-            answer = await self.server_manager.generate(
+            output = await self.server_manager.generate(
                 request_id=row["uid"], prompt_ids=prompt + response, sampling_params=sampling_params | {"max_tokens": 5}
             )
-            response, mask = response + answer.token_ids, mask + [1] * len(answer.token_ids)
+            response, mask = response + output.token_ids, mask + [1] * len(output.token_ids)
         return AgentLoopOutput(prompt, response, mask, num_turns=2 * self.depth)
 
 
-class Rewriter(AgentLoopBase):
-    """Begins a new context after its first answer: two rows."""
+class ContextRewriter(AgentLoopBase):
+    """Starts a new context after its first output: two rows."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         outputs = []
         for prompt in (row["prompt_ids"], [*row["prompt_ids"], 80, 81]):
-            said = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
-            outputs.append(AgentLoopOutput(list(prompt), said.token_ids, [1] * len(said.token_ids)))
+            output = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
+            outputs.append(AgentLoopOutput(list(prompt), output.token_ids, [1] * len(output.token_ids)))
         return outputs
 
 
 class Summarising(AgentLoopBase):
-    """Goes on with other messages after its first answer: two rows."""
+    """Continues with new messages after its first output: two rows."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        anew = self.apply_chat_template([{"role": "user", "content": "In short:"}])
+        summary = self.apply_chat_template([{"role": "user", "content": "In short:"}])
         outputs = []
-        for prompt in (row["prompt_ids"], anew):
-            said = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
-            outputs.append(AgentLoopOutput(list(prompt), said.token_ids, [1] * len(said.token_ids)))
+        for prompt in (row["prompt_ids"], summary):
+            output = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
+            outputs.append(AgentLoopOutput(list(prompt), output.token_ids, [1] * len(output.token_ids)))
         return outputs
 
 
-class Raising(TwoTurns):
-    """Fails after its first answer, but for sample 0."""
+class FailingLoop(TwoTurns):
+    """Raises after its first output, except for sample 0."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         if row["sample_index"] == 0:
@@ -88,26 +88,26 @@ class Raising(TwoTurns):
         raise LookupError("the tool is gone")
 
 
-class Asking(TwoTurns):
-    """Sample 1 asks for what no engine does."""
+class UnsupportedParamsLoop(TwoTurns):
+    """Sample 1 sets a sampling parameter that no engine supports."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        odd = {"repetition_penalty": 1.5} if row["sample_index"] == 1 else {}
-        return await super().run(sampling_params | odd, **row)
+        unsupported = {"repetition_penalty": 1.5} if row["sample_index"] == 1 else {}
+        return await super().run(sampling_params | unsupported, **row)
 
 
-class Wishing(AgentLoopBase):
-    """Asks for what the row wishes: sampling parameters, or another prompt."""
+class RowParamsLoop(AgentLoopBase):
+    """Generates with the sampling parameters, or the prompt, of the row's column `sampling`."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        wish = dict(row["wish"])
-        prompt = wish.pop("prompt_ids", row["prompt_ids"])
-        answer = await self.server_manager.generate("x", prompt_ids=prompt, sampling_params=sampling_params | wish)
-        return AgentLoopOutput(prompt, answer.token_ids, [1] * len(answer.token_ids))
+        params = dict(row["sampling"])
+        prompt = params.pop("prompt_ids", row["prompt_ids"])
+        output = await self.server_manager.generate("x", prompt_ids=prompt, sampling_params=sampling_params | params)
+        return AgentLoopOutput(prompt, output.token_ids, [1] * len(output.token_ids))
 
 
-class Waiting(AgentLoopBase):
-    """Never comes back, in a tool or in an answer that is too long."""
+class HangingLoop(AgentLoopBase):
+    """Never returns: sample 0 waits in a tool, the others generate without end-of-sequence tokens."""
 
     entered = threading.Event()
 
@@ -121,10 +121,10 @@ class Waiting(AgentLoopBase):
         raise AssertionError("unreachable")
 
 
-class Lingering(AgentLoopBase):
-    """Sample 0 waits in a tool, which does not let go, once it is asked to, until `leave`."""
+class SlowCancelLoop(AgentLoopBase):
+    """Sample 0 waits in a tool whose cancellation takes until `may_exit` is set."""
 
-    entered, leave = threading.Event(), threading.Event()
+    entered, may_exit = threading.Event(), threading.Event()
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         if row["sample_index"] == 0:
@@ -132,16 +132,16 @@ class Lingering(AgentLoopBase):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                await asyncio.to_thread(self.leave.wait)
-        answer = await self.server_manager.generate(
+                await asyncio.to_thread(self.may_exit.wait)
+        output = await self.server_manager.generate(
             "x", prompt_ids=row["prompt_ids"], sampling_params=sampling_params | {"max_tokens": 5}
         )
-        return AgentLoopOutput(row["prompt_ids"], answer.token_ids, [1] * len(answer.token_ids))
+        return AgentLoopOutput(row["prompt_ids"], output.token_ids, [1] * len(output.token_ids))
 
 
 @dataclass
-class Noting(RankHandle):
-    """A handle that notes which prompts were asked of it."""
+class RecordingHandle(RankHandle):
+    """A handle that records the prompts of all requests submitted through it."""
 
     inner: RankHandle
     role: str = "rollout"
@@ -160,19 +160,19 @@ class Noting(RankHandle):
         return self.inner.call_rows(method, *args)
 
 
-class Mortal(Noting):
-    """A replica that dies when it has reported more than `lives` tokens of unfinished outputs; None: it does not.
+class DyingHandle(RecordingHandle):
+    """A replica that dies when it has reported more than `dies_after` tokens of unfinished outputs; None: it does not.
 
     `resumed`: number of tokens that its requests were resumed from.
     """
 
-    lives: int | None = 10
+    dies_after: int | None = 10
     dead, resumed, reported = False, 0, 0
 
     def notify(self, method: str, *args: Any) -> None:
         if not self.dead:
             if method == "host.submit_requests":
-                self.resumed += sum(len(each.resume_from.token_ids) for each in args[1] if each.resume_from)
+                self.resumed += sum(len(request.resume_from.token_ids) for request in args[1] if request.resume_from)
             super().notify(method, *args)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -181,39 +181,39 @@ class Mortal(Noting):
         reply = super().call(method, *args)
         if method == "host.collect_outputs":
             self.reported += sum(len(piece.token_ids) for piece in reply.partials.values())
-            self.dead |= self.lives is not None and self.reported > self.lives
+            self.dead |= self.dies_after is not None and self.reported > self.dies_after
         return reply
 
 
-class Slow:
-    """Engines that wait 5 ms per step, and stop after `steps` steps until `go_on` is set."""
+class SlowEngines:
+    """Delays every engine step by 5 ms; after `steps` steps sets `reached` and waits until `resume` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int = 10**6) -> None:
-        self.steps, self.reached, self.go_on = steps, threading.Event(), threading.Event()
+        self.steps, self.reached, self.resume = steps, threading.Event(), threading.Event()
         launch = ModelRunner.launch
 
         def launch_slowly(runner: ModelRunner, plan: Any) -> Any:
             self.steps -= 1
             time.sleep(0.005)
-            if self.steps <= 0 and not self.go_on.is_set():
+            if self.steps <= 0 and not self.resume.is_set():
                 self.reached.set()
-                self.go_on.wait(0.2)
+                self.resume.wait(0.2)
             return launch(runner, plan)
 
         monkeypatch.setattr(ModelRunner, "launch", launch_slowly)
 
 
 @dataclass
-class House:
-    """What a generation with agents needs; `replicas` are groups of one rank."""
+class AgentSetup:
+    """Loop worker, engine replicas (worker groups of one rank) and their configuration."""
 
     config: PPOConfig
     replicas: list[Any]
     agents: Any
 
     @property
-    def handles(self) -> list[Noting]:
-        return [Noting(replica.handle(0)) for replica in self.replicas]
+    def handles(self) -> list[RecordingHandle]:
+        return [RecordingHandle(replica.handle(0)) for replica in self.replicas]
 
     @property
     def host(self) -> AgentHost:
@@ -238,7 +238,7 @@ class House:
             assert reply.job in (job, None)
         return finished
 
-    def answer(self, prompts: DataProto, handles: Sequence[RankHandle] | None = None) -> DataProto:
+    def generate(self, prompts: DataProto, handles: Sequence[RankHandle] | None = None) -> DataProto:
         with self.open_engines():
             return self.agents.generate_sequences(prompts, handles or self.handles)
 
@@ -258,13 +258,15 @@ class House:
         return replica._host._workers[replica.role].rollout
 
 
-def house(task: dict[str, str], folder: Path, *more: str, replicas: int = 1, loops: Any = None) -> House:
+def make_agent_setup(
+    task: dict[str, str], folder: Path, *more: str, replicas: int = 1, loops: Any = None
+) -> AgentSetup:
     config = load_config(None, overrides(task, folder, f"{ROLLOUT}.mode=async", *more))
     policy = ClassWithInitArgs(ActorRolloutRefWorker, config=config.actor_rollout_ref, role="rollout")
     groups = [LocalWorkerGroup(ray_cls_with_init=policy) for _ in range(replicas)]
     for group in groups:
         group.init_model()
-    return House(config, groups, loop_worker(config, loops))
+    return AgentSetup(config, groups, loop_worker(config, loops))
 
 
 def loop_worker(config: PPOConfig, loops: Any = None) -> Any:
@@ -273,11 +275,11 @@ def loop_worker(config: PPOConfig, loops: Any = None) -> Any:
 
 
 def prompts_of(task: dict[str, str], count: int, name: str | None = None, samples: int = 2, **meta: Any) -> DataProto:
-    """`count` prompts, each `samples` times."""
+    """Rows of `count` prompts, `samples` rows each; `name`: the agent loop."""
     tokenizer = hf_tokenizer(task["model"])
     ids = [tokenizer(f"Say {number}", add_special_tokens=False)["input_ids"] for number in range(count)]
     width = max(map(len, ids))
-    rows = [each for each in ids for _ in range(samples)]
+    rows = [prompt for prompt in ids for _ in range(samples)]
     tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     names = {} if name is None else {"agent_name": object_array([name] * len(rows))}
@@ -298,24 +300,23 @@ def trajectories_of(reply: HostReply, rows: DataProto | None) -> list[Trajectory
     """The finished trajectories of a reply, with all their columns."""
     if rows is None:
         return []
-    whole = DataProto.from_dict(dict(rows.batch.items()), reply.objects)
-    return trajectories_from_rows(whole)
+    return trajectories_from_rows(DataProto.from_dict(dict(rows.batch.items()), reply.objects))
 
 
 def tokens_by_name(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
     return {trajectory.name: trajectory.last_tokens.tolist() for trajectory in trajectories}
 
 
-def tokens_of(answers: DataProto) -> dict[str, list[Any]]:
+def tokens_of(rows: DataProto) -> dict[str, list[Any]]:
     """Response tokens and log-probs by trajectory."""
     columns = zip(
-        answers.non_tensor_batch["trajectory"],
-        answers.batch["responses"].tolist(),
-        np.round(answers.batch["rollout_log_probs"].double().numpy(), 4).tolist(),
-        answers.batch["attention_mask"][:, -answers.batch["responses"].shape[1] :].sum(-1).tolist(),
+        rows.non_tensor_batch["trajectory"],
+        rows.batch["responses"].tolist(),
+        np.round(rows.batch["rollout_log_probs"].double().numpy(), 4).tolist(),
+        rows.batch["attention_mask"][:, -rows.batch["responses"].shape[1] :].sum(-1).tolist(),
         strict=True,
     )
-    found: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     for name, tokens, log_probs, length in columns:
-        found.setdefault(name, []).append((tokens[:length], log_probs[:length]))
-    return found
+        outputs.setdefault(name, []).append((tokens[:length], log_probs[:length]))
+    return outputs

@@ -1,4 +1,4 @@
-"""The native engine with a process and shared memory, as others have, and a device that fails when it is asked to."""
+"""The native engine with a child process and shared memory, as third-party engines have, and a device error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from verl.types.request import Output, Request
 from verl.workers.rollout.native_rollout import NativeRollout
 
-BREAKS = "breaks the device"
+FAILING_REQUEST = "fail the device"
+"""ID of the request that raises a device error."""
 
 
 class BreakingRollout(NativeRollout):
@@ -24,7 +25,7 @@ class BreakingRollout(NativeRollout):
         try:
             super().__init__(*args)
         except ValueError:
-            sys.stderr.write("as a process of its own would say it\n")
+            sys.stderr.write("output of the engine process\n")
             raise
         self._worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000], name="Worker_TP1")
         self._worker.start()
@@ -32,7 +33,7 @@ class BreakingRollout(NativeRollout):
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         futures = super().submit(requests)
-        if any(request.id == BREAKS for request in requests):
+        if any(request.id == FAILING_REQUEST for request in requests):
             self._loop.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
         return futures
 

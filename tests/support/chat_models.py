@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of public models, their words learned from a few sentences."""
+"""Tokenizers with the special tokens and chat templates of public models, and small trained vocabularies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# How texts are cut into words: GPT-2's way parts a line break from the next one if a word follows, Llama 3's does not.
+# Pre-tokenization patterns. GPT-2 splits "\n\n" before a word into two tokens, Llama 3 does not.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -24,28 +24,28 @@ class Family:
     added: list[str] = field(default_factory=list)
     """Added tokens that are not registered as special."""
     words: str | None = LLAMA3
-    """None: no words, as SentencePiece, which writes ▁ for a space."""
+    """Pre-tokenization pattern; None: no pre-tokenization, as in SentencePiece, which writes ▁ for a space."""
     begins_with_space: bool = False
     rstrip: bool = False
-    """Special tokens swallow the white space after them."""
+    """Special tokens absorb the white space after them."""
     stops: list[str] = field(default_factory=list)
-    """`eos_token_id` of the generation config. Every one of them ends a turn."""
+    """`eos_token_id` of the generation config: each of these tokens ends a turn."""
     end: str | None = None
-    """The token that the template writes after an earlier answer; None: the next role token ends a turn, or nothing."""
+    """End token that the template writes after an earlier assistant turn; None: the next role token ends it, if any."""
     call_end: str | None = None
-    """The same after tool calls, where it differs."""
+    """End token after tool calls, if it differs from `end`."""
     separator: str = ""
-    """Plain text that the template writes after an answer where there is no end token."""
+    """Plain text that the template writes after an assistant turn if there is no end token."""
     format: str | None = None
-    """Parser of its tool calls (`multi_turn.format`)."""
+    """Tool-call parser (`multi_turn.format`)."""
     calls: bool = True
-    """The template writes tool calls."""
+    """The template supports tool calls."""
     several_calls: bool = True
     """A turn may contain several tool calls."""
     system: bool = True
     """The template has a system role."""
     thinking: tuple[str, ...] = ()
-    """`on`, `off` or both, where the family has thinking."""
+    """Supported thinking modes: `on`, `off` or both."""
     template: str | None = None
     """File name of the template; None: the name of the family."""
 
@@ -227,9 +227,9 @@ FAMILIES = {
 
 @functools.cache
 def chat_tokenizer(family: str, words: str | None = "") -> Any:
-    """The family's special tokens and template over a small byte-pair vocabulary that can write every string.
+    """A BPE tokenizer that can encode every string, with the special tokens and the template of a family.
 
-    `words` replaces the family's way to cut texts.
+    `words` replaces the family's pre-tokenization pattern.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -244,8 +244,8 @@ def chat_tokenizer(family: str, words: str | None = "") -> Any:
         every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
         trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=every_byte, show_progress=False)
     else:
-        cut = pre_tokenizers.Split(Regex(words), "isolated")
-        raw.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        split = pre_tokenizers.Split(Regex(words), "isolated")
+        raw.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         raw.decoder = decoders.ByteLevel()
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False)

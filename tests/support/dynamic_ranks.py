@@ -1,4 +1,4 @@
-"""What two ranks do in the test of dynamic batches; the processes import it by name."""
+"""Worker functions of the test of dynamic micro-batches (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from verl.config import ActorConfig, as_config
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import PolicyLoss
 
-# Rank 0 has many tokens, rank 1 few: a token budget cuts them into different numbers of parts.
-MINE = {1: {0: slice(0, 12)}, 2: {0: slice(0, 9), 1: slice(9, 12)}}
-WAYS = {
+# Rank 0 has many tokens, rank 1 few: a token budget splits them into different numbers of micro-batches.
+ROWS_BY_RANK = {1: {0: slice(0, 12)}, 2: {0: slice(0, 9), 1: slice(9, 12)}}
+BATCHINGS = {
     "one by one": MicroBatching(size=1),
     "fixed": MicroBatching(size=4),
     "dynamic": MicroBatching(max_tokens=32),
@@ -31,25 +31,25 @@ def batch():
     return data
 
 
-def updates_in_all_ways(rank, ranks, folder):
-    """Gradients, metrics and log-probs of the same rows, cut in every way; rank r writes `cut-r.pt`."""
-    mine = batch()[MINE[ranks][rank]]
+def update_with_every_batching(rank, ranks, folder):
+    """Gradients, metrics and log-probs of the same rows for every batching; rank r writes `cut-<ranks>-r.pt`."""
+    mine = batch()[ROWS_BY_RANK[ranks][rank]]
     engine = make_engine(tiny_model())
     loss = PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.01}))
-    found = {}
-    for name, micro in WAYS.items():
+    results = {}
+    for name, micro in BATCHINGS.items():
         passes = []
 
-        def counted(output, part, counts, passes=passes):
+        def counting_loss(output, part, counts, passes=passes):
             passes.append(len(part))
             return loss(output, part, counts)
 
-        metrics = engine.forward_backward(mine, counted, loss.outputs, 0.7, micro)
-        found[name] = {
+        metrics = engine.forward_backward(mine, counting_loss, loss.outputs, 0.7, micro)
+        results[name] = {
             "metrics": metrics,
             "gradients": engine_gradients(engine),
             "passes": passes,
             "inferred": engine.infer(mine, loss.outputs, 0.7, micro).batch["log_probs"],
         }
         engine._optimizer.zero_grad()
-    torch.save(found, Path(folder) / f"cut-{ranks}-{rank}.pt")
+    torch.save(results, Path(folder) / f"cut-{ranks}-{rank}.pt")

@@ -1,4 +1,4 @@
-"""Batches, engines and plain-transformers references that the engine's tests share."""
+"""Batches, FSDP engines and references by transformers alone for the tests of training engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUTPUTS_OF_KIND = {
 
 
 def model_of_kind(kind: str, family: str = "qwen2", **changes: Any) -> Any:
-    """A tiny model, whose head gives numbers that differ."""
+    """A tiny model of this kind, with a randomly initialized head."""
     if kind == "causal_lm":
         return tiny_model(family, **changes)
     torch.manual_seed(1)
@@ -42,23 +42,26 @@ def model_of_kind(kind: str, family: str = "qwen2", **changes: Any) -> Any:
     return AutoModelForSequenceClassification.from_config(config).float().eval()
 
 
-def fields_by_cut(engine: Any, data: DataProto, cuts: dict[str, MicroBatching]) -> dict[str, dict[str, torch.Tensor]]:
-    """All that a model gives at a temperature of 0.7, in micro-batches cut in several ways; {} where it gives none."""
-    found = {cut: engine.infer(data, OUTPUTS_OF_KIND[engine.kind], 0.7, micro).batch for cut, micro in cuts.items()}
-    return {cut: dict(fields.items()) if fields is not None else {} for cut, fields in found.items()}
+def fields_by_batching(
+    engine: Any, data: DataProto, batchings: dict[str, MicroBatching]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """All outputs of a model at temperature 0.7 for each micro-batching; {} on ranks that return none."""
+    outputs = OUTPUTS_OF_KIND[engine.kind]
+    batches = {name: engine.infer(data, outputs, 0.7, micro).batch for name, micro in batchings.items()}
+    return {name: {} if fields is None else dict(fields.items()) for name, fields in batches.items()}
 
 
 def make_engine(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> FSDPEngine:
     """`changes`: keys of the optimizer, the fsdp or the model block, or arguments of the engine. All float32."""
-    places = {"optim": OptimConfig, "fsdp_config": FSDPConfig}
+    blocks_of_role = {"optim": OptimConfig, "fsdp_config": FSDPConfig}
     values: dict[str, dict[str, Any]] = {
         "optim": {"lr": 1e-2, "eps": STEADY_EPS},
         "fsdp_config": {"mixed_precision": "fp32"},
         "model": {},
     }
-    for name, cls in {**places, "model": ModelConfig}.items():
+    for name, cls in {**blocks_of_role, "model": ModelConfig}.items():
         values[name] |= {key: changes.pop(key) for key in list(changes) if key in cls.__dataclass_fields__}
-    blocks = {name: as_config(cls, values[name], at=f"{ACTOR}.{name}") for name, cls in places.items()}
+    blocks = {name: as_config(cls, values[name], at=f"{ACTOR}.{name}") for name, cls in blocks_of_role.items()}
     return FSDPEngine(
         model,
         kind,
@@ -105,7 +108,8 @@ def token_loss(outputs: dict[str, torch.Tensor], batch: DataProto, counts: Any) 
     """A weighted sum of every output over sampled tokens (or over rows), divided by the global number of tokens."""
     mask = batch.batch["response_mask"].bool()
     rows = [out for out in outputs.values() if out.dim() == 1]
-    tokens = [each for out in outputs.values() if out.dim() > 1 for each in (out.unbind(2) if out.dim() > 2 else [out])]
+    tokens = [out for out in outputs.values() if out.dim() == 2]
+    tokens += [part for out in outputs.values() if out.dim() > 2 for part in out.unbind(2)]
     value = sum(torch.where(mask, out * batch.batch["weights"] + out**2, 0.0).sum() for out in tokens)
     value = sum(((out**2).sum() for out in rows), start=value)
     return value / counts.tokens, {"loss": (value / counts.tokens, 1.0), "tokens": (mask.sum(), counts.tokens)}
@@ -114,8 +118,6 @@ def token_loss(outputs: dict[str, torch.Tensor], batch: DataProto, counts: Any) 
 def plain_fields(model: Any, data: DataProto, temperature: float = 1.0) -> dict[str, torch.Tensor]:
     """log_probs and entropy [B, R] by transformers alone, row by row without any padding."""
     width = data.batch["responses"].shape[1]
-    shape = data.batch["responses"].shape
-    found = {"log_probs": torch.zeros(shape), "entropy": torch.zeros(shape)}
     rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
     for ids, mask in zip(data.batch["input_ids"], data.batch["attention_mask"].bool(), strict=True):
         length = int(mask[-width:].sum())
@@ -127,16 +129,16 @@ def plain_fields(model: Any, data: DataProto, temperature: float = 1.0) -> dict[
         pad = (0, width - length)
         rows["log_probs"].append(torch.nn.functional.pad(picked, pad))
         rows["entropy"].append(torch.nn.functional.pad(entropy, pad))
-    return {name: torch.stack(rows[name]) for name in found}
+    return {name: torch.stack(values) for name, values in rows.items()}
 
 
 def plain_gradients(family: str, data: DataProto, temperature: float = 1.0, **changes: Any) -> dict[str, torch.Tensor]:
     """Gradients of `token_loss` over all of `data`, by transformers alone."""
-    return gradients_of(tiny_model(family, **changes), data, temperature)
+    return model_gradients(tiny_model(family, **changes), data, temperature)
 
 
-def gradients_of(model: Any, data: DataProto, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-    """The same, of a given model."""
+def model_gradients(model: Any, data: DataProto, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    """Gradients of `token_loss` over all of `data` for this model, by transformers alone."""
     mask = data.batch["response_mask"]
     from verl.workers.engine.base import Counts
 
@@ -146,7 +148,7 @@ def gradients_of(model: Any, data: DataProto, temperature: float = 1.0) -> dict[
 
 
 def engine_gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Whole gradients by Hugging Face name, on the CPU."""
+    """Unsharded gradients by Hugging Face name, on the CPU."""
     return {
         name: parameter.grad.full_tensor().cpu()
         for name, parameter in engine.model.hf.named_parameters()
@@ -155,31 +157,31 @@ def engine_gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 
 def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Whole weights by Hugging Face name, copied to the CPU."""
+    """Unsharded weights by Hugging Face name, copied to the CPU."""
     return {name: value.cpu().clone() for bucket in engine.buckets(None, 2**30) for name, value in bucket.items()}
 
 
-def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
-    assert set(found) == set(wanted)
-    for name, value in wanted.items():
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, atol=tolerance, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], value, atol=tolerance, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 def run_ranks(work: Any, folder: Any, *arguments: Any, ranks: int = 2) -> None:
-    """`work(rank, ranks, folder, *arguments)` in real processes joined by gloo."""
-    fork_ranks(_joined, (work, ranks, str(folder), arguments), ranks, work.__module__)
+    """Run `work(rank, ranks, folder, *arguments)` in processes that form a gloo process group."""
+    fork_ranks(_run_in_group, (work, ranks, str(folder), arguments), ranks, work.__module__)
 
 
 def fork_ranks(work: Any, arguments: tuple[Any, ...], ranks: int, module: str) -> None:
-    """`work(rank, *arguments)` in processes of their own; `module`: what they will need."""
-    # Imports are most of a rank's time: one server imports, and every rank is a fork of it.
+    """Run `work(rank, *arguments)` in forked processes; `module` is imported before the fork."""
+    # Imports dominate the start-up time of a rank: the fork server imports once for all ranks.
     multiprocessing.set_forkserver_preload([FSDPEngine.__module__, module, *_MODEL_CODE])
     mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def _joined(rank: int, work: Any, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _run_in_group(rank: int, work: Any, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)

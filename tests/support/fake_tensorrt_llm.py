@@ -1,7 +1,7 @@
-"""A stand-in for tensorrt_llm, which has no wheel for these machines: the documented signatures, and a log of calls.
+"""A fake of tensorrt_llm, which has no wheel for the test machines: the documented signatures and a log of calls.
 
-It samples by `next_token`, so that an answer shows whether a token was lost or came twice. What is called otherwise
-than documented (1.3, `llm-api/reference`) fails here with a TypeError.
+It samples by `next_token`, so lost or duplicated tokens show in the output. A call that deviates from the
+documentation (1.3, `llm-api/reference`) raises a TypeError.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """The answer so far; an asynchronous iterator of itself."""
+    """The output so far; an asynchronous iterator that yields itself after every token."""
 
     def __init__(self, prompt: list[int], params: SamplingParams) -> None:
         self.prompt_token_ids, self.params = prompt, params
@@ -111,25 +111,25 @@ class RequestOutput:
         if self.finished:
             raise StopAsyncIteration
         await asyncio.sleep(0.003)
-        answer = self.outputs[0]
+        completion = self.outputs[0]
         if self.aborted:
-            answer.finish_reason = "cancelled"
+            completion.finish_reason = "cancelled"
         else:
-            token = next_token(self.prompt_token_ids + answer.token_ids)
-            answer.token_ids.append(token)
-            answer.logprobs.append({token: Logprob(-token / 100)})
-            if len(answer.token_ids) == self.params.max_tokens:
-                answer.finish_reason = "length"
-        self.finished = answer.finish_reason is not None
+            token = next_token(self.prompt_token_ids + completion.token_ids)
+            completion.token_ids.append(token)
+            completion.logprobs.append({token: Logprob(-token / 100)})
+            if len(completion.token_ids) == self.params.max_tokens:
+                completion.finish_reason = "length"
+        self.finished = completion.finish_reason is not None
         return self
 
     def __await__(self) -> Any:
-        """All at once, as the probe asks: of 264 tokens, each less likely than the one before, or of the first."""
+        """Return the top log-probs of the first token at once, for the log-prob probe: 264 tokens, descending."""
         processed = self.params.logprobs_mode.value == "processed"
         temperature = self.params.temperature if processed else 1.0
         logits = -0.1 * torch.arange(self.params.top_k or 264, dtype=torch.float64) / temperature
-        told = logits.log_softmax(0)[: self.params.logprobs].tolist()
-        self.outputs[0].logprobs = [{token: Logprob(value) for token, value in enumerate(told)}]
+        log_probs = logits.log_softmax(0)[: self.params.logprobs].tolist()
+        self.outputs[0].logprobs = [{token: Logprob(value) for token, value in enumerate(log_probs)}]
         return asyncio.sleep(0, self).__await__()
 
 
@@ -158,7 +158,7 @@ class LLM:
     ) -> None:
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.log: list[tuple[Any, ...]] = []
-        self.asked: list[RequestOutput] = []
+        self.requests: list[RequestOutput] = []
         self.salts: list[str | None] = []
 
     def generate_async(
@@ -178,7 +178,7 @@ class LLM:
         assert asyncio.get_running_loop()
         result = RequestOutput(inputs["prompt_token_ids"], sampling_params)
         if streaming:
-            self.asked.append(result)
+            self.requests.append(result)
             self.salts.append(cache_salt)
         return result
 
@@ -187,7 +187,7 @@ class LLM:
 
 
 class AsyncLLM(LLM):
-    """`last`: the one that was made last."""
+    """`last`: the most recently created instance."""
 
     last: AsyncLLM
 
@@ -231,6 +231,6 @@ class AsyncLLM(LLM):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What `sys.modules` has where it is installed."""
+    """The entries of `sys.modules` where tensorrt_llm is installed."""
     here = sys.modules[__name__]
     return {name: here for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")}

@@ -1,4 +1,4 @@
-"""Conversations of every family in `chat_models`, turn by turn, with what the model should be fed next.
+"""Conversations of every family in `chat_models`, turn by turn, with the expected model input.
 
 The expected text is computed from the family's declared end tokens and the template's rendering alone.
 """
@@ -15,7 +15,7 @@ from tests.support.chat_models import FAMILIES, Family, chat_tokenizer
 from verl.agent.chat import Chat, tool_message
 
 PARAMETERS = {"properties": {"city": {"type": "string"}}, "required": ["city"], "type": "object"}
-# In the order of the gateway's, which sorts the keys of tools.
+# Keys are sorted, as the gateway sorts them.
 TOOLS = [{"function": {"description": "Today.", "name": "weather", "parameters": PARAMETERS}, "type": "function"}]
 USER = [{"role": "user", "content": "And now?"}]
 TOOL = [tool_message("weather", "5 °C")]
@@ -24,7 +24,7 @@ BOTH = [tool_message("weather", "cold"), tool_message("weather", "5 °C", 1)]
 
 @dataclass(frozen=True)
 class Case:
-    """One family with or without tools and thinking, all turns ended by `end` (None: cut)."""
+    """One family with or without tools and thinking, all turns ended by `end` (None: truncated)."""
 
     family: str
     tools: bool
@@ -37,7 +37,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Family × tools × thinking × every end token, and a turn that is cut."""
+    """Family × tools × thinking × every end token, and a truncated turn."""
     return [
         Case(name, tools, thinking, end)
         for name, family in FAMILIES.items()
@@ -48,8 +48,8 @@ def all_cases() -> list[Case]:
 
 
 @functools.cache
-def chat_of(family: str, tools: bool, thinking: str | None) -> Chat:
-    """The chat as a loop worker builds it: with the end tokens of the model's generation config."""
+def family_chat(family: str, tools: bool, thinking: str | None) -> Chat:
+    """The Chat as a loop worker builds it, with the end tokens of the model's generation config."""
     tokenizer, kind = chat_tokenizer(family), FAMILIES[family]
     stops = tokenizer.convert_tokens_to_ids(kind.stops)
     return Chat(tokenizer, TOOLS if tools else None, stops, **template_kwargs(family, thinking))
@@ -61,7 +61,7 @@ def template_kwargs(family: str, thinking: str | None) -> dict[str, Any]:
 
 
 class Conversation:
-    """Renders a family's conversation; `text` is what the model has been fed so far."""
+    """Renders a family's conversation; `text` is the model input so far."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.kind = case, FAMILIES[case.family]
@@ -83,18 +83,18 @@ class Conversation:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def answer(self, number: int, replies: Sequence[Any]) -> tuple[str, str, Any]:
-        """The model's turn as text without its end, the end of its words, and the message."""
-        said = f"Fine {number}."
-        message: dict[str, Any] = {"role": "assistant", "content": said}
+    def model_turn(self, number: int, replies: Sequence[Any]) -> tuple[str, str, Any]:
+        """The model's turn as text without its end token, the last words of its content, and the message."""
+        content = f"Fine {number}."
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.case.thinking == "on" and self.case.family == "gpt_oss":
             message["thinking"] = f"Hm {number}."
         elif self.case.thinking == "on" and self.case.family != "deepseek_r1":
-            message["content"] = f"<think>\nHm {number}.\n</think>\n\n{said}"
+            message["content"] = f"<think>\nHm {number}.\n</think>\n\n{content}"
         if replies[0]["role"] == "tool" and self.kind.calls:
-            message["tool_calls"] = [self._call(reply, f"{said[:-1]} city") for reply in replies]
-            said = f"{said[:-1]} city"
-        return self.turn(message, number), said, message
+            content = f"{content[:-1]} city"
+            message["tool_calls"] = [self._call(reply, content) for reply in replies]
+        return self.turn(message, number), content, message
 
     def _call(self, reply: Any, city: str) -> dict[str, Any]:
         arguments: Any = {"city": city}
@@ -107,31 +107,30 @@ class Conversation:
         }
 
     def turn(self, message: Any, number: int) -> str:
-        """The text of a last answer as the model samples it, without its end."""
+        """The text of the last assistant turn as the model samples it, without its end token."""
         before, text = self.render(True), self.render(False, message)
         opened = "<think>\n" if before.endswith("<think>\n") and self.case.thinking == "on" else ""
         start = before.removesuffix(opened)
         if text.startswith(start):
             turn = text[len(start) :]
-        else:  # the template rewrites the conversation before the answer
+        else:  # the template rewrites the conversation before the assistant turn
             prompt = before.removeprefix(self.render(False))
             turn = text.rpartition(prompt)[2]
-        places = [place for stop in self.kind.stops if (place := turn.find(stop)) >= 0]
-        turn = turn[: min(places)] if places else turn.removesuffix(self.kind.separator)
+        ends = [index for stop in self.kind.stops if (index := turn.find(stop)) >= 0]
+        turn = turn[: min(ends)] if ends else turn.removesuffix(self.kind.separator)
         return (f"Hm {number}.\n</think>\n\n" if opened else "") + turn
 
-    def add(self, turn: str, said: str, message: Any, replies: Sequence[Any], end: str | None) -> str:
-        """Append the turn, its end and the replies; returns the text that the environment adds."""
+    def add(self, turn: str, last_words: str, message: Any, replies: Sequence[Any], end: str | None) -> str:
+        """Append the turn, its end token and the replies; return the text that the environment adds."""
         after = self.render(True, message, *replies)
-        tail = after.rpartition(said)[2]
-        closing = turn.rpartition(said)[2]
+        tail = after.rpartition(last_words)[2]
+        closing = turn.rpartition(last_words)[2]
         assert tail.startswith(closing)
         tail = tail[len(closing) :]
-        own = self.own_end(message)
-        if own is not None:
-            place = tail.index(own)
-            rest, written = tail[place + len(own) :], tail
-            tail = written[place:] if end is None else rest
+        template_end = self.template_end(message)
+        if template_end is not None:
+            index = tail.index(template_end)
+            tail = tail[index if end is None else index + len(template_end) :]
         elif end is not None and tail.startswith(end):
             tail = tail[len(end) :]
         self.text += turn + (end or "") + tail
@@ -140,7 +139,7 @@ class Conversation:
         self.messages += [message, *replies]
         return tail
 
-    def own_end(self, message: Any) -> str | None:
+    def template_end(self, message: Any) -> str | None:
         """The end token that the template writes after this turn."""
         called = "tool_calls" in message
         return self.kind.call_end if called and self.kind.call_end else self.kind.end

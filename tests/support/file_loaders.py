@@ -1,4 +1,4 @@
-"""Every function that reads files of torch, numpy and pickle, with an honest file in which bytes can be replaced."""
+"""Every function that reads files of torch, numpy or pickle, with a valid file in which the pickle can be replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Loader:
     """Returns the file that errors must name."""
     load: Callable[[Path], Any]
     inert: bool = False
-    """Objects of other classes are kept as notes, so a file with one may load."""
+    """Objects of unknown classes are loaded as placeholders, so a file with one may load."""
 
 
 def save_folder(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def pickle_loaders() -> dict[str, Loader]:
-    """By name: loaders of files that contain pickles, or where other readers would look for one."""
+    """By name: loaders of files that contain pickles, or in which other readers would expect one."""
     return {
         "engine: names of a checkpoint": Loader(_metadata, _names),
         "engine: tensors, .metadata": Loader(_metadata, _load_tensors),
@@ -64,7 +64,7 @@ def pickle_loaders() -> dict[str, Loader]:
 
 
 def archive_loaders() -> dict[str, Loader]:
-    """Those of files of `torch.save`, for whole archives instead of pickles."""
+    """Loaders of files written by `torch.save`, for complete archives instead of pickles."""
     names = ("engine: extra.pt", "engine: digests of weights", "trainer: state", "merger: shards")
     chosen = {name: pickle_loaders()[name] for name in (*names, "models: pytorch_model.bin")}
     return chosen | {"engine: tensors, data": Loader(_data_archive, _load_tensors)}
@@ -81,7 +81,7 @@ def _data(folder: Path, content: bytes) -> Path:
 
 
 def _data_archive(folder: Path, archive: bytes) -> Path:
-    """The tensor's place in the data file gets other bytes, and `.metadata` their length."""
+    """Replace the tensor in the data file by an archive, and its offset and length in `.metadata`."""
     save_folder(folder, weights())
     metadata = metadata_of(folder)
     (info,) = metadata.storage_data.values()

@@ -1,4 +1,4 @@
-"""Ranks of the policy that kill themselves where a file tells them to, once; the processes import it by name."""
+"""Policy ranks that kill themselves once at a point armed by a file (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.workers.rollout.engine_host import CollectedOutputs, EngineHost
 
 
 def arm(model_path: str, where: str) -> None:
-    """The next rank of this model that comes by is to die there."""
+    """Make the next rank of this model die at the point `where`."""
     _file(model_path, where).touch()
 
 
@@ -26,8 +26,8 @@ def _file(model_path: str, where: str) -> Path:
 
 
 class FragileWorker(ActorRolloutRefWorker):
-    """Dies after its first finished row, before a reply, when a batch has ended, with the first weights in place, or in
-    the reference's pass."""
+    """Dies at an armed point: `start`, `generate` (after the first finished row), `answer` (before a reply), `end`,
+    `receive` (after the first bucket of weights) or `reference` (log-probs of the reference policy)."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -53,7 +53,7 @@ class FragileWorker(ActorRolloutRefWorker):
         def die_before_reply(*args: Any) -> tuple[HostReply, DataProto | None]:
             reply, rows = collect(*args)
             if reply.headers is not None:
-                self._die_if_armed("answer")  # finished, and not reported yet
+                self._die_if_armed("answer")  # finished, not reported yet
             return reply, rows
 
         def die_before_outputs(*args: Any) -> CollectedOutputs:
@@ -88,7 +88,7 @@ class FragileWorker(ActorRolloutRefWorker):
 
 
 class HostedWorker(FragileWorker):
-    """Its engine is native in a process of its own, which dies in the rank's place."""
+    """Runs the native engine in a separate process, which dies instead of the rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -1,4 +1,4 @@
-"""A gateway in a thread, whose model says what a test has written down for it: real HTTP, real tokens."""
+"""A gateway in a thread with a scripted model: real HTTP, real tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END = 1
 
 
 class CountingTokenizer:
-    """The tiny tokenizer; `texts` are those that it was asked to tokenise."""
+    """The tiny tokenizer; `texts` records every text that it tokenized."""
 
     def __init__(self) -> None:
         self._own = tiny_tokenizer()
@@ -44,7 +44,7 @@ class CountingTokenizer:
 
 
 class ScriptedModel:
-    """Says `answer(request number)`, a token at a time, each with a log-prob of its own."""
+    """Generates `answer(request number)` token by token, each with a distinct log-prob."""
 
     def __init__(self, answer: Callable[[int], str], pace_s: float = 0.0) -> None:
         self.tokenizer = CountingTokenizer()
@@ -57,32 +57,32 @@ class ScriptedModel:
         self.requests.append(request)
         ids = [*ids, END][: request.params.max_new_tokens]
         reason = "stop" if ids[-1] == END else "length"
-        told = False
+        finished = False
         try:
-            for place, token in enumerate(ids):
+            for index, token in enumerate(ids):
                 await asyncio.sleep(self._pace_s)
-                log_prob = -0.001 * (place + 1)
-                stopped = self._stopped(ids[: place + 1], request.params.stop)
-                told = stopped or place == len(ids) - 1
-                ended = ("stop" if stopped else reason) if told else ""
-                yield Output([token], [log_prob], [7], ended, [log_prob], [log_prob])
-                if told:
+                log_prob = -0.001 * (index + 1)
+                stopped = self._stopped(ids[: index + 1], request.params.stop)
+                finished = stopped or index == len(ids) - 1
+                finish_reason = ("stop" if stopped else reason) if finished else ""
+                yield Output([token], [log_prob], [7], finish_reason, [log_prob], [log_prob])
+                if finished:
                     return
         finally:
-            self.aborted += not told
+            self.aborted += not finished
 
     def _stopped(self, ids: list[int], stop: tuple[str, ...]) -> bool:
         return any(text in self.tokenizer.decode(ids) for text in stop)
 
 
 class RunningGateway:
-    """What a test has in hand."""
+    """A running gateway: its model, sessions and address."""
 
     def __init__(self, model: ScriptedModel, sessions: Sessions, address: str) -> None:
         self.model, self.sessions, self.address = model, sessions, address
 
     def base_url(self, name: str) -> str:
-        """As agents receive it in training: it contains the secret of the session."""
+        """The base URL of a session as agents receive it, with the secret of the session."""
         return f"{self.address}/sessions/{name}~secret-of-{name}"
 
 

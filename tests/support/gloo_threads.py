@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, joined by real gloo groups: collectives in tests that take milliseconds."""
+"""Ranks as threads of one process with real gloo groups: tests of collectives that take milliseconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def in_threads(ranks: int, work: Callable[[int, dist.ProcessGroup], Found]) -> list[Found]:
-    """What `work(rank, group)` gives on each of `ranks` ranks; a rank that fails ends the others by their timeout."""
+def run_ranks_in_threads(ranks: int, work: Callable[[int, dist.ProcessGroup], Result]) -> list[Result]:
+    """Return `work(rank, group)` of every rank. After a failure on one rank the others time out."""
     store = dist.HashStore()
 
-    def run(rank: int) -> Found:
+    def run(rank: int) -> Result:
         return work(rank, dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=20)))
 
     with ThreadPoolExecutor(ranks) as pool:

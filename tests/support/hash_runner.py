@@ -1,4 +1,4 @@
-"""A runner in plain Python whose next token is a hash of all the KV it really sees: any wrong block changes the answer.
+"""A model runner in plain Python whose next token is a hash of all the KV it reads: any wrong block changes the output.
 
 The KV entry of a token is a hash of the weights, the token, its position and the entries before it, read through the
 slot's block table at the moment it is computed. A lost copy, a block shared or reused too early, a stale prefix, a
@@ -17,7 +17,7 @@ VOCAB = 7
 
 
 class HashRunner:
-    """Computes at once, in the order of launches; `lag` only says how late the results are asked for."""
+    """Computes each step in `launch`; `lag` only defines how many steps later the results are read."""
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, lag: int = 0) -> None:
         self.lag = lag
@@ -31,7 +31,7 @@ class HashRunner:
         self._params = [SamplingParams()] * max_num_seqs
         self._last = [-1] * max_num_seqs
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         plan = pickle.loads(pickle.dumps(plan))
         self._check(plan)
         self.steps += 1
@@ -59,13 +59,13 @@ class HashRunner:
         for row, (state, slot) in enumerate(zip(states, plan.sample_slots, strict=True)):
             rows.append(self._sampled(state, slot, plan.sample_positions[row], banned.get(row, set())))
             self._last[slot] = rows[-1][0]
-        return Done(rows)
+        return FinishedStep(rows)
 
     def _sampled(self, state: int, slot: int, position: int, banned: set[int]) -> tuple[int, float, float, float]:
         return sampled(state, self._params[slot].key, position, banned)
 
     def _feed(self, slot: int, position: int, token: int) -> int:
-        """Write the token's KV, and return what the model then knows."""
+        """Write the token's KV entry and return the resulting model state."""
         table = self._tables[slot]
         places = [(table[p // self._size], p % self._size) for p in range(position + 1)]
         seen = [self._kv[block][offset] for block, offset in places[:-1]]
@@ -84,7 +84,7 @@ class HashRunner:
         assert len(set(plan.sample_slots)) == len(plan.sample_slots) == len(plan.sample_positions)
 
 
-class Done:
+class FinishedStep:
     """A finished step."""
 
     def __init__(self, rows: list[tuple[int, float, float, float]]) -> None:
@@ -104,7 +104,7 @@ def sampled(state: int, key: int, position: int, banned: set[int]) -> tuple[int,
 
 
 def expected(sequence: Sequence, output: Output) -> Output:
-    """The output this one should be, given which weights computed each of its tokens: each computed alone, anew."""
+    """Recompute an output from scratch, with the weights that produced each of its tokens."""
     params = sequence.params
     right = Output(finish_reason=output.finish_reason, versions=output.versions)
     for version in output.versions:

@@ -1,4 +1,4 @@
-"""LoRA by peft on plain transformers, to compare an engine with."""
+"""LoRA by peft on transformers models, as the reference for engines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def lora_engine(model: Any, kind: str = "causal_lm", **changes: Any) -> Any:
 
 
 def adapter_values(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole copies of what learns, by name."""
+    """Unsharded copies of the trained parameters, by name."""
     named = engine.model.hf.named_parameters()
     return {name: value.detach().full_tensor().cpu().clone() for name, value in named if value.requires_grad}
 
 
-def nudged(engine: Any) -> None:
-    """Every adapter matrix B away from 0, so that A has a gradient; the same on any number of ranks."""
+def perturb_lora_b(engine: Any) -> None:
+    """Move every adapter matrix B away from 0, so that A has a gradient; the same for any number of ranks."""
     for name, value in engine.model.hf.named_parameters():
         if "lora_B" in name:
             local = value.detach().to_local()
@@ -57,32 +57,32 @@ def peft_gradients(
     }
 
 
-def steps(engine: Any, data: DataProto, count: int, outputs: tuple[str, ...] = ("log_probs",)) -> None:
+def train_steps(engine: Any, data: DataProto, count: int, outputs: tuple[str, ...] = ("log_probs",)) -> None:
     for _ in range(count):
         engine.forward_backward(data, token_loss, outputs)
         engine.optimizer_step()
 
 
-def adapters_at_work(mine: DataProto, folder: Path) -> dict[str, Any]:
-    """What several ranks find, this one with the rows `mine`: for the test to compare with one rank and with peft."""
-    found: dict[str, Any] = {}
+def lora_results(mine: DataProto, folder: Path) -> dict[str, Any]:
+    """Results of this rank for its rows `mine`, to be compared with one rank and with peft."""
+    results: dict[str, Any] = {}
     engine = lora_engine(str(folder / "model"))
-    found["started"] = adapter_values(engine)
-    nudged(engine)
+    results["started"] = adapter_values(engine)
+    perturb_lora_b(engine)
     engine.forward_backward(mine, token_loss, ("log_probs", "entropy"), 0.7)
-    found["gradients"] = engine_gradients(engine)
+    results["gradients"] = engine_gradients(engine)
 
     engine = lora_engine(str(folder / "model"))
     engine.load(folder / "lora-one")
-    steps(engine, mine, 2)
-    found["continued"] = whole_weights(engine)
-    found["trained"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+    train_steps(engine, mine, 2)
+    results["continued"] = whole_weights(engine)
+    results["trained"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
     with engine.base_weights():
-        found["reference"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+        results["reference"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
     engine.save(folder / "lora-two")
     engine.export_hf(folder / "lora-merged")
     # Frozen weights in bfloat16 and adapters in float32 are gathered together.
     engine = lora_engine(str(folder / "model"), mixed_precision="bf16")
-    steps(engine, mine, 1)
-    found["mixed"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
-    return found
+    train_steps(engine, mine, 1)
+    results["mixed"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+    return results

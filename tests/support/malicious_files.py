@@ -1,4 +1,4 @@
-"""Files that would run a command, or take much memory, in a loader that trusts them. Each command makes a folder."""
+"""Files that run a command or exhaust memory in a loader that trusts them. Each command creates the folder `canary`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTENSION = 240
 
 
 class Hostile:
-    """Pickled, a call of `os.makedirs`."""
+    """Unpickling it calls `os.makedirs`."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -45,7 +45,7 @@ def _code(canary: Path) -> str:
 
 
 def code_pickles(canary: Path) -> dict[str, bytes]:
-    """By technique: pickles that make `canary` when `pickle.loads` reads them (without the opcode STOP)."""
+    """By technique: pickles that create `canary` when `pickle.loads` reads them (without the opcode STOP)."""
     path, mkdir = _text(canary), _global("posix", "mkdir")
     make_list, mapped = _global("builtins", "list"), _global("builtins", "map")
     code, call = _text(_code(canary)), _global("builtins", "eval")
@@ -121,7 +121,7 @@ def zip_of(data_pkl: bytes, members: Mapping[str, bytes] | None = None, compress
 def torch_pickle(shape: tuple[int, ...], stride: tuple[int, ...], elements: int, key: str = "0") -> bytes:
     """The pickle of a float32 tensor in a file of `torch.save`."""
     storage = b"(" + _text("storage") + _global("torch", "FloatStorage") + _text(key) + _text("cpu") + _number(elements)
-    numbers = [b"(" + b"".join(map(_number, each)) + b"t" for each in (shape, stride)]
+    numbers = [b"(" + b"".join(map(_number, values)) + b"t" for values in (shape, stride)]
     call = b"(" + storage + b"tQK\x00" + b"".join(numbers) + b"\x89" + _global("collections", "OrderedDict") + b")R"
     return P2 + _global("torch._utils", "_rebuild_tensor_v2") + call + b"tR."
 
@@ -166,7 +166,7 @@ def _bomb(data_pkl: bytes | None, name: str) -> bytes:
 
 
 def _larger(archive: bytes) -> bytes:
-    """With another size of the storage in its directory."""
+    """Set another size of the storage in the central directory of the archive."""
     at = archive.rfind(b"PK\x01\x02", 0, archive.rfind(b"archive/data/0"))
     sizes = struct.pack("<II", 2**31, 2**31)
     return archive[: at + 20] + sizes + archive[at + 28 :]

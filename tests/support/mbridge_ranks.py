@@ -1,4 +1,4 @@
-"""What ranks do with engines whose weights go through Megatron-Bridge; the processes import it by name."""
+"""Worker functions of the tests of Megatron-Bridge weight conversion (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -18,90 +18,91 @@ import torch.distributed as dist
 from tests.support.engine_cases import whole_weights
 from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import LAYOUTS, MODELS, WEIGHTS_ONLY, model_of
-from tests.support.megatron_weight_ranks import cut_rows, other_model, rows_of, walked, wrong
+from tests.support.megatron_weight_ranks import collect_buckets, cut_rows, mismatched, other_model, shard_rows
 
-REFUSED = ("mixtral", "shared", "experts")
-BROKEN = (
+UNSUPPORTED_MODELS = ("mixtral", "shared", "experts")
+IMPORT_ERRORS = (
     ModuleNotFoundError("No module named 'megatron.bridge'", name="megatron.bridge"),
-    OSError("libcudnn.so.9: cannot open shared object file"),  # as Transformer Engine has it where a library is missing
+    OSError("libcudnn.so.9: cannot open shared object file"),  # raised by Transformer Engine if a library is missing
 )
 
 
-def filled_both_ways(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Two engines from the same files, one of them by the bridge; rank r writes `found-r.pt`."""
-    found = {}
+def compare_with_bridge(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """Load two engines from the same files, one of them by the bridge; rank r writes `found-r.pt`."""
+    results = {}
     for layout, name in cases:
         stored, changes = Path(folder) / f"{layout}-{name}", {} if ranks == 1 else LAYOUTS[layout]
         model = model_of(name)
         if rank == 0:
             (model.model if MODELS[name][0] == "value" else model).save_pretrained(stored)
         dist.barrier()
-        with conversions() as ways:
-            theirs = make_megatron(str(stored), MODELS[name][0], use_mbridge=True, **changes)
-            case = _compared(theirs, stored, MODELS[name][0], changes, ranks)
-        if layout != WEIGHTS_ONLY:  # a save looks first at what a pass gives
+        with count_conversions() as conversions:
+            bridge = make_megatron(str(stored), MODELS[name][0], use_mbridge=True, **changes)
+            case = _compare(bridge, stored, MODELS[name][0], changes, ranks)
+        if layout != WEIGHTS_ONLY:  # a save first checks the outputs of a forward pass
             case["masters"] = _masters(stored, name, changes)
-        found[layout, name] = case | {"used": all(ways.values())}
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+        results[layout, name] = case | {"used": all(conversions.values())}
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
 @contextmanager
-def conversions() -> Iterator[Counter[str]]:
-    """How often the bridge converts queries, keys and values each way inside."""
+def count_conversions() -> Iterator[Counter[str]]:
+    """Count the bridge's conversions of QKV weights in each direction."""
     from megatron.bridge.models.conversion.param_mapping import QKVMapping
 
-    ways = Counter({"hf_to_megatron": 0, "megatron_to_hf": 0})
+    counts = Counter({"hf_to_megatron": 0, "megatron_to_hf": 0})
 
-    def counted(way: str, convert: Any) -> Any:
-        def converted(mapping: Any, weights: Any, module: Any) -> Any:
+    def counting(direction: str, convert: Any) -> Any:
+        def wrapper(mapping: Any, weights: Any, module: Any) -> Any:
             tensors = weights.values() if isinstance(weights, dict) else [weights]
-            ways[way] += not any(tensor.is_meta for tensor in tensors)  # there, names and shapes are tried out
+            counts[direction] += not any(tensor.is_meta for tensor in tensors)  # meta tensors: only names and shapes
             return convert(mapping, weights, module)
 
-        return converted
+        return wrapper
 
     with ExitStack() as stack:
-        for way in ways:
-            stack.enter_context(patch.object(QKVMapping, way, counted(way, getattr(QKVMapping, way))))
-        yield ways
+        for direction in counts:
+            convert = getattr(QKVMapping, direction)
+            stack.enter_context(patch.object(QKVMapping, direction, counting(direction, convert)))
+        yield counts
 
 
-def _compared(theirs: Any, stored: Path, kind: str, changes: dict[str, Any], ranks: int) -> dict[str, list[str]]:
-    """By quantity, the names of what is not the same bit for bit."""
+def _compare(bridge: Any, stored: Path, kind: str, changes: dict[str, Any], ranks: int) -> dict[str, list[str]]:
+    """By quantity, the names of weights that are not bit-identical to those of our own mapping."""
     ours = make_megatron(str(stored), kind, **changes)
     shards = [
         {f"{at}.{key}": value for at, part in enumerate(engine.models) for key, value in part.named_parameters()}
-        for engine in (theirs, ours)
+        for engine in (bridge, ours)
     ]
-    there = whole_weights(ours)
-    parts = [rows_of(there, part, ranks) for part in range(ranks)]
-    case = {"shards": wrong(*shards)}
+    expected = whole_weights(ours)
+    parts = [shard_rows(expected, part, ranks) for part in range(ranks)]
+    case = {"shards": mismatched(*shards)}
     for size in (1 << 30, 40_000, 3_000):
-        case[f"whole, {size}"] = wrong(walked(theirs, None, size, None), there)
-        own = cut_rows(there, parts[dist.get_rank()])
-        case[f"rows, {size}"] = wrong(walked(theirs, None, size, parts), own)
+        case[f"whole, {size}"] = mismatched(collect_buckets(bridge, None, size, None), expected)
+        own = cut_rows(expected, parts[dist.get_rank()])
+        case[f"rows, {size}"] = mismatched(collect_buckets(bridge, None, size, parts), own)
         one = [{"model.layers.1.self_attn.k_proj.weight": range(1, 9), "lm_head.weight": range(200, 260)}] * ranks
-        one = [{key: rows for key, rows in each.items() if key in there} for each in one]
-        half = {key: value.bfloat16() for key, value in there.items()}
-        case[f"few, {size}"] = wrong(walked(theirs, torch.bfloat16, size, one), cut_rows(half, one[0]))
-    case["order"] = [] if list(walked(theirs, None, 40_000, None)) == list(there) else ["another"]
-    theirs.export_hf(stored / "theirs", torch.float32)
+        one = [{key: rows for key, rows in ranges.items() if key in expected} for ranges in one]
+        half = {key: value.bfloat16() for key, value in expected.items()}
+        case[f"few, {size}"] = mismatched(collect_buckets(bridge, torch.bfloat16, size, one), cut_rows(half, one[0]))
+    case["order"] = [] if list(collect_buckets(bridge, None, 40_000, None)) == list(expected) else ["another"]
+    bridge.export_hf(stored / "theirs", torch.float32)
     ours.export_hf(stored / "ours", torch.float32)
     return case
 
 
 def _masters(stored: Path, name: str, changes: dict[str, Any]) -> list[str]:
-    """Names of masters of a model in half precision that are not as the files have them, in float32."""
+    """Names of float32 master weights of a bfloat16 model that differ from the files."""
     half = make_megatron(str(stored), MODELS[name][0], dtype="bf16", background_save=False, use_mbridge=True, **changes)
     half.save(stored / "masters", ("model",))
-    again = make_megatron(other_model(name), MODELS[name][0], **changes)
-    again.load(stored / "masters", ("model",))
-    return wrong(whole_weights(again), whole_weights(make_megatron(str(stored), MODELS[name][0], **changes)))
+    loaded = make_megatron(other_model(name), MODELS[name][0], **changes)
+    loaded.load(stored / "masters", ("model",))
+    return mismatched(whole_weights(loaded), whole_weights(make_megatron(str(stored), MODELS[name][0], **changes)))
 
 
 @contextmanager
 def import_raises(error: Exception) -> Iterator[None]:
-    """Inside, this is what becomes of importing the package."""
+    """Make the import of megatron.bridge raise this error."""
 
     class Finder(MetaPathFinder):
         def find_spec(self, name: str, path: Any, target: Any = None) -> None:
@@ -113,33 +114,33 @@ def import_raises(error: Exception) -> Iterator[None]:
         yield
 
 
-def refused_or_ours(rank: int, ranks: int, folder: str) -> None:
-    """Models without a mapping, of which there are no weights to load; and the package away, or broken."""
-    found: dict[str, Any] = {}
-    for name in REFUSED:
+def check_fallbacks(rank: int, ranks: int, folder: str) -> None:
+    """Errors for models that the bridge cannot map, and the fallback to our own mapping if its import fails."""
+    results: dict[str, Any] = {}
+    for name in UNSUPPORTED_MODELS:
         stored = Path(folder) / name
         model_of(name).config.save_pretrained(stored)
         try:
             make_megatron(str(stored), use_mbridge=True)
         except ValueError as error:
-            found[name] = str(error)
+            results[name] = str(error)
     stored = Path(folder) / "tied"
     model = model_of("tied")
     model.save_pretrained(stored)
-    said: list[logging.LogRecord] = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = said.append
+    handler.emit = records.append
     logging.getLogger("verl").addHandler(handler)
     logging.getLogger("verl").setLevel(logging.INFO)  # in this process alone
-    found["ours"] = []
-    for error in BROKEN:
+    results["ours"] = []
+    for error in IMPORT_ERRORS:
         with import_raises(error):
             engine = make_megatron(str(stored), use_mbridge=True)
-        found["ours"] += wrong(whole_weights(engine), model.state_dict())
+        results["ours"] += mismatched(whole_weights(engine), model.state_dict())
     logging.getLogger("verl").removeHandler(handler)
-    found["said"] = [record.getMessage() for record in said if "use_mbridge" in record.getMessage()]
-    found["no files"] = _without_files(stored)
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+    results["messages"] = [record.getMessage() for record in records if "use_mbridge" in record.getMessage()]
+    results["no files"] = _without_files(stored)
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
 def _without_files(stored: Path) -> str:

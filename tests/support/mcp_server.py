@@ -1,6 +1,6 @@
-"""A real MCP server for tests, by the official SDK: `python mcp_server.py stdio` or `python mcp_server.py PORT`.
+"""An MCP server for tests by the official SDK: `python mcp_server.py stdio` or `python mcp_server.py PORT`.
 
-Over HTTP it wants the token `open-sesame`, notes what it was sent in the file `$NOTES`, and listens on loopback.
+Over HTTP it requires the token `open-sesame`, appends every request path to the file `$NOTES`, and listens on loopback.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def search(query: str) -> str:
     return json.dumps({"results": results})
 
 
-class Guarded:
-    """The app behind its token."""
+class TokenCheck:
+    """Rejects HTTP requests without the token."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -60,8 +60,8 @@ class Guarded:
             await send({"type": "http.response.body", "body": b"who are you?"})
             return
         if scope["type"] == "http":
-            with Path(os.environ["NOTES"]).open("a") as notes:
-                notes.write(f"{scope['path']}?{scope['query_string'].decode()}\n")
+            with Path(os.environ["NOTES"]).open("a") as log:
+                log.write(f"{scope['path']}?{scope['query_string'].decode()}\n")
         await self.app(scope, receive, send)
 
 
@@ -71,4 +71,6 @@ if __name__ == "__main__":
     else:
         import uvicorn
 
-        uvicorn.run(Guarded(server.streamable_http_app()), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+        uvicorn.run(
+            TokenCheck(server.streamable_http_app()), host="127.0.0.1", port=int(sys.argv[1]), log_level="error"
+        )

@@ -1,4 +1,4 @@
-"""Megatron engines for tests, beside `engine_cases`' of FSDP: the same batches, losses and settings."""
+"""Megatron engines for tests, with the defaults of the FSDP engines in `engine_cases`."""
 
 from __future__ import annotations
 

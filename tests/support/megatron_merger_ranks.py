@@ -1,4 +1,4 @@
-"""What four Megatron ranks write for the merger; the processes import it by name."""
+"""Checkpoints that four Megatron ranks write for the merger (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import LAYOUTS, MODELS, model_of
 
 
-def saved(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Of each (layout, model) our checkpoint, Core's own and the model itself."""
+def write_checkpoints(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """Write our checkpoint, a Megatron Core checkpoint and the HF model of each (layout, model)."""
     from megatron.core import dist_checkpointing
 
     for layout, name in cases:
-        place = Path(folder) / name
+        target = Path(folder) / name
         model = model_of(name)
         if rank == 0:
-            model.save_pretrained(place / "model")
+            model.save_pretrained(target / "model")
             for part in ("ours", "core"):
-                model.config.save_pretrained(place / part / "huggingface")
-            (place / "core" / "dist_ckpt").mkdir()
+                model.config.save_pretrained(target / part / "huggingface")
+            (target / "core" / "dist_ckpt").mkdir()
         dist.barrier()
         engine = make_megatron(model, MODELS[name][0], **LAYOUTS[layout])
-        engine.save(place / "ours", ("model",))
+        engine.save(target / "ours", ("model",))
         with engine.layout.active():
-            parts = {f"model{number}": each.sharded_state_dict() for number, each in enumerate(engine.models)}
-            dist_checkpointing.save(parts, str(place / "core" / "dist_ckpt"))
+            parts = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(engine.models)}
+            dist_checkpointing.save(parts, str(target / "core" / "dist_ckpt"))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What four ranks do in the Megatron engine's tests; the processes import it by name."""
+"""Worker functions of the tests of MegatronEngine on four ranks (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from tests.support.engine_cases import OUTPUTS_OF_KIND as KINDS
 from tests.support.engine_cases import (
-    fields_by_cut,
+    fields_by_batching,
     make_batch,
     make_engine,
     model_of_kind,
     token_loss,
 )
 from tests.support.megatron_cases import make_megatron
-from tests.support.router_cases import told_experts
+from tests.support.router_cases import random_experts
 from verl.models.loading import empty_model
 from verl.workers.engine.base import MicroBatching
 
@@ -52,9 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 EP2": {P: 2, E: 2},
     "CP2 EP2": {C: 2, E: 2},
 }
-WEIGHTS_ONLY = "TP2 EP2 ETP2"  # its passes gather parts of unequal length, which gloo does not
+WEIGHTS_ONLY = "TP2 EP2 ETP2"  # its forward pass gathers shards of unequal length, which gloo does not support
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
-TOLD = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
+EXPERTS_SHAPE = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
 # Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("causal_lm", "qwen2", {}),
@@ -79,70 +79,70 @@ def rows() -> Any:
     return make_batch(rows=ROWS, vocab=260)
 
 
-def mine(dp_rank: int, dp_size: int) -> slice:
-    """Not as many rows for every part, and not as many micro-batches."""
+def rows_of_dp_rank(dp_rank: int, dp_size: int) -> slice:
+    """Rows of a data-parallel rank; ranks have different numbers of rows and micro-batches."""
     bounds = {1: [0, ROWS], 2: [0, 5, ROWS], 4: [0, 3, 4, 6, ROWS]}[dp_size]
     return slice(bounds[dp_rank], bounds[dp_rank + 1])
 
 
-def ranks_at_work(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Everything that the tests look at, in one start of the processes; rank r writes `found-r.pt`."""
-    found = {}
+def train_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """All results that the tests check, computed in one process start; rank r writes `found-r.pt`."""
+    results = {}
     for layout, model in cases:
-        found[layout, model] = trained(model, LAYOUTS[layout])
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+        results[layout, model] = train_case(model, LAYOUTS[layout])
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
-def trained(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """What an engine of this layout finds before it learns, its gradients, and its weights after some steps."""
+def train_case(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Outputs of an engine before training, its gradients, and its weights after some steps."""
     kind, _, _ = MODELS[name]
     outputs, train = KINDS[kind], kind != "sequence_classification"
     engine = make_megatron(model_of(name), kind, train=train, lr=1e-3, **changes)
-    data = rows()[mine(engine.dp_rank, engine.dp_size)]
-    found: dict[str, Any] = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
-    found |= fields_by_cut(engine, data, {"fixed": FIXED, "dynamic": DYNAMIC})
+    data = rows()[rows_of_dp_rank(engine.dp_rank, engine.dp_size)]
+    results: dict[str, Any] = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
+    results |= fields_by_batching(engine, data, {"fixed": FIXED, "dynamic": DYNAMIC})
     if not train:
-        return found
-    found["metrics"] = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
-    found["gradients"] = whole(engine, gradients=True)
+        return results
+    results["metrics"] = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
+    results["gradients"] = gather_full(engine, gradients=True)
     engine = make_megatron(model_of(name), kind, lr=1e-3, **changes)
     steps = []
     for _ in range(STEPS):
         loss = engine.forward_backward(data, token_loss, outputs, 0.7, DYNAMIC)
         steps.append((loss.get("loss", (0.0, 0.0))[0], engine.optimizer_step()["grad_norm"]))
-    found["steps"] = steps
-    found["weights"] = whole(engine, gradients=False)
-    found["sound"] = engine.weights_finite(thorough=True)
-    return found
+    results["steps"] = steps
+    results["weights"] = gather_full(engine, gradients=False)
+    results["sound"] = engine.weights_finite(thorough=True)
+    return results
 
 
-def neighbours_at_work(rank: int, ranks: int, folder: str) -> None:
-    """An actor, a critic of another layout, a critic on FSDP and a reference in the same processes, taking turns."""
+def train_colocated_engines(rank: int, ranks: int, folder: str) -> None:
+    """Train an actor, a critic of another layout and a critic on FSDP, and run a reference, in the same processes."""
     engines = {
         "actor": make_megatron(model_of("qwen2"), lr=1e-3, **LAYOUTS["TP2 PP2"]),
         "critic": make_megatron(model_of("value"), "value", lr=1e-3, **LAYOUTS["TP2"]),
         "fsdp critic": make_engine(model_of("value"), "value", lr=1e-3),
     }
     reference = make_megatron(model_of("qwen2"), train=False, **LAYOUTS["VPP2"])
-    parts = {name: rows()[mine(engine.dp_rank, engine.dp_size)] for name, engine in engines.items()}
-    found: dict[str, Any] = {name: [] for name in engines} | {"reference": []}
+    parts = {name: rows()[rows_of_dp_rank(engine.dp_rank, engine.dp_size)] for name, engine in engines.items()}
+    results: dict[str, Any] = {name: [] for name in engines} | {"reference": []}
     for _ in range(STEPS):
         losses = {
             name: engine.forward_backward(parts[name], token_loss, KINDS[engine.kind], 0.7, DYNAMIC)
             for name, engine in engines.items()
         }
-        data = rows()[mine(reference.dp_rank, reference.dp_size)]
+        data = rows()[rows_of_dp_rank(reference.dp_rank, reference.dp_size)]
         fields = reference.infer(data, ["log_probs"], 0.7, FIXED)
-        found["reference"].append(fields.batch["log_probs"] if reference.collects else None)
+        results["reference"].append(fields.batch["log_probs"] if reference.collects else None)
         for name, engine in engines.items():
             own = losses[name].get("loss", (0.0,))[0] if engine.collects else 0.0
-            found[name].append((own, engine.optimizer_step()["grad_norm"]))
-    found["place"] = reference.dp_rank, reference.dp_size
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+            results[name].append((own, engine.optimizer_step()["grad_norm"]))
+    results["place"] = reference.dp_rank, reference.dp_size
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
-def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
-    """Weights or gradients by Hugging Face name, put together from all ranks' parts. After gradients, no step."""
+def gather_full(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
+    """Unsharded weights or gradients by Hugging Face name. After gathering gradients no optimizer step is possible."""
     from megatron.core.distributed import finalize_model_grads
 
     from verl.models.megatron_core import shard_slices, weight_map
@@ -161,37 +161,37 @@ def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
                 part = layout.tp if weight.expert is None else layout.etp
                 for piece in shard_slices(weight, engine.arch, part.rank, part.size):
                     pieces.append((piece.hf, piece.source, value[piece.place].clone()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pieces)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, pieces)
     shapes = {
         name: value.shape
         for name, value in empty_model(engine.hf_config, engine.kind, torch.float32).state_dict().items()
     }
-    found: dict[str, torch.Tensor] = {}
-    for hf, source, value in itertools.chain(*everyone):
-        found.setdefault(hf, torch.full(shapes[hf], torch.nan))[source] = value
-    return found
+    results: dict[str, torch.Tensor] = {}
+    for hf, source, value in itertools.chain(*gathered):
+        results.setdefault(hf, torch.full(shapes[hf], torch.nan))[source] = value
+    return results
 
 
-def ranks_that_replay(rank: int, ranks: int, folder: str, layouts: list[str]) -> None:
-    """Experts are noted, then others are told: `replay-r.pt`."""
-    found = {}
+def replay_cases(rank: int, ranks: int, folder: str, layouts: list[str]) -> None:
+    """Record the experts of a pass, then replay others; rank r writes `replay-r.pt`."""
+    results = {}
     for layout in layouts:
-        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         engine = make_megatron(
-            model_of("experts"), router_replay=True, override_transformer_config=again, **LAYOUTS[layout]
+            model_of("experts"), router_replay=True, override_transformer_config=recompute, **LAYOUTS[layout]
         )
-        place = mine(engine.dp_rank, engine.dp_size)
+        place = rows_of_dp_rank(engine.dp_rank, engine.dp_size)
         data, outputs = rows()[place], ["log_probs", "entropy"]
-        noted = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
-        data.batch["routed_experts"] = told_experts(rows(), *TOLD)[place]
-        told = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
+        recorded = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
+        data.batch["routed_experts"] = random_experts(rows(), *EXPERTS_SHAPE)[place]
+        replayed = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
         metrics = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
-        found[layout] = {
+        results[layout] = {
             "place": (engine.dp_rank, engine.dp_size, engine.collects),
-            "noted": dict(noted.items()) if noted is not None else {},
-            "told": dict(told.items()) if told is not None else {},
+            "recorded": dict(recorded.items()) if recorded is not None else {},
+            "replayed": dict(replayed.items()) if replayed is not None else {},
             "metrics": metrics,
-            "gradients": whole(engine, gradients=True),
+            "gradients": gather_full(engine, gradients=True),
         }
-    torch.save(found, Path(folder) / f"replay-{rank}.pt")
+    torch.save(results, Path(folder) / f"replay-{rank}.pt")

@@ -1,4 +1,4 @@
-"""What four ranks do with the weights of Megatron engines; the processes import it by name."""
+"""Worker functions of the tests of MegatronEngine weights and checkpoints (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ BUCKET = 1 << 20
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
 
 
-def wrong(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of what is missing, more, or not the same bit for bit."""
+def mismatched(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names that only one side has, or whose tensors are not bit-identical."""
     return [
         name
-        for name in {**wanted, **found}
-        if name not in found or name not in wanted or not torch.equal(found[name], wanted[name])
+        for name in {**expected, **actual}
+        if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
     ]
 
 
-def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Weights filled from files or from memory, and given out in buckets of any size; rank r writes `found-r.pt`."""
-    found = {}
+def export_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """Load weights from files or memory and export them in buckets of several sizes; rank r writes `found-r.pt`."""
+    results = {}
     for layout, name in cases:
         kind = MODELS[name][0]
         model = model_of(name)
-        there = model.state_dict()
+        expected = model.state_dict()
         stored = Path(folder) / f"{layout}-{name}"
         if rank == 0 and kind == "causal_lm":
             model.save_pretrained(stored)
@@ -51,36 +51,40 @@ def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]
         # Only the first rank's model in memory counts.
         source: Any = str(stored) if kind == "causal_lm" else model if rank == 0 else other_model(name)
         engine = make_megatron(source, kind, train=kind != "sequence_classification", **LAYOUTS[layout])
-        case: dict[str, Any] = {"names": list(engine.manifest()) == list(there)}
+        case: dict[str, Any] = {"names": list(engine.manifest()) == list(expected)}
         for size in (1 << 30, 40_000, 3_000):
-            case[f"whole, {size}"] = wrong(walked(engine, None, size, None), there)
-            parts = [rows_of(there, each, ranks) for each in range(ranks)]
-            case[f"rows, {size}"] = wrong(walked(engine, None, size, parts), cut_rows(there, parts[rank]))
-            first = [rows_of(there, 0, 1), *({} for _ in range(ranks - 1))]
-            rounded = {key: value.bfloat16() for key, value in there.items()}
-            one = walked(engine, torch.bfloat16, size, first)
-            case[f"first rank, {size}"] = wrong(one, cut_rows(rounded, first[rank]))
+            case[f"whole, {size}"] = mismatched(collect_buckets(engine, None, size, None), expected)
+            parts = [shard_rows(expected, part, ranks) for part in range(ranks)]
+            case[f"rows, {size}"] = mismatched(
+                collect_buckets(engine, None, size, parts), cut_rows(expected, parts[rank])
+            )
+            first = [shard_rows(expected, 0, 1), *({} for _ in range(ranks - 1))]
+            rounded = {key: value.bfloat16() for key, value in expected.items()}
+            one = collect_buckets(engine, torch.bfloat16, size, first)
+            case[f"first rank, {size}"] = mismatched(one, cut_rows(rounded, first[rank]))
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
-        if kind != "sequence_classification" and layout != WEIGHTS_ONLY:  # a save looks first at what a pass gives
+        if (
+            kind != "sequence_classification" and layout != WEIGHTS_ONLY
+        ):  # a save first checks the outputs of a forward pass
             half = make_megatron(source, kind, dtype="bf16", background_save=False, **LAYOUTS[layout])
             half.save(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
-            again = _megatron(name, layout, other_model)
-            again.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
-            case["masters"] = wrong(whole_weights(again), there)
-        found[layout, name] = case
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+            loaded = _megatron(name, layout, other_model)
+            loaded.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
+            case["masters"] = mismatched(whole_weights(loaded), expected)
+        results[layout, name] = case
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
-def rows_of(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
+def shard_rows(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
     return {key: range(len(value) * part // parts, len(value) * (part + 1) // parts) for key, value in tensors.items()}
 
 
 def cut_rows(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, range]) -> dict[str, torch.Tensor]:
-    return {key: tensors[key][each.start : each.stop] for key, each in rows.items() if each}
+    return {key: tensors[key][span.start : span.stop] for key, span in rows.items() if span}
 
 
-def walked(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> dict[str, torch.Tensor]:
-    """All buckets; what comes in strips put together again."""
+def collect_buckets(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> dict[str, torch.Tensor]:
+    """The tensors of all buckets; tensors that arrive in slices are concatenated."""
     parts: dict[str, list[torch.Tensor]] = {}
     for bucket in engine.buckets(dtype, size, wanted):
         assert len(bucket) == 1 or sum(value.nbytes for value in bucket.values()) <= size
@@ -89,8 +93,8 @@ def walked(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> di
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def measured(rank: int, ranks: int, folder: str) -> None:
-    """The most bytes beside a rank's own weights while it loads, hands over, exports and saves."""
+def measure_memory(rank: int, ranks: int, folder: str) -> None:
+    """Peak bytes of tensors besides a rank's own weights while it loads, exports, saves and syncs weights."""
     stored = Path(folder) / "large"
     if rank == 0:
         tiny_model(**LARGE).save_pretrained(stored)
@@ -99,24 +103,24 @@ def measured(rank: int, ranks: int, folder: str) -> None:
         str(stored), background_save=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
     )
     own = [*(value for model in engine.models for value in model.parameters())]
-    found = {"shard": sum(value.nbytes for value in own)}
-    acts: dict[str, Any] = {
+    results = {"shard": sum(value.nbytes for value in own)}
+    operations: dict[str, Any] = {
         "fill": lambda: engine.load_weights(str(stored)),
-        "whole": lambda: _passed_on(engine, None),
-        "rows": lambda: _passed_on(engine, _halves(engine)),
+        "whole": lambda: _drain_buckets(engine, None),
+        "rows": lambda: _drain_buckets(engine, _halves(engine)),
         "save": lambda: engine.save(Path(folder) / "saved", ("model",)),
         "load": lambda: engine.load(Path(folder) / "saved", ("model",)),
         "export": lambda: engine.export_hf(Path(folder) / "exported"),
     }
-    for name, act in acts.items():
-        with TensorBytes(own) as seen:
-            act()
-        found[name] = seen.peak
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+    for name, run in operations.items():
+        with TensorBytes(own) as memory:
+            run()
+        results[name] = memory.peak
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
 def _halves(engine: Any) -> list[dict[str, range]]:
-    """Two engines of two ranks each: every rank wants half of each weight."""
+    """Rows for two rollout engines of two ranks each: every rank needs half of each weight."""
     return [
         {
             name: range(spec.shape[0] * (rank % 2) // 2, spec.shape[0] * (rank % 2 + 1) // 2)
@@ -126,53 +130,53 @@ def _halves(engine: Any) -> list[dict[str, range]]:
     ]
 
 
-def _passed_on(engine: Any, wanted: Any) -> None:
-    """Each bucket is let go before the next."""
+def _drain_buckets(engine: Any, wanted: Any) -> None:
+    """Iterate over all buckets; each is freed before the next."""
     buckets = engine.buckets(None, BUCKET, wanted)
     while next(buckets, None) is not None:
         pass
 
 
-def saved_and_loaded(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]], others: list[str]) -> None:
-    """Checkpoints of each layout, read back by it, by other layouts and by FSDP; and of FSDP, read by each layout."""
-    found = {}
+def checkpoint_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]], others: list[str]) -> None:
+    """Load checkpoints of each layout with itself, other layouts and FSDP; and those of FSDP with each layout."""
+    results = {}
     for layout, name in cases:
-        place = Path(folder) / f"{layout}-{name}"
+        target = Path(folder) / f"{layout}-{name}"
         engine = _megatron(name, layout)
-        _steps(engine, 2)
-        engine.begin_save(place, ALL)
+        _train_steps(engine, 2)
+        engine.begin_save(target, ALL)
         noise = torch.rand(3)
         before = whole_weights(engine)
-        rates = _steps(engine, 2)  # while it is copied and written
+        rates = _train_steps(engine, 2)  # while the checkpoint is copied and written
         engine.finish_save()
         after = whole_weights(engine)
         case: dict[str, Any] = {"loaded": {}, "steps": {}}
         for other in dict.fromkeys((layout, *others, "fsdp")):
-            again = (
+            loaded = (
                 make_engine(other_model(name), MODELS[name][0])
                 if other == "fsdp"
                 else _megatron(name, other, other_model)
             )
-            again.load(place, ALL)
+            loaded.load(target, ALL)
             same_noise = torch.equal(torch.rand(3), noise)
-            case["loaded"][other] = wrong(whole_weights(again), before)
-            same_rates = _steps(again, 2) == rates
-            case["steps"][other] = _furthest(whole_weights(again), after)
+            case["loaded"][other] = mismatched(whole_weights(loaded), before)
+            same_rates = _train_steps(loaded, 2) == rates
+            case["steps"][other] = _largest_difference(whole_weights(loaded), after)
             if other == layout:
                 case["same numbers"] = same_noise and same_rates
-        again.save(Path(folder) / f"fsdp-{layout}-{name}", ALL)
+        loaded.save(Path(folder) / f"fsdp-{layout}-{name}", ALL)
         back = _megatron(name, layout, other_model)
         back.load(Path(folder) / f"fsdp-{layout}-{name}", ALL)
-        case["loaded"]["from fsdp"] = wrong(whole_weights(back), whole_weights(again))
-        _steps(back, 2)
-        _steps(again, 2)
-        case["steps"]["from fsdp"] = _furthest(whole_weights(back), whole_weights(again))
-        found[layout, name] = case
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+        case["loaded"]["from fsdp"] = mismatched(whole_weights(back), whole_weights(loaded))
+        _train_steps(back, 2)
+        _train_steps(loaded, 2)
+        case["steps"]["from fsdp"] = _largest_difference(whole_weights(back), whole_weights(loaded))
+        results[layout, name] = case
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
-def _megatron(name: str, layout: str, of: Any = model_of) -> Any:
-    return make_megatron(of(name), MODELS[name][0], **LAYOUTS[layout])
+def _megatron(name: str, layout: str, build: Any = model_of) -> Any:
+    return make_megatron(build(name), MODELS[name][0], **LAYOUTS[layout])
 
 
 def other_model(name: str) -> Any:
@@ -183,63 +187,63 @@ def other_model(name: str) -> Any:
     return model
 
 
-def _steps(engine: Any, count: int) -> list[tuple[float, float]]:
-    found = []
+def _train_steps(engine: Any, count: int) -> list[tuple[float, float]]:
+    results = []
     for step in range(count):
         rows = make_batch(rows=8, vocab=260, seed=step)[slice(engine.dp_rank, None, engine.dp_size)]
         engine.forward_backward(rows, token_loss, KINDS[engine.kind], 1.0, MicroBatching(size=2))
         metrics = engine.optimizer_step()
-        found.append((metrics["grad_norm"], metrics["lr"]))
-    return found
+        results.append((metrics["grad_norm"], metrics["lr"]))
+    return results
 
 
-def _furthest(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+def _largest_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected)
 
 
-def started_from_core(rank: int, ranks: int, folder: str, model: str, layout: str) -> None:
-    """Weights that Core itself wrote on one layout, read on another; the masters are theirs as well."""
+def load_core_checkpoint(rank: int, ranks: int, folder: str, model: str, layout: str) -> None:
+    """Load weights that Megatron Core saved with one layout on another; also into the float32 master weights."""
     from megatron.core import dist_checkpointing
 
-    place = Path(folder) / "core"
+    target = Path(folder) / "core"
     if rank == 0:
-        place.mkdir()
+        target.mkdir()
     dist.barrier()
     engine = _megatron(model, layout)
     with engine.layout.active():
-        parts = {f"model{number}": each.sharded_state_dict() for number, each in enumerate(engine.models)}
-        dist_checkpointing.save(parts, str(place))
-    again = _megatron(model, "DP4", other_model)
-    again.load(place, ("model",))
-    found: dict[str, Any] = {"loaded": wrong(whole_weights(again), whole_weights(engine))}
-    for each in (engine, again):
-        _steps(each, 1)
-    found["steps"] = _furthest(whole_weights(again), whole_weights(engine))
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+        parts = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(engine.models)}
+        dist_checkpointing.save(parts, str(target))
+    loaded = _megatron(model, "DP4", other_model)
+    loaded.load(target, ("model",))
+    results: dict[str, Any] = {"loaded": mismatched(whole_weights(loaded), whole_weights(engine))}
+    for trained in (engine, loaded):
+        _train_steps(trained, 1)
+    results["steps"] = _largest_difference(whole_weights(loaded), whole_weights(engine))
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
-def killed(rank: int, ranks: int, folder: str) -> None:
-    """One rank is killed in the middle of its file, in the second of two steps."""
+def kill_during_save(rank: int, ranks: int, folder: str) -> None:
+    """Save two steps; rank 1 is killed after it wrote its file of the second."""
     engine = make_megatron(model_of("tied"), **LAYOUTS["TP2 PP2"])
-    _steps(engine, 1)
+    _train_steps(engine, 1)
     for step in (1, 2):
-        place = Path(folder) / f"global_step_{step}"
-        prepare_records(place)
+        target = Path(folder) / f"global_step_{step}"
+        prepare_records(target)
         dist.barrier()
         if (rank, step) == (1, 2):
             write = sharded_checkpoint._Writer.write_data
-            patch.object(sharded_checkpoint._Writer, "write_data", _dying(write)).start()
-        engine.begin_save(place, ALL)
+            patch.object(sharded_checkpoint._Writer, "write_data", _kill_after(write)).start()
+        engine.begin_save(target, ALL)
         engine.finish_save()
         dist.barrier()
         if rank == 0:
-            write_manifest(place, step, step)
+            write_manifest(target, step, step)
 
 
-def _dying(write: Any) -> Any:
-    def dying(*args: Any) -> None:
+def _kill_after(write: Any) -> Any:
+    def write_and_kill(*args: Any) -> None:
         write(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return dying
+    return write_and_kill

@@ -1,4 +1,4 @@
-"""How much memory a block of code takes at most."""
+"""Measure the peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 @dataclass
 class Peak:
     bytes: int = 0
-    """Beyond what there was before the block, once it has ended."""
+    """Increase over the value before the block; set when the block ends."""
 
 
 @contextmanager
-def peak_of_this_process() -> Iterator[Peak]:
-    """Of the memory that is really there (resident)."""
+def peak_process_memory() -> Iterator[Peak]:
+    """Measure the peak of the resident memory of this process."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, peak = _resident("VmRSS"), Peak()
@@ -34,36 +34,36 @@ def peak_of_this_process() -> Iterator[Peak]:
 
 
 def _resident(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 class TensorBytes(TorchDispatchMode):
-    """Within it: the most bytes at a time of tensors that were made in this thread; memory of files does not count."""
+    """Context that measures the peak bytes of tensors created in this thread, without memory-mapped files."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        """`known` were there before."""
+        """`known`: existing tensors, which do not count."""
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        # A thread of gloo lets go of what it sent a moment after the sender may go on.
+        # A gloo thread frees a sent tensor shortly after the send has returned.
         for _ in range(20):
             if self._bytes() <= self.peak:
-                return made
+                return result
             time.sleep(0.001)
         self.peak = self._bytes()
-        return made
+        return result
 
     def _bytes(self) -> int:
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         return sum(size for _, size in self._live.values())

@@ -1,4 +1,4 @@
-"""What each of two ranks does for test_memory_ranks.py."""
+"""Worker functions of test_memory_ranks.py (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from tests.support.tiny import tiny_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.offload import OffloadedTensors, local_shard
 
-MINE = [[0, 1, 2], [3, 4]]
+ROWS_BY_RANK = [[0, 1, 2], [3, 4]]
 # Neither vocabulary nor widths divide by two: the last shards are padded.
 ODD = {"vocab_size": 265, "intermediate_size": 129}
 
 
-def two_ranks(rank: int, ranks: int, folder: str) -> None:
-    found = {}
-    mine = make_batch(rows=5)[MINE[rank]]
+def run_rank(rank: int, ranks: int, folder: str) -> None:
+    results = {}
+    mine = make_batch(rows=5)[ROWS_BY_RANK[rank]]
     for prefetch in (False, True):
         engine = make_engine(tiny_model(**ODD), forward_prefetch=prefetch)
         engine.forward_backward(mine, token_loss, ["log_probs"], micro=MicroBatching(size=1))
-        found[f"prefetch-{prefetch}"] = engine_gradients(engine)
-    found["offloaded"] = offloaded_steps(mine)
+        results[f"prefetch-{prefetch}"] = engine_gradients(engine)
+    results["offloaded"] = offloaded_steps(mine)
     engine = make_engine(tiny_model(**ODD), grad_offload=True)
     engine.forward_backward(mine, token_loss, ["log_probs"], micro=MicroBatching(size=1))
-    found["waiting"] = len(engine._memory._gradients._offloaded)
+    results["waiting"] = len(engine._memory._gradients._offloaded)
     engine._memory.wait_ready()
-    found["grad_offload"] = engine_gradients(engine)
+    results["grad_offload"] = engine_gradients(engine)
     engine = make_engine(tiny_model(), state_dtype="bf16", fsdp_size=1)
     for _ in range(3):
         engine.forward_backward(mine, token_loss, ["log_probs"])
         engine.optimizer_step()
-    found["replica"] = [local_shard(value).clone() for value in engine.model.parameters()]
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+    results["replica"] = [local_shard(value).clone() for value in engine.model.parameters()]
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
 
 
 def offloaded_steps(data):
-    """Weights after two steps, with everything away in between, and without."""
+    """Weights after two steps, without and with everything offloaded after each step."""
     results = []
-    for moved in (False, True):
+    for offload in (False, True):
         engine = make_engine(tiny_model(**ODD))
         weights, moments = (OffloadedTensors(torch.device("cpu")) for _ in range(2))
         for _ in range(2):
             engine.forward_backward(data, token_loss, ["log_probs"])
             engine.optimizer_step()
-            if moved:
+            if offload:
                 weights.offload([*engine.model.parameters(), *engine.model.buffers()])
                 moments.offload(engine._optimizer.state_tensors())
                 weights.reload()

@@ -1,9 +1,7 @@
-"""Checkpoints in other frameworks' layouts, written by torch itself, and what a merged folder holds."""
+"""Checkpoints in third-party layouts, written by torch, and checks of merged folders."""
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,18 +23,18 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def assert_holds(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    found = tensors(folder)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Check that the folder has exactly these tensors, bit-identical."""
+    actual = tensors(folder)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
 
 
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[None]:
-    """One of several ranks, without the others: what needs no communication works."""
+    """Act as one of several ranks without the others, by a fake process group: no collective may be needed."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -49,7 +47,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 def write_dtensors(
     state: Mapping[str, torch.Tensor], folder: Path, mesh: Sequence[int] = (2,), placements: Sequence[Any] | None = None
 ) -> Path:
-    """`model_world_size_W_rank_R.pt` of DTensors; by default each is divided over the last axis of the mesh."""
+    """`model_world_size_W_rank_R.pt` of DTensors; by default each is sharded over the last axis of the mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -68,7 +66,7 @@ def write_dtensors(
 
 
 def write_sharded_tensors(state: Mapping[str, torch.Tensor], folder: Path, ranks: int = 2) -> Path:
-    """The same of ShardedTensors, as FSDP1 saves them."""
+    """`model_world_size_W_rank_R.pt` of ShardedTensors, as FSDP1 saves them."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
@@ -78,21 +76,20 @@ def write_sharded_tensors(state: Mapping[str, torch.Tensor], folder: Path, ranks
             parts = {}
             for name, value in state.items():
                 rows = torch.arange(len(value)).chunk(ranks)
-                about = [
-                    ShardMetadata(
-                        [int(each[0]), *[0] * (value.dim() - 1)], [len(each), *value.shape[1:]], f"rank:{at}/cpu"
-                    )
-                    for at, each in enumerate(rows)
+                offsets = [0] * (value.dim() - 1)
+                shards = [
+                    ShardMetadata([int(span[0]), *offsets], [len(span), *value.shape[1:]], f"rank:{owner}/cpu")
+                    for owner, span in enumerate(rows)
                 ]
-                own = [Shard(value[rows[rank]].clone(), about[rank])] if rank < len(rows) else []
-                whole = ShardedTensorMetadata(about, value.shape, TensorProperties(dtype=value.dtype))
-                parts[name] = ShardedTensor._init_from_local_shards_and_global_metadata(own, whole)
+                own = [Shard(value[rows[rank]].clone(), shards[rank])] if rank < len(rows) else []
+                metadata = ShardedTensorMetadata(shards, value.shape, TensorProperties(dtype=value.dtype))
+                parts[name] = ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata)
             torch.save(parts, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
     return folder
 
 
 def fsdp_files(rank: int, ranks: int, folder: str) -> None:
-    """What both versions of FSDP save, each rank its file."""
+    """Write the checkpoint files of this rank for both versions of FSDP."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
     from tests.support.tiny import tiny_model
@@ -107,17 +104,3 @@ def fsdp_files(rank: int, ranks: int, folder: str) -> None:
     for name, state in states.items():
         (Path(folder) / name).mkdir(exist_ok=True)
         torch.save(state, Path(folder) / name / f"model_world_size_{ranks}_rank_{rank}.pt")
-
-
-class Hostile:
-    """Where it is unpickled as it says, it leaves a file."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._trace),)
-
-
-def works(hostile: Hostile) -> None:
-    pickle.loads(pickle.dumps(hostile))

@@ -1,4 +1,4 @@
-"""Drives a model over paged KV by hand: which tokens of which sequence run in which pass is the test's choice."""
+"""Runs a model on a paged KV cache step by step: the test decides which tokens of which sequence each step computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.inference.attention.torch_attention import TorchAttention
 
 
 class PagedDriver:
-    """Sequences in blocks of a shuffled cache full of NaN; `logits` collects what each token predicts."""
+    """Sequences in shuffled blocks of a cache filled with NaN; `logits` collects the logits of every token."""
 
     def __init__(self, model: Any, texts: list[list[int]], block_size: int = 4, backend: Any = None) -> None:
         self.model, self.texts, self.block_size = model, texts, block_size
@@ -27,26 +27,26 @@ class PagedDriver:
         self.logits: list[list[torch.Tensor]] = [[] for _ in texts]
 
     def share(self, source: int, target: int, blocks: int) -> None:
-        """The first blocks of `source` are `target`'s too, and count as computed."""
+        """Share the first blocks of `source` with `target`, where they count as computed."""
         self.tables[target] = self.tables[source][:blocks]
         self.done[target] = blocks * self.block_size
         self.logits[target] = self.logits[source][: self.done[target]]
 
     @torch.inference_mode()
     def run(self, prefills: dict[int, int], decodes: tuple[int, ...] = ()) -> None:
-        """One pass: the next `prefills[i]` tokens of sequence i, and one of each in `decodes`."""
+        """One step: the next `prefills[i]` tokens of sequence i, and one token of each sequence in `decodes`."""
         parts = [*prefills.items(), *((i, 1) for i in decodes)]
         ids, positions, slots = [], [], []
         for i, count in parts:
-            here = range(self.done[i], self.done[i] + count)
-            while len(self.tables[i]) * self.block_size < here.stop:
+            span = range(self.done[i], self.done[i] + count)
+            while len(self.tables[i]) * self.block_size < span.stop:
                 self.tables[i].append(self.free.pop())
-            ids += self.texts[i][here.start : here.stop]
-            positions += here
-            slots += [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in here]
-            self.done[i] = here.stop
+            ids += self.texts[i][span.start : span.stop]
+            positions += span
+            slots += [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in span]
+            self.done[i] = span.stop
         device = self.model.device
-        whole = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+        int32 = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         starts = [0]
         for count in prefills.values():
             starts.append(starts[-1] + count)
@@ -55,10 +55,10 @@ class PagedDriver:
             backend=self.backend,
             slots=torch.tensor(slots, device=device),
             num_prefill_tokens=starts[-1],
-            query_starts=whole(starts),
-            prefill_lengths=whole([self.done[i] for i in prefills]),
+            query_starts=int32(starts),
+            prefill_lengths=int32([self.done[i] for i in prefills]),
             prefill_tables=self._tables(list(prefills)),
-            decode_lengths=whole([self.done[i] for i in decodes]),
+            decode_lengths=int32([self.done[i] for i in decodes]),
             decode_tables=self._tables(list(decodes)),
         )
         hidden = self.model.hidden(torch.tensor(ids, device=device), torch.tensor(positions, device=device), step)
@@ -72,8 +72,8 @@ class PagedDriver:
         return torch.tensor(rows, dtype=torch.int32, device=self.model.device).view(len(sequences), width)
 
     def worst_difference(self, expected: list[torch.Tensor]) -> float:
-        """Largest difference of log-probs from `expected` [tokens, vocab] of each sequence, over what has run."""
+        """Largest difference of log-probs from `expected`, [tokens, vocab] per sequence, over all computed tokens."""
         return max(
-            float((torch.stack(rows).log_softmax(-1) - wanted[: len(rows)].log_softmax(-1)).abs().max())
-            for rows, wanted in zip(self.logits, expected, strict=True)
+            float((torch.stack(rows).log_softmax(-1) - reference[: len(rows)].log_softmax(-1)).abs().max())
+            for rows, reference in zip(self.logits, expected, strict=True)
         )

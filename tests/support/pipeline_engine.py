@@ -1,6 +1,6 @@
-"""A TrainEngine whose layers lie on two ranks: the first has the embedding, the last all else, outputs and the loss.
+"""A minimal TrainEngine with two pipeline stages: the first has the embedding, the last everything else and the loss.
 
-As small as the contract allows; the roles must not notice.
+The workers of all roles must run on it unchanged.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PipelineEngine:
         if self.stage == FIRST:
             return DataProto()
         back = torch.tensor(order).argsort()
-        return DataProto.from_dict({name: torch.cat([each[name] for each in parts])[back] for name in outputs})
+        return DataProto.from_dict({name: torch.cat([part[name] for part in parts])[back] for name in outputs})
 
     def base_weights(self):
         return nullcontext()
@@ -130,7 +130,7 @@ class PipelineEngine:
         return right_padded_rows(part.batch["input_ids"], part.batch["attention_mask"], width)
 
     def _hidden(self, rows):
-        """What the first stage gives to the last."""
+        """Hidden states [batch, tokens, hidden] that the first stage sends to the last."""
         if self.stage == FIRST:
             hidden = self.embedding(rows.input_ids)
             dist.send(hidden.detach().contiguous(), LAST)
@@ -143,12 +143,12 @@ class PipelineEngine:
         states = self.hf.base_model(inputs_embeds=hidden, use_cache=False).last_hidden_state.flatten(0, 1)
         if self.kind == "sequence_classification":
             return {"scores": self.hf.score(states[rows.last])[:, 0]}
-        found, places = {}, (rows.rows, rows.columns)
+        fields, indices = {}, (rows.rows, rows.columns)
         if self.kind == "value":
-            found["values"] = self.hf.score(states[rows.before])[:, 0]
+            fields["values"] = self.hf.score(states[rows.before])[:, 0]
         else:
             log_p = (self.hf.lm_head(states[rows.before]) / temperature).log_softmax(-1)
-            found["log_probs"] = log_p.gather(1, rows.labels[:, None])[:, 0]
-            found["entropy"] = -(log_p.exp() * log_p).sum(-1)
+            fields["log_probs"] = log_p.gather(1, rows.labels[:, None])[:, 0]
+            fields["entropy"] = -(log_p.exp() * log_p).sum(-1)
         empty = torch.zeros(part.batch["responses"].shape)
-        return {name: empty.index_put(places, found[name]) for name in outputs}
+        return {name: empty.index_put(indices, fields[name]) for name in outputs}

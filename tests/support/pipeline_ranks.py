@@ -1,4 +1,4 @@
-"""The phases of every role on one rank, whatever engine is under them; the processes import it by name."""
+"""The phases of every role on one rank, with any training engine (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STEADY = [f"{block}.optim.eps=1e-3" for block in ("actor_rollout_ref.actor", "cr
 
 
 def run_stage(rank: int, ranks: int, folder: str) -> None:
-    """The phases over a pipeline of two ranks, which stands in fsdp's row of the table."""
+    """Run the phases on PipelineEngine, registered in place of FSDP."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    row = TrainingEngine("tests.support.pipeline_engine:PipelineEngine", "fsdp_config")
-    TRAINING_ENGINES.update(fsdp=row, fsdp2=row)
+    entry = TrainingEngine("tests.support.pipeline_engine:PipelineEngine", "fsdp_config")
+    TRAINING_ENGINES.update(fsdp=entry, fsdp2=entry)
     torch.save(phases(folder, f"{folder}/stages"), Path(folder) / f"found-{rank}.pt")
 
 
 def phases(folder: str, checkpoints: str) -> dict[str, Any]:
-    """What each role's methods give, and the weights that its training and its rollout end with."""
+    """Outputs of the methods of every role, and the final weights of training and rollout."""
     paths = [f"actor_rollout_ref.model.path={folder}/model", f"critic.model.path={folder}/model", "data.train_files=x"]
     paths += [
         f"reward_model.path={folder}/scorer",
@@ -56,18 +56,18 @@ def batch() -> DataProto:
 def policy_phases(config: Any, checkpoints: str) -> dict[str, Any]:
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor_rollout_ref")
     worker.init_model()
-    found = {"old": worker.compute_log_prob(batch()), "ref": worker.compute_ref_log_prob(batch())}
-    found["update"] = worker.update_actor(batch())
+    results = {"old": worker.compute_log_prob(batch()), "ref": worker.compute_ref_log_prob(batch())}
+    results["update"] = worker.update_actor(batch())
     worker.save_checkpoint(checkpoints)
     worker.update_rollout_weights(1)
-    found["rollout weights"] = {name: value.clone() for name, value in worker.rollout.weights.items()}
+    results["rollout weights"] = {name: value.clone() for name, value in worker.rollout.weights.items()}
     after = worker.compute_log_prob(batch())
     worker.update_actor(batch())
     worker.load_checkpoint(checkpoints)
-    found |= {"after": after, "resumed": worker.compute_log_prob(batch())}
-    found["places"] = [(place.dp_rank, place.collect) for place in map(worker.mesh_place, ("actor", "ref"))]
+    results |= {"after": after, "resumed": worker.compute_log_prob(batch())}
+    results["places"] = [(place.dp_rank, place.collect) for place in map(worker.mesh_place, ("actor", "ref"))]
     worker.rollout.close()
-    return found
+    return results
 
 
 def critic_phases(config: Any) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def reward_phases(config: Any) -> dict[str, Any]:
 
 
 def sft_phases(folder: str, checkpoints: str) -> dict[str, Any]:
-    given = [f"model.path={folder}/model", "data.train_files=x", "optim.eps=1e-3", "optim.total_training_steps=4"]
-    config = load_config(None, [*given, "trainer.device=cpu"], check_files=False, root=SFTConfig)
+    overrides = [f"model.path={folder}/model", "data.train_files=x", "optim.eps=1e-3", "optim.total_training_steps=4"]
+    config = load_config(None, [*overrides, "trainer.device=cpu"], check_files=False, root=SFTConfig)
     worker = SFTWorker(config)
     worker.init_model()
-    found = {"sft": worker.train_batch(batch())}
+    results = {"sft": worker.train_batch(batch())}
     worker.save_checkpoint(checkpoints)
-    found["evaluated"] = worker.evaluate(batch())
+    results["evaluated"] = worker.evaluate(batch())
     worker.train_batch(batch())
     worker.load_checkpoint(checkpoints)
-    return found | {"evaluated again": worker.evaluate(batch())}
+    return results | {"evaluated again": worker.evaluate(batch())}

@@ -1,4 +1,4 @@
-"""The quick start's word problems for tests: fewer of them, a smaller model, warm-started here in seconds."""
+"""The task of examples/quickstart for tests: fewer problems, a smaller model, a warm start of seconds."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
+from tests.support import training_harness
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 import task as quickstart
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
-# Two rewards instead of one: right or not, and whether the answer has the form "… #### number".
+# Two rewards: correctness, and whether the response has the form "… #### number".
 REWARD_FILE = """
 from verl.utils.reward_score import gsm8k
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    right = gsm8k.compute_score(solution_str, ground_truth)
-    return {"score": right, "acc": right == 1.0, "format": float("####" in solution_str)}
+    score = gsm8k.compute_score(solution_str, ground_truth)
+    return {"score": score, "acc": score == 1.0, "format": float("####" in solution_str)}
 """
 
 
 def make_quickstart(folder: Path, steps: int = 150, train: int = 512, val: int = 64) -> dict[str, str]:
-    """Problems, reward and a model that has seen `steps` batches of the hasty teacher's answers; paths by name."""
-    before = dict(quickstart.MODEL)
+    """Write data, reward and a model trained on `steps` batches of imperfect demonstrations; return paths by name."""
+    original = dict(quickstart.MODEL)
     quickstart.MODEL.update(SMALL)
     try:
         files = quickstart.make_task(folder, rows={"sft": 4000, "train": train, "val": val})
     finally:
-        quickstart.MODEL.update(before)
+        quickstart.MODEL.update(original)
     warm_start(files["model"], pq.read_table(files["sft"]).to_pylist(), steps)
     (folder / "reward.py").write_text(REWARD_FILE)
     return {name: str(path) for name, path in files.items()} | {"reward": str(folder / "reward.py")}
 
 
 def warm_start(model_path: Path, rows: list[dict[str, str]], steps: int) -> None:
-    """Supervised training in place, plain and on one thread."""
+    """Fine-tune the model in place with a plain PyTorch loop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -61,32 +63,16 @@ def warm_start(model_path: Path, rows: list[dict[str, str]], steps: int) -> None
 
 def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
     """The command line of a small run on the in-process controller."""
-    return [
-        f"data.train_files={task['train']}",
-        f"data.val_files={task['val']}",
-        "data.train_batch_size=8",
+    return training_harness.overrides(
+        task,
+        folder,
         "data.max_prompt_length=16",
         "data.max_response_length=12",
-        "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={task['model']}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=256",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "critic.ppo_mini_batch_size=4",
         "critic.ppo_micro_batch_size_per_gpu=4",
         "critic.model.enable_gradient_checkpointing=False",
-        f"custom_reward_function.path={task['reward']}",
         "reward_model.reward_kwargs={num_processes: 0}",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
-        "trainer.n_gpus_per_node=1",
-        "trainer.device=cpu",
-        "trainer.logger=[file]",
-        "trainer.val_before_train=False",
-        "trainer.log_val_generations=0",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=-1",
-        "trainer.total_training_steps=2",
         *more,
-    ]
+    )

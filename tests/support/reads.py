@@ -1,4 +1,4 @@
-"""Which files are opened for reading: proof that something was not read."""
+"""Record the files that this process opens for reading."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _listeners: list[tuple[Path, list[Path]]] = []
 
 @contextmanager
 def files_read(under: str | os.PathLike[str]) -> Iterator[list[Path]]:
-    """A list that grows with every file below `under` that this process opens to read, in any thread."""
-    _listen()
+    """Yield a list to which every file below `under` is added that this process opens for reading, in any thread."""
+    _install_hook()
     listener: tuple[Path, list[Path]] = (Path(under), [])
     _listeners.append(listener)
     try:
@@ -26,15 +26,15 @@ def files_read(under: str | os.PathLike[str]) -> Iterator[list[Path]]:
 
 
 @cache
-def _listen() -> None:
-    sys.addaudithook(_note)  # once: there is no removing one
+def _install_hook() -> None:
+    sys.addaudithook(_on_event)  # cached: audit hooks cannot be removed
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
+def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "open" or not _listeners or isinstance(arguments[0], int):
         return
     path, flags = Path(os.fsdecode(arguments[0])), arguments[2]
     if flags & os.O_ACCMODE != os.O_WRONLY and not path.is_dir():
-        for under, found in _listeners:
+        for under, files in _listeners:
             if under in path.parents:
-                found.append(path)
+                files.append(path)

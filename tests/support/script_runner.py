@@ -1,6 +1,6 @@
-"""A model that says what a script says, played by the real engine: scheduler, blocks, prefix cache and thread.
+"""A scripted model on the real engine: scheduler, blocks, prefix cache and thread.
 
-The script is asked after the tokens that the runner reads through the block tables, as a model would.
+The script gets the tokens that the runner reads through the block tables, as a model would.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from verl.inference.engine import Engine
 from verl.inference.scheduler import Scheduler
 
 Script = Callable[[Sequence[int]], int]
-"""The next token after these."""
+"""Maps the tokens so far to the next token."""
 _BLOCKS, _BLOCK_SIZE, _SEQUENCES, _STEP_TOKENS = 1024, 16, 32, 512
 
 
 class ScriptRunner(HashRunner):
-    """The KV of a token is the token."""
+    """The KV entry of a token is the token itself."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(_BLOCKS, _BLOCK_SIZE, _SEQUENCES, _STEP_TOKENS)
@@ -37,24 +37,24 @@ class ScriptRunner(HashRunner):
 
 
 def log_prob(position: int) -> float:
-    """Of a token that stands there: no two neighbours have the same."""
+    """The log-prob of the token at this position; neighbours differ."""
     return -(position % 997 + 1) / 1000
 
 
 def scripted_engine(script: Script, max_model_len: int = 4096, tokenizer: Any = None) -> AsyncEngine:
-    """Close it at the end. Requests with stop strings need the `tokenizer`."""
+    """An engine that runs the script; the caller closes it. Requests with stop strings need the `tokenizer`."""
     scheduler = Scheduler(BlockManager(_BLOCKS, _BLOCK_SIZE), _SEQUENCES, _STEP_TOKENS, max_model_len)
     return AsyncEngine(Engine(scheduler, ScriptRunner(script)), lambda: tokenizer)
 
 
-def answers(turns: Sequence[Sequence[int]], prompt: Sequence[int], end: int) -> Script:
-    """What is said after each occurrence of the generation prompt, one after the other; then only `end`."""
+def scripted_turns(turns: Sequence[Sequence[int]], prompt: Sequence[int], end: int) -> Script:
+    """A script with one turn after each occurrence of the generation prompt `prompt`; then only `end`."""
     start = list(prompt)
 
-    def speak(seen: Sequence[int]) -> int:
-        places = [place for place in range(len(seen)) if list(seen[place : place + len(start)]) == start]
-        said = len(seen) - places[-1] - len(start)
-        turn = [*turns[len(places) - 1], end] if len(places) <= len(turns) else [end]
-        return turn[said] if said < len(turn) else end
+    def next_token(tokens: Sequence[int]) -> int:
+        prompts = [index for index in range(len(tokens)) if list(tokens[index : index + len(start)]) == start]
+        position = len(tokens) - prompts[-1] - len(start)
+        turn = [*turns[len(prompts) - 1], end] if len(prompts) <= len(turns) else [end]
+        return turn[position] if position < len(turn) else end
 
-    return speak
+    return next_token

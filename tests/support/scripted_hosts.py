@@ -39,13 +39,13 @@ class _Sequence:
 
     def sample(self, count: int, version: int) -> bool:
         """Sample up to `count` tokens; return whether the response is complete."""
-        whole = expected_tokens(self.request.params.key, self.request.params.max_new_tokens)
+        response = expected_tokens(self.request.params.key, self.request.params.max_new_tokens)
         known = len(self.output.token_ids)
-        new = whole[known : known + count]
+        new = response[known : known + count]
         self.output.token_ids += new
         self.output.log_probs += [-token / 100 for token in new]
         self.output.versions += [version] * len(new)
-        return len(self.output.token_ids) == len(whole)
+        return len(self.output.token_ids) == len(response)
 
 
 class ScriptedEngine:
@@ -136,7 +136,7 @@ class ScriptedRank(RankHandle):
         self.released = threading.Event()
         """While it is not set, replies with finished trajectories are delayed."""
         self.released.set()
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def open_host(self, replicas: Any = None) -> str:
         if self.host is None or self.host.closed:
@@ -159,7 +159,7 @@ class ScriptedRank(RankHandle):
 
     def call(self, method: str, *args: Any) -> Any:
         self._require_alive(method)
-        self.asked.append(method)
+        self.calls.append(method)
         target: Any = self
         for name in method.split("."):
             target = getattr(target, name)
@@ -254,10 +254,10 @@ class ScriptedGroups:
 
 
 def scripted_config(*overrides: str) -> PPOConfig:
-    given = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "data.train_batch_size=4"]
-    given += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", f"data.max_response_length={LIMIT}"]
-    given += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
-    return load_config(None, [*given, *overrides], check_files=False)
+    defaults = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "data.train_batch_size=4"]
+    defaults += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", f"data.max_response_length={LIMIT}"]
+    defaults += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
+    return load_config(None, [*defaults, *overrides], check_files=False)
 
 
 def prompt_rows(uids: Sequence[str], samples: int = 1, agents: Sequence[str] | None = None) -> DataProto:

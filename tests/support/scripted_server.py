@@ -1,7 +1,7 @@
-"""A token server in a thread of its own: it tells of several tokens at a time, and remembers KV.
+"""A token server in a thread: it reports several tokens at a time and caches KV.
 
-The next token follows from every token before it and from the weights that computed that token's KV: KV that was kept
-where it should have been computed again, or taken over from a stale prefix, shows in the answer.
+The next token depends on every previous token and on the weights that computed its KV: KV that should have been
+recomputed, or that was reused from a stale prefix, changes the output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ KV = list[tuple[int, int]]
 
 
 class ScriptedServer:
-    """`stride` tokens a piece and millisecond; `told` tokens in all, no more than `hold_at` for now."""
+    """Reports `stride` tokens per request every millisecond, until `reported` (total tokens) reaches `hold_at`."""
 
-    def __init__(self, tell: OnChunks, stride: int = 3) -> None:
+    def __init__(self, on_chunks: OnChunks, stride: int = 3) -> None:
         self.weights = 0
-        self.told = 0
+        self.reported = 0
         self.hold_at = math.inf
         self.refuses = ""
         self.script: list[TokenChunk] = []
-        self._tell, self._stride = tell, stride
+        self._on_chunks, self._stride = on_chunks, stride
         self._running: dict[str, tuple[KV, int]] = {}
         self._prefixes: dict[tuple[int, ...], KV] = {}
         self._paused = self._closed = False
@@ -76,10 +76,10 @@ class ScriptedServer:
             self._changed.notify()
         self._thread.join()
 
-    def say(self, *pieces: TokenChunk) -> None:
-        """Have its thread tell of these."""
+    def emit(self, *chunks: TokenChunk) -> None:
+        """Report these chunks from the server's thread."""
         with self._changed:
-            self.script += pieces
+            self.script += chunks
             self._changed.notify()
 
     def _run(self) -> None:
@@ -88,14 +88,14 @@ class ScriptedServer:
                 self._changed.wait_for(lambda: self._closed or self.script or self._may_sample())
                 if self._closed:
                     return
-                pieces, self.script = self.script, []
+                chunks, self.script = self.script, []
                 if self._may_sample():
-                    pieces += [self._sample(name) for name in list(self._running)]
-                self._tell(pieces)
+                    chunks += [self._sample(name) for name in list(self._running)]
+                self._on_chunks(chunks)
             time.sleep(0.001)
 
     def _may_sample(self) -> bool:
-        return bool(self._running) and not self._paused and self.told < self.hold_at
+        return bool(self._running) and not self._paused and self.reported < self.hold_at
 
     def _sample(self, name: str) -> TokenChunk:
         kv, length = self._running[name]
@@ -103,7 +103,7 @@ class ScriptedServer:
         for _ in range(min(self._stride, length - len(kv))):
             tokens.append(next_token(kv))
             kv.append((tokens[-1], self.weights))
-        self.told += len(tokens)
+        self.reported += len(tokens)
         finished = len(kv) == length
         if finished:
             del self._running[name]
@@ -118,8 +118,8 @@ def log_prob(token: int) -> float:
     return -0.25 * (token + 1)
 
 
-def answer(prompt: list[int], versions: list[int], recomputed: bool = True) -> list[int]:
-    """The tokens of an answer whose weights were these; at a change of weights all KV was computed again, or kept."""
+def expected_tokens(prompt: list[int], versions: list[int], recomputed: bool = True) -> list[int]:
+    """The tokens of a response sampled with these weight versions; a new version recomputes all KV, or keeps it."""
     kv = [(token, versions[0]) for token in prompt]
     for version in versions:
         if recomputed:

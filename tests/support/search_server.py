@@ -1,4 +1,4 @@
-"""A retriever in a process of its own, as a user starts it, and a small corpus to search."""
+"""A retriever in its own process, started as a user starts it, and a small corpus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_corpus(path: Path, texts: Mapping[str, str]) -> Path:
-    """Titles and texts as a corpus; returns the file."""
+    """Write titles and texts as a corpus file; return its path."""
     lines = (
         json.dumps({"id": str(n), "contents": f'"{title}"\n{text}'}) for n, (title, text) in enumerate(texts.items())
     )
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 class Server:
-    """The process and where it listens; `start` again after `kill`."""
+    """A server process and its address; it can be started again after `kill`."""
 
     def __init__(self, corpus: Path, *options: str) -> None:
         self.port = free_port()
@@ -52,7 +52,7 @@ class Server:
                     return
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}"
             time.sleep(0.1)
-        raise AssertionError("the server did not answer in a minute")
+        raise AssertionError("the server was not ready within a minute")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -62,7 +62,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(corpus: Path, *options: str) -> Iterator[Server]:
-    """A server that answers, until the block ends."""
+    """Run a server that is ready for requests until the block ends."""
     server = Server(corpus, *options)
     try:
         server.start()

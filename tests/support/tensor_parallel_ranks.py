@@ -1,4 +1,4 @@
-"""What each rank of a tensor-parallel engine does; the processes import it by name."""
+"""Worker functions of the tests of tensor-parallel rollout engines (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_rollout(path: str, **keys: Any) -> NativeRollout:
 
 
 def make_prompts(rows: int = 8) -> DataProto:
-    """Ragged, left-padded; two rows of one prompt each."""
+    """Left-padded prompts of different lengths, two rows each."""
     torch.manual_seed(3)
     width = 9
     ids = torch.randint(5, 260, (rows // 2, width)).repeat_interleave(2, dim=0)
@@ -38,18 +38,18 @@ def make_prompts(rows: int = 8) -> DataProto:
     return batch
 
 
-def generated(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
-    """What the first rank of an engine answers; None on the others."""
+def generate(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
+    """Generated columns on the first rank of an engine; None on the others."""
     result = rollout.generate_sequences(make_prompts())
     return dict(result.batch.items()) if len(result) else None
 
 
-def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list[int]] | None:
-    """The same answers by requests, as agents ask; all ranks come to rest together. Meanwhile they stand still, while
-    the ranks do something else together and the engine gets its `weights` again."""
+def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list[int]] | None:
+    """Responses by requests, as agents generate. Generation is paused on all ranks for a barrier and an update with the
+    same `weights`, and resumed."""
     prompts, host = make_prompts(), EngineHost(rollout)
     if isinstance(rollout._loop, FollowingEngine):
-        found = None
+        results = None
     else:
         sent = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
         host.submit_requests("agents", sent)
@@ -62,11 +62,11 @@ def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list
         answers: dict[str, list[int]] = {}
         while len(answers) < len(sent):
             collected = host.collect_outputs("agents", timeout=60).outputs
-            answers |= {one.id: one.output.token_ids for one in collected if one.output is not None}
-        found = [answers[request.id] for request in sent]
+            answers |= {item.id: item.output.token_ids for item in collected if item.output is not None}
+        results = [answers[request.id] for request in sent]
     host.close()
     rollout.wait_idle()
-    return found
+    return results
 
 
 def weights_of(family: str, seed: int, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -74,29 +74,29 @@ def weights_of(family: str, seed: int, changes: dict[str, Any]) -> dict[str, tor
 
 
 def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes: dict[str, Any], folder: str) -> None:
-    """Generate, take new weights, sleep, wake, generate; ranks that hold each other's heads refuse them."""
+    """Generate, update weights, release and resume memory, generate; then an update with swapped heads must fail."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     rollout = make_rollout(f"{folder}/model", tensor_model_parallel_size=ranks)
     old = weights_of(family, 0, changes)
-    found: dict[str, Any] = {"asked": asked(rollout, old), "first": generated(rollout)}
+    results: dict[str, Any] = {"requests": generate_by_requests(rollout, old), "first": generate(rollout)}
     new = weights_of(family, 7, changes)
     for version in (1, 2):
         rollout.begin_update(version, new)
         rollout.load_bucket(new)
         rollout.finish_update(fingerprints(new, torch.float32))
         rollout.release(["kv_cache"])
-        time.sleep(0.3 * (rank % ranks))  # the first rank asks while the others still have no memory
+        time.sleep(0.3 * (rank % ranks))  # the first rank submits while the others still have no memory
         rollout.resume()
-        found[f"updated {version}"] = generated(rollout)
+        results[f"updated {version}"] = generate(rollout)
     try:
         name = "model.layers.0.self_attn.k_proj.weight"
         rollout.begin_update(3, new)
         rollout.load_bucket(new | {name: new[name].roll(len(new[name]) // 2, 0)})
         rollout.finish_update(fingerprints(new, torch.float32))
     except Exception as error:
-        found["refused"] = f"{type(error).__name__}: {error}"
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
+        results["refused"] = f"{type(error).__name__}: {error}"
+    torch.save(results, Path(folder) / f"found-{rank}.pt")
     rollout.close()
     dist.barrier()
     dist.destroy_process_group()

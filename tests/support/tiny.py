@@ -1,4 +1,4 @@
-"""Tiny real models and a tiny real tokenizer for tests, made offline."""
+"""Tiny models with random weights and a byte-level tokenizer, created offline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CHAT_TEMPLATE = (
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
-# AdamW divides a gradient by its own size: with torch's 1e-8, one that is nothing but rounding becomes a whole step, of
-# either sign. With this it moves a weight in proportion to itself, so weights can be compared (see CONTRIBUTING.md).
+# AdamW divides a gradient by its magnitude: with torch's default of 1e-8 a gradient of pure rounding noise becomes a
+# full step of either sign. This eps keeps such steps negligible, so weights can be compared (see CONTRIBUTING.md).
 STEADY_EPS = 1e-3
 
 
@@ -62,7 +62,7 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **changes: Any) -> Any:
 
 
 def save_tiny_model(folder: Path, family: str = "qwen2", seed: int = 0, **changes: Any) -> Path:
-    """Weights and tokenizer as `from_pretrained` wants them."""
+    """Save weights and tokenizer in a folder for `from_pretrained`."""
     tiny_model(family, seed, **changes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Whole training runs for tests: a tiny model, a toy task with a reward that it can really raise, any overrides."""
+"""Training runs for tests: a tiny model and a toy task whose reward it can improve, with any overrides."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from tests.support.tiny import STEADY_EPS, save_tiny_model
 
-# For runs that are compared after they learned: rounding stays rounding.
+# For runs whose final weights are compared: keeps rounding differences small (see STEADY_EPS).
 STEADY = (f"actor_rollout_ref.actor.optim.eps={STEADY_EPS}", f"critic.optim.eps={STEADY_EPS}")
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """The share of characters below "P" in the alphabet of bytes: easy to raise, never the same for all answers."""
+    """The share of characters below "P" in the alphabet of bytes: easy to improve, and it differs between responses."""
     return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
 '''
 
 
 def make_task(folder: Path, rows: int = 32, **model: Any) -> dict[str, str]:
-    """Model, data and reward on disk: paths by name."""
+    """Write model, data and reward; return paths by name."""
     save_tiny_model(folder / "model", **model)
     table = [
         {
@@ -69,7 +69,7 @@ def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
 
 
 def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any = None) -> Any:
-    """A trainer on the in-process controller (or another group class), with its metrics kept in `.history`."""
+    """A trainer on the in-process controller (or another group class), which records its metrics in `.history`."""
     from verl.config import load_config
     from verl.single_controller.local import LocalWorkerGroup
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
@@ -113,12 +113,12 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
 
 
 def run_training(arguments: list[str], group_cls: Any = None, trainer_cls: Any = None) -> Any:
-    """Train to the end; the trainer, with `.history` and `.final_weights`."""
+    """Run the training; return the trainer with `.history` and `.final_weights`."""
     trainer = make_trainer(arguments, group_cls, trainer_cls)
     try:
         trainer.init_workers()
         trainer.fit()
-        trainer.final_weights = weights(trainer)
+        trainer.final_weights = actor_weights(trainer)
     finally:
         close(trainer)
     return trainer
@@ -129,7 +129,7 @@ def close(trainer: Any) -> None:
     trainer.resource_pool_manager.release()
 
 
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
+def actor_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """The actor's weights (in-process groups only)."""
     worker = policy_worker(trainer.actor_wg)
     if worker is None:

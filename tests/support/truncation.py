@@ -1,4 +1,4 @@
-"""Truncated sampling by its definition, token by token in float64: what the samplers are held to."""
+"""Reference implementation of top-k, top-p and min-p sampling in float64."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def drawn_probs(scores: Sequence[float], top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict[int, float]:
-    """Token → probability, of the tokens that can be drawn; `scores` are logits over the temperature.
+    """Token → probability of the tokens that can be sampled; `scores` are logits divided by the temperature.
 
-    Top-k first. Of what it leaves, a token stays while those before it have less than `top_p` together and it has at
-    least `min_p` of the likeliest one's probability. The likeliest always stays.
+    Top-k is applied first. A remaining token is kept if the more likely ones have less than `top_p` in total and it has
+    at least `min_p` times the highest probability. The most likely token is always kept.
     """
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     order = order[:top_k] if top_k > 0 else order

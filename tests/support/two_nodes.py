@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with addresses of their own, and a folder of Ray's own in each."""
+"""Two simulated machines: network namespaces with separate addresses and Ray folders."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of the account that runs the tests: a new one has none of them.
-_RAYS_OWN = ("RAY_ADDRESS", "RAY_AUTH_")
+# Not passed on from the environment of the tests.
+_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-# Ray keeps the address of its node in its folder, which two machines do not share.
-_OWN_FOLDER = 'mount -t tmpfs none "$RAY_TMPDIR" && exec "$@"'
+# Ray stores the address of its node in its folder, so each machine needs its own.
+_PRIVATE_FOLDER = 'mount -t tmpfs none "$RAY_TMPDIR" && exec "$@"'
 
 
-def are_possible() -> bool:
-    """Whether this process may make network namespaces."""
+def two_nodes_supported() -> bool:
+    """Whether this process may create network namespaces."""
     if shutil.which("ip") is None or not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
     return subprocess.run(["unshare", "-n", "-m", "true"], capture_output=True).returncode == 0
 
 
 class TwoNodes:
-    """Start a program on either, and kill all that runs there."""
+    """Start a training on either node, list and kill the processes of a node."""
 
     def __init__(self, names: list[str], ray_folder: str) -> None:
         self._names, self._ray_folder = names, ray_folder
 
     def start(self, node: int, folder: Path, *arguments: str, home: str = "home") -> subprocess.Popen:
-        """`python -m verl.trainer.main_ppo` there; its output is added to `folder/node<N>.log`.
+        """Start `python -m verl.trainer.main_ppo` on a node; append its output to `folder/node<N>.log`.
 
         `home`: the home folder in `folder`, shared by both nodes by default. No Ray auth token is set.
         """
         (folder / home).mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_RAY_VARIABLES)}
         environment |= {"RAY_TMPDIR": self._ray_folder, "HOME": str(folder / home)}
-        command = ["ip", "netns", "exec", self._names[node], "unshare", "-m", "sh", "-c", _OWN_FOLDER, "sh"]
+        command = ["ip", "netns", "exec", self._names[node], "unshare", "-m", "sh", "-c", _PRIVATE_FOLDER, "sh"]
         command += [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
         command += [f"trainer.node_rank={node}", f"trainer.master_addr={ADDRESSES[0]}", "trainer.nnodes=2"]
         with (folder / f"node{node}.log").open("a") as log:
@@ -55,7 +55,7 @@ class TwoNodes:
             )
 
     def processes(self, node: int, name: str | None = None) -> list[int]:
-        """What runs there; only those of a name, if one is given."""
+        """Processes of a node; only those with this command name, if given."""
         listed = subprocess.run(["ip", "netns", "pids", self._names[node]], capture_output=True, text=True, check=True)
         pids = [int(pid) for pid in listed.stdout.split()]
         return pids if name is None else [pid for pid in pids if _name(pid) == name]
@@ -70,7 +70,7 @@ class TwoNodes:
 
 @contextmanager
 def two_nodes() -> Iterator[TwoNodes]:
-    """Both, connected to each other and to nothing else; whatever runs there ends with the block."""
+    """Two nodes that can reach only each other; their processes are killed when the block ends."""
     names = [f"verl{os.getpid()}{letter}" for letter in "ab"]
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         nodes = TwoNodes(names, folder)

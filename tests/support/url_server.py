@@ -1,7 +1,7 @@
-"""A server with the endpoints of `vllm serve` that a rollout uses, over real HTTP: it can break, hang and come back.
+"""A server with the endpoints of `vllm serve` that a rollout uses, over real HTTP; it can disconnect, hang and restart.
 
-The next token follows from all before it, so that an answer shows whether any was lost or came twice on its way. What
-weights it is handed, it takes by the code that runs in vLLM's workers.
+The next token depends on all previous ones, so lost or duplicated tokens show in the output. Weights are received by
+the code that runs in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, Weigh
 
 
 def next_token(tokens: list[int]) -> int:
-    """Never one that ends an answer."""
+    """The token after these; never an end token."""
     return 5 + (7 * tokens[-1] + 3 * len(tokens) + sum(tokens)) % 250
 
 
-def answer(prompt: list[int], count: int) -> list[int]:
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -32,7 +32,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 
 class Member(WeightMember):
-    """One worker, with no model behind it: what comes is kept."""
+    """A worker without a model that stores the received weights."""
 
     rank = 0
     device = torch.device("cpu")
@@ -54,7 +54,7 @@ class Member(WeightMember):
 
 
 class URLServer:
-    """`breaks_at`: tokens of an answer after which its connection breaks, once each time that it is set."""
+    """`disconnect_at`: index of the token after which the connection of a response breaks; cleared when it happened."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.info = {
@@ -73,12 +73,12 @@ class URLServer:
         self.member = Member(config)
         self.weights = "default"
         self.paused = False
-        self.breaks_at: int | None = None
-        self.asked: list[list[int]] = []
+        self.disconnect_at: int | None = None
+        self.prompts: list[list[int]] = []
         self.running = 0
-        self.most_at_once = 0
-        self.prefixes_dropped = 0
-        self.forgets_temperature = False
+        self.max_running = 0
+        self.prefix_resets = 0
+        self.ignores_temperature = False
         self.port = 0
 
     def start(self) -> URLServer:
@@ -109,9 +109,9 @@ class URLServer:
         if path == "/v1/completions" and json.loads(body).get("stream"):
             await self._stream(json.loads(body), receive, send)
             return
-        found = await asyncio.to_thread(self._reply, path, query, json.loads(body) if body else None)
-        await _begin(send, 404 if found is None else 200)
-        await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+        reply = await asyncio.to_thread(self._reply, path, query, json.loads(body) if body else None)
+        await _send_status(send, 404 if reply is None else 200)
+        await send({"type": "http.response.body", "body": json.dumps(reply).encode()})
 
     def _reply(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         plain = {
@@ -129,59 +129,59 @@ class URLServer:
         elif path == "/resume":
             self.paused = False
         elif path == "/reset_prefix_cache":
-            self.prefixes_dropped += 1
+            self.prefix_resets += 1
             return {"success": True}
         elif path == "/update_weight_version":
             self.weights = body["new_version"]
         elif path == "/v1/completions":
-            temperature = 1.0 if self.forgets_temperature else body["temperature"]
-            return {"choices": [{"logprobs": {"top_logprobs": [_likeliest(temperature, body["top_k"])]}}]}
+            temperature = 1.0 if self.ignores_temperature else body["temperature"]
+            return {"choices": [{"logprobs": {"top_logprobs": [_top_log_probs(temperature, body["top_k"])]}}]}
         elif path == "/collective_rpc":
             return {"results": [getattr(self.member, body["method"])(*body["args"])]}
         else:
             return None
         return {}
 
-    async def _stream(self, asked: dict[str, Any], receive: Any, send: Any) -> None:
-        self.asked.append(asked["prompt"])
-        tokens = list(asked["prompt"])
-        gone = asyncio.create_task(receive())
-        await _begin(send, 200)
-        while self.paused and not gone.done():
+    async def _stream(self, request: dict[str, Any], receive: Any, send: Any) -> None:
+        self.prompts.append(request["prompt"])
+        tokens = list(request["prompt"])
+        disconnected = asyncio.create_task(receive())
+        await _send_status(send, 200)
+        while self.paused and not disconnected.done():
             await asyncio.sleep(0.005)
         self.running += 1
-        self.most_at_once = max(self.most_at_once, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
-            for number in range(asked["max_tokens"]):
-                if gone.done():
+            for number in range(request["max_tokens"]):
+                if disconnected.done():
                     return
                 tokens.append(next_token(tokens))
-                last = number + 1 == asked["max_tokens"]
+                last = number + 1 == request["max_tokens"]
                 reason = "abort" if self.paused else "length" if last else None
-                await _say(send, tokens[-1], reason)
+                await _send_token(send, tokens[-1], reason)
                 if reason:
                     break
-                if self.breaks_at == number:
-                    self.breaks_at = None
-                    raise ConnectionError  # without the end of the body: the connection breaks
+                if self.disconnect_at == number:
+                    self.disconnect_at = None
+                    raise ConnectionError  # the body is incomplete: the client sees a broken connection
                 await asyncio.sleep(0.003)
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         finally:
             self.running -= 1
-            gone.cancel()
+            disconnected.cancel()
 
 
-def _likeliest(temperature: float, top_k: int) -> dict[str, float]:
-    """As drawn: of 264 tokens, each less likely than the one before, or of the first `top_k`."""
+def _top_log_probs(temperature: float, top_k: int) -> dict[str, float]:
+    """Log-probs after temperature and top-k; the vocabulary has 264 tokens with descending logits."""
     logits = -0.1 * torch.arange(top_k or 264, dtype=torch.float64) / temperature
     return {f"token_id:{token}": value for token, value in enumerate(logits.log_softmax(0)[:20].tolist())}
 
 
-async def _begin(send: Any, status: int) -> None:
+async def _send_status(send: Any, status: int) -> None:
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
 
 
-async def _say(send: Any, token: int, reason: str | None) -> None:
+async def _send_token(send: Any, token: int, reason: str | None) -> None:
     choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-token / 100]}, "finish_reason": reason}
     event = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
     await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,4 +1,4 @@
-"""Worker classes that the controller tests start in real processes."""
+"""Worker classes for the tests of worker groups, started in real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.utils.progress import expect, tick
 
 
 class Counter(Worker):
-    """Does a bit of everything."""
+    """Methods for every dispatch mode, blocking and non-blocking, on the compute and control lanes."""
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
@@ -60,7 +60,7 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def square_gated(self, data: DataProto) -> DataProto:
-        """Goes over the rows one by one, as `let_through` allows."""
+        """Process the rows one by one, as `allow_rows` permits."""
         self.gate = threading.Semaphore(0)
         expect(len(data))
         for _ in range(len(data)):
@@ -69,11 +69,11 @@ class Counter(Worker):
         return self.square(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def let_through(self, rows: int) -> None:
+    def allow_rows(self, rows: int) -> None:
         self.gate.release(rows)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def three_each(self, data: DataProto) -> DataProto:
+    def repeat_rows(self, data: DataProto) -> DataProto:
         return data.repeat(3, interleave=True)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -112,26 +112,26 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def wait_for_release(self) -> str:
-        """Ends when another control call says so."""
+        """Wait until another control call runs `release`."""
         self._released.clear()
         self._waiting.set()
         try:
-            return "released" if self._released.wait(timeout=60) else "nobody came"
+            return "released" if self._released.wait(timeout=60) else "timed out"
         finally:
             self._waiting.clear()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def wait_for_news(self) -> str:
-        """Ends when another call of the same event loop brings some."""
-        self._news = asyncio.get_running_loop().create_future()
-        return await asyncio.wait_for(self._news, timeout=60)
+    async def wait_for_message(self) -> str:
+        """Wait until another call on the same event loop runs `send_message`."""
+        self._message = asyncio.get_running_loop().create_future()
+        return await asyncio.wait_for(self._message, timeout=60)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def bring_news(self, text: str) -> bool:
-        """Whether anybody waited for it."""
-        if not hasattr(self, "_news") or self._news.done():
+    async def send_message(self, text: str) -> bool:
+        """Return whether a call was waiting for it."""
+        if not hasattr(self, "_message") or self._message.done():
             return False
-        self._news.set_result(text)
+        self._message.set_result(text)
         return True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -153,8 +153,8 @@ class Counter(Worker):
         return value + self.rank
 
 
-class Summer(Worker):
-    """Ranks that talk to each other over gloo."""
+class CollectiveWorker(Worker):
+    """Ranks that run gloo collectives."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self) -> None:
@@ -174,11 +174,11 @@ class Summer(Worker):
             time.sleep(0.5)
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("this rank gives up")
+            raise RuntimeError("this rank fails")
         dist.all_reduce(torch.ones(1))
 
 
-class Meshed(Worker):
+class MeshWorker(Worker):
     """Ranks on a mesh of data-parallel × tensor-parallel."""
 
     def __init__(self, dp: int, tp: int) -> None:
@@ -209,8 +209,8 @@ class Meshed(Worker):
         return data
 
 
-class Roller(Worker):
-    """Makes batches of the shape that generation and training exchange."""
+class RolloutWorker(Worker):
+    """Creates and reads batches with the columns of generation and training."""
 
     def __init__(self, prompt: int = 8, response: int = 16, pad: int = 99) -> None:
         self.prompt, self.response, self.pad = prompt, response, pad
@@ -226,7 +226,7 @@ class Roller(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, data: DataProto) -> DataProto:
-        """A column per token with rubbish where the response is padding."""
+        """A column per token with arbitrary values in the padding of responses."""
         return DataProto.from_dict({"old_log_probs": data.batch["responses"].float() * 0.5})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -283,8 +283,8 @@ def response_length(seed: int, width: int) -> int:
     return (seed * 5) % (width + 1)
 
 
-class OnDevice(Worker):
-    """Doubles and sums on its device, with a collective there."""
+class DeviceWorker(Worker):
+    """Doubles and sums a column on its device, with a collective."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self) -> str:

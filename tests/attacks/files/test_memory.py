@@ -13,7 +13,7 @@ import torch
 
 from tests.support.file_loaders import archive_loaders, metadata_of, save_folder, weights
 from tests.support.malicious_files import memory_archives, safetensors_file
-from tests.support.memory import peak_of_this_process
+from tests.support.memory import peak_process_memory
 
 # The archives would take 90 MB to 4 GB.
 LIMIT = 48 * 2**20
@@ -34,7 +34,7 @@ def test_an_archive_takes_no_more_memory_than_it_holds(name: str, archives: dict
     for number, (technique, content) in enumerate(chosen.items()):
         folder = tmp_path / str(number)
         file = loader.write(folder, content)
-        with peak_of_this_process() as peak:
+        with peak_process_memory() as peak:
             with pytest.raises((ValueError, RuntimeError)) as refused:
                 loader.load(folder)
             assert file.name in str(refused.value), technique
@@ -59,7 +59,7 @@ def test_chunks_take_no_more_memory_than_the_data_files(change: str, tmp_path: P
         entry.size = entry.chunks[0].sizes = huge
         info.length = 10**12 if change == "length" else info.length
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with peak_of_this_process() as peak, pytest.raises(ValueError, match=r"distcp|chunk"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"distcp|chunk"):
         [read_tensor(tensor) for tensor in dcp_tensors(tmp_path).values()]
     assert peak.bytes < LIMIT
 
@@ -85,7 +85,7 @@ def test_a_safetensors_file_takes_no_more_memory_than_it_has(content: bytes, tmp
     from verl.model_merger.lazy_tensors import folder_tensors
 
     (tmp_path / "model.safetensors").write_bytes(content)
-    with peak_of_this_process() as peak, pytest.raises(ValueError, match=r"model\.safetensors"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"model\.safetensors"):
         folder_tensors(tmp_path)
     assert peak.bytes < LIMIT
 
@@ -102,7 +102,7 @@ def test_a_faiss_index_takes_no_more_memory_than_its_file(tmp_path: Path) -> Non
     assert DenseIndex(file, None).documents == 500
     count = struct.pack("<Q", 500 * 16)
     file.write_bytes(file.read_bytes().replace(count, struct.pack("<Q", 10**8), 1))
-    with peak_of_this_process() as peak, pytest.raises(ValueError, match=r"index\.faiss is not an index"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"index\.faiss is not an index"):
         DenseIndex(file, None)
     assert peak.bytes < LIMIT
 
@@ -115,6 +115,6 @@ def test_a_compressed_list_of_lines_is_refused(tmp_path: Path) -> None:
     Corpus(corpus, tmp_path)
     (lines,) = (tmp_path / "corpora").glob("*.npz")
     np.savez_compressed(lines, starts=np.zeros(2**23, np.int64), digest=np.str_("x"))
-    with peak_of_this_process() as peak, pytest.raises(ValueError, match="it is compressed"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match="it is compressed"):
         Corpus(corpus, tmp_path)
     assert peak.bytes < LIMIT

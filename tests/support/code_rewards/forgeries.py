@@ -1,4 +1,4 @@
-"""Solutions that pass a test without knowing what it expects, by objects, exceptions and files; all have to score 0."""
+"""Solutions that try to pass a test without the expected value, by objects, exceptions and files; all must score 0."""
 # ruff: noqa: E501 - programs are kept as they are
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bodies of `attack()`: each returns a value to answer with, or None after it has forged or found something."""
+"""Bodies of `attack()`: each returns an answer, or None after it has forged a verdict or discovered a value."""
 # ruff: noqa: E501 - programs are kept as they are
 
 from __future__ import annotations

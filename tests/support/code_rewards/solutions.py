@@ -1,4 +1,4 @@
-"""Valid and wrong solutions with their tests in the styles of MBPP and HumanEval, and the score that they have to get."""
+"""Valid and wrong solutions with their tests in the styles of MBPP and HumanEval, and their expected score."""
 # ruff: noqa: E501 - programs are kept as they are
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attacks on the protocol between candidate and judge: malformed, early, repeated and lying messages."""
+"""Attacks on the protocol between candidate and judge: malformed, early, repeated and forged messages."""
 
 from __future__ import annotations
 

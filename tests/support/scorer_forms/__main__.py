@@ -1,4 +1,4 @@
-"""The error rates of the scorers on the cases of `scorer_forms`, per part and kind."""
+"""Print the error rates of the scorers on the cases of `scorer_forms`, by part and label."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from tests.support.scorer_forms import PARTS, SOURCES, cases
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("scorers", nargs="*", default=list(SOURCES))
-parser.add_argument("--part", choices=PARTS, default=None, help="this part only")
-parser.add_argument("--show", action="store_true", help="the cases that are judged wrongly")
+parser.add_argument("--part", choices=PARTS, default=None, help="only this part")
+parser.add_argument("--show", action="store_true", help="print the cases that are scored wrongly")
 args = parser.parse_args()
 
 write = sys.stdout.write
 for scorer in args.scorers:
-    made = cases(scorer)
-    write(f"{scorer}: {len(made)} cases of {len({case.form.template for case in made})} forms\n")
+    all_cases = cases(scorer)
+    write(f"{scorer}: {len(all_cases)} cases of {len({case.form.template for case in all_cases})} forms\n")
     for part in PARTS if args.part is None else [args.part]:
         for right in (False, True):
-            asked = [case for case in made if case.part == part and case.right is right]
-            missed = [case for case in asked if not case.is_judged_well()]
-            share = 100 * len(missed) / len(asked)
-            write(
-                f"  {part:10} false {'wrong' if right else 'right'} {len(missed):4} of {len(asked):4} ({share:.1f} %)\n"
-            )
-            for case in missed if args.show else []:
+            selected = [case for case in all_cases if case.part == part and case.right is right]
+            errors = [case for case in selected if not case.is_scored_correctly()]
+            percent = 100 * len(errors) / len(selected)
+            kind = "wrong" if right else "right"
+            write(f"  {part:10} false {kind} {len(errors):4} of {len(selected):4} ({percent:.1f} %)\n")
+            for case in errors if args.show else []:
                 write(f"      {case.text!r} for {case.truth!r}\n")

@@ -13,12 +13,12 @@ import pytest
 from tests.support.agents import (
     ROLLOUT,
     TOOL,
-    House,
-    Lingering,
-    Mortal,
-    Slow,
-    Waiting,
-    house,
+    AgentSetup,
+    DyingHandle,
+    HangingLoop,
+    SlowCancelLoop,
+    SlowEngines,
+    make_agent_setup,
     prompts_of,
     tokens_by_name,
     tokens_of,
@@ -65,13 +65,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def engines(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> House:
+def engines(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> AgentSetup:
     more = (f"data.max_response_length={TOKENS}", f"{ROLLOUT}.enable_prefix_caching=False")
-    return house(task, tmp_path_factory.mktemp("two"), *more, replicas=2)
+    return make_agent_setup(task, tmp_path_factory.mktemp("two"), *more, replicas=2)
 
 
 @pytest.fixture
-def two(engines: House) -> Iterator[House]:
+def two(engines: AgentSetup) -> Iterator[AgentSetup]:
     """Two replicas, open for generation."""
     with engines.open_engines():
         yield engines
@@ -82,12 +82,12 @@ def single_turns(task: dict[str, str], count: int = 6) -> DataProto:
     return prompts_of(task, count, "single_turn_agent", ignore_eos=True)
 
 
-def whole_outputs(two: House, prompts: DataProto) -> dict[str, list[int]]:
+def whole_outputs(two: AgentSetup, prompts: DataProto) -> dict[str, list[int]]:
     batch = two.agents.generate_sequences(prompts, two.handles)
     return {name: rows[0][0] for name, rows in tokens_of(batch).items()}
 
 
-def test_jobs_with_different_sampling_parameters_run_at_the_same_time(two: House, task: dict[str, str]):
+def test_jobs_with_different_sampling_parameters_run_at_the_same_time(two: AgentSetup, task: dict[str, str]):
     trained, validated = single_turns(task), single_turns(task)
     validated.meta_info |= {"validate": True, "max_new_tokens": 7, "do_sample": False, "seed": 3}
     expected = whole_outputs(two, trained), whole_outputs(two, validated)
@@ -103,11 +103,11 @@ def test_jobs_with_different_sampling_parameters_run_at_the_same_time(two: House
     assert {len(tokens) for tokens in finished["train"].values()} == {TOKENS}
 
 
-def test_finished_trajectories_are_reported_while_others_run(two: House, task: dict[str, str]):
+def test_finished_trajectories_are_reported_while_others_run(two: AgentSetup, task: dict[str, str]):
     """Each is reported once, with the tokens to score, and not to a later job."""
     prompts = prompts_of(task, 3, f"{HERE}.TwoTurns")
     expected = whole_outputs(two, prompts)
-    prompts.non_tensor_batch["agent_name"][2] = f"{HERE}.Waiting"  # sample 0: does not end
+    prompts.non_tensor_batch["agent_name"][2] = f"{HERE}.HangingLoop"  # sample 0: does not end
     two.start(prompts)
     headers: dict[str, list[int]] = {}
     while len(headers) < len(prompts) - 1:
@@ -124,18 +124,18 @@ def test_finished_trajectories_are_reported_while_others_run(two: House, task: d
 
 
 def test_rows_are_added_at_any_time_and_resumed_outputs_equal_uninterrupted_ones(
-    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     """Partial outputs are read while generation continues: the job finishes with the same tokens, and so does another
     job that resumes from them."""
     prompts = single_turns(task)
     whole = whole_outputs(two, prompts)
-    slow = Slow(monkeypatch, steps=16)
+    slow = SlowEngines(monkeypatch, steps=16)
     two.start(prompts[:4])
     two.host.submit("job", prompts[4:])
     assert slow.reached.wait(30)
     partials = two.host.partials("job")
-    slow.go_on.set()
+    slow.resume.set()
     assert partials
     assert all(0 < len(part.token_ids) < TOKENS for part in partials.values())
     assert all(whole[name][: len(part.token_ids)] == part.token_ids for name, part in partials.items())
@@ -147,14 +147,14 @@ def test_rows_are_added_at_any_time_and_resumed_outputs_equal_uninterrupted_ones
 
 
 def test_reported_partial_outputs_join_to_the_beginning_of_the_output(
-    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     for module, name in ((engine_client, "_PARTIALS_S"), (loop_host, "_PARTIALS_S")):
         monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(engine_client, "_COLLECT_S", 0.005)
     prompts = single_turns(task, 2)
     whole = whole_outputs(two, prompts)
-    slow = Slow(monkeypatch, steps=8)
+    slow = SlowEngines(monkeypatch, steps=8)
     two.start(prompts)
     two.host._next_partials = 0.0
     known: dict[str, Any] = {}
@@ -164,35 +164,35 @@ def test_reported_partial_outputs_join_to_the_beginning_of_the_output(
         for name, piece in reply.partials.get("job", {}).items():
             reports += 1
             known[name] = join_outputs([known[name], piece] if name in known else [piece])
-    slow.go_on.set()
+    slow.resume.set()
     assert all(whole[name][: len(part.token_ids)] == part.token_ids for name, part in known.items())
 
 
 def test_only_first_calls_with_the_prompt_of_the_row_have_partial_outputs(
-    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     prompts = prompts_of(task, 2, ignore_eos=True)
-    loops = ["single_turn_agent", f"{__name__}.Prefixed", f"{HERE}.Waiting", f"{HERE}.TwoTurns"]
+    loops = ["single_turn_agent", f"{__name__}.Prefixed", f"{HERE}.HangingLoop", f"{HERE}.TwoTurns"]
     prompts.non_tensor_batch["agent_name"] = object_array(loops)
-    slow, handles = Slow(monkeypatch, steps=8), two.handles[:1]
+    slow, handles = SlowEngines(monkeypatch, steps=8), two.handles[:1]
     two.start(prompts, handles)
     while not any(prompt[-len(TOOL) :] == TOOL for prompt in handles[0].prompts):
         time.sleep(0.001)  # until TwoTurns is in its second call
     names = set(two.host.partials("job"))
-    slow.go_on.set()
+    slow.resume.set()
     assert names == {"p0/0"}
 
 
-def test_cancelled_trajectories_are_not_reported_and_their_tools_not_waited_for(two: House, task: dict[str, str]):
-    Lingering.entered.clear()
-    Lingering.leave.clear()
-    two.start(prompts_of(task, 1, f"{HERE}.Lingering"))
-    assert Lingering.entered.wait(30)
+def test_cancelled_trajectories_are_not_reported_and_their_tools_not_waited_for(two: AgentSetup, task: dict[str, str]):
+    SlowCancelLoop.entered.clear()
+    SlowCancelLoop.may_exit.clear()
+    two.start(prompts_of(task, 1, f"{HERE}.SlowCancelLoop"))
+    assert SlowCancelLoop.entered.wait(30)
     cancelling = threading.Thread(target=two.host.cancel, args=("job", ["p0/0"]))
     cancelling.start()
     cancelling.join(10)
     waited = cancelling.is_alive()
-    Lingering.leave.set()
+    SlowCancelLoop.may_exit.set()
     assert not waited
     assert list(tokens_by_name(two.collect(1))) == ["p0/1"]
     reply, rows = two.host.collect(two.host.id, 0.3, False)
@@ -200,7 +200,9 @@ def test_cancelled_trajectories_are_not_reported_and_their_tools_not_waited_for(
 
 
 @pytest.mark.parametrize("end", ["close", "finish and close", "cancel and close"])
-def test_closing_waits_for_the_release_of_tools_and_does_not_interrupt_it(two: House, task: dict[str, str], end: str):
+def test_closing_waits_for_the_release_of_tools_and_does_not_interrupt_it(
+    two: AgentSetup, task: dict[str, str], end: str
+):
     Releasing.entered.clear()
     Releasing.released = 0
     two.start(prompts_of(task, 1, f"{__name__}.Releasing"))
@@ -215,10 +217,10 @@ def test_closing_waits_for_the_release_of_tools_and_does_not_interrupt_it(two: H
     assert (reply.closed, reply.headers, rows) == (True, None, None)
 
 
-def test_finishing_a_job_cancels_its_rows_only_and_empties_the_engines(two: House, task: dict[str, str]):
-    Waiting.entered.clear()
-    two.start(prompts_of(task, 2, f"{HERE}.Waiting"), job="endless")
-    assert Waiting.entered.wait(30)
+def test_finishing_a_job_cancels_its_rows_only_and_empties_the_engines(two: AgentSetup, task: dict[str, str]):
+    HangingLoop.entered.clear()
+    two.start(prompts_of(task, 2, f"{HERE}.HangingLoop"), job="endless")
+    assert HangingLoop.entered.wait(30)
     two.host.finish("endless")
     two.host.finish("unknown")
     prompts = single_turns(task, 2)
@@ -229,7 +231,7 @@ def test_finishing_a_job_cancels_its_rows_only_and_empties_the_engines(two: Hous
         time.sleep(0.001)
 
 
-def test_a_call_for_an_earlier_host_gets_nothing(two: House, task: dict[str, str]):
+def test_a_call_for_an_earlier_host_gets_nothing(two: AgentSetup, task: dict[str, str]):
     (earlier,) = two.agents.open_host(two.handles)
     two.agents.close_host()
     (current,) = two.agents.open_host(two.handles)
@@ -239,16 +241,16 @@ def test_a_call_for_an_earlier_host_gets_nothing(two: House, task: dict[str, str
 
 
 def test_requests_of_a_lost_replica_resume_and_those_without_any_wait_for_open_host(
-    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     """The loss is reported once; outputs equal uninterrupted ones."""
     monkeypatch.setattr(engine_client, "_PARTIALS_S", 0.0)
     monkeypatch.setattr(engine_client, "_COLLECT_S", 0.005)
     prompts = single_turns(task)
     whole = whole_outputs(two, prompts)
-    slow = Slow(monkeypatch, steps=16)
-    first, second = (Mortal(replica.handle(0)) for replica in two.replicas)
-    second.lives = None
+    slow = SlowEngines(monkeypatch, steps=16)
+    first, second = (DyingHandle(replica.handle(0)) for replica in two.replicas)
+    second.dies_after = None
     two.start(prompts, [first, second])
     (host_id,) = two.agents.open_host([first, second])  # nothing is lost yet
     finished: dict[str, list[int]] = {}
@@ -258,7 +260,7 @@ def test_requests_of_a_lost_replica_resume_and_those_without_any_wait_for_open_h
         finished |= tokens_by_name(trajectories_of(reply, rows))
         if reply.lost_replica:
             lost.append(reply.lost_replica)
-            slow.go_on.set()
+            slow.resume.set()
     assert finished == whole
     assert (len(lost), second.resumed > 0) == (1, True)
     assert "worker process died" in lost[0]
@@ -271,8 +273,8 @@ def test_requests_of_a_lost_replica_resume_and_those_without_any_wait_for_open_h
     assert tokens_by_name(two.collect(12)) == whole
 
 
-def test_a_failing_agent_costs_its_own_trajectory(two: House, task: dict[str, str]):
-    two.start(prompts_of(task, 2, f"{HERE}.Raising"))
+def test_a_failing_agent_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str]):
+    two.start(prompts_of(task, 2, f"{HERE}.FailingLoop"))
     statuses: dict[str, tuple[str, str | None]] = {}
     while len(statuses) < 4:
         reply, rows = two.host.collect(two.host.id, 30.0, False)
@@ -289,7 +291,7 @@ def test_a_failing_agent_costs_its_own_trajectory(two: House, task: dict[str, st
     }
 
 
-def test_a_job_with_an_unknown_loop_is_rejected_and_leaves_no_rows(two: House, task: dict[str, str]):
+def test_a_job_with_an_unknown_loop_is_rejected_and_leaves_no_rows(two: AgentSetup, task: dict[str, str]):
     with pytest.raises(ValueError, match="agent_name: 'toool_agent' is not known"):
         two.start(prompts_of(task, 1, "toool_agent"))
     two.host.submit("job", single_turns(task, 1))
@@ -297,16 +299,16 @@ def test_a_job_with_an_unknown_loop_is_rejected_and_leaves_no_rows(two: House, t
 
 
 def test_a_failed_engine_is_reported_as_a_lost_replica(
-    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     """The host continues; the rank raises the error of its engine."""
-    slow = Slow(monkeypatch, steps=4)
+    slow = SlowEngines(monkeypatch, steps=4)
     prompts = single_turns(task)
     two.start(prompts, two.handles[:1])
     while not (reply := two.host.collect(two.host.id, 0.1, False)[0]).lost_replica:
         two.engine()._loop.fail(RuntimeError("the kernel failed"))
     assert reply.lost_replica == "RuntimeError: the kernel failed"
-    slow.go_on.set()
+    slow.resume.set()
     with pytest.raises(WorkerCallError, match="RuntimeError: the kernel failed"):
         two.replicas[0].end_generation()
     two.replicas[0].begin_generation()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.agents import ROLLOUT, House, Mortal, Slow, house, prompts_of
-from tests.support.mixture_runs import mixture_task
+from tests.support.agents import ROLLOUT, AgentSetup, DyingHandle, SlowEngines, make_agent_setup, prompts_of
+from tests.support.moe_runs import moe_task
 from tests.support.router_cases import EXPERTS, LAYERS, UNKNOWN
 from verl.models.routing import record_routes, routers
 from verl.protocol import DataProto
@@ -28,7 +28,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return mixture_task(tmp_path_factory.mktemp("mixture"))
+    return moe_task(tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,15 @@ def models(task: dict[str, str]) -> list[Any]:
 
 
 @pytest.fixture
-def two(task: dict[str, str], models: list[Any], tmp_path: Path) -> Iterator[House]:
+def two(task: dict[str, str], models: list[Any], tmp_path: Path) -> Iterator[AgentSetup]:
     more = (f"data.max_response_length={TOKENS}", f"{ROLLOUT}.return_routed_experts=True")
-    made = house(task, tmp_path, *more, replicas=2)
+    made = make_agent_setup(task, tmp_path, *more, replicas=2)
     with made.open_engines():
         yield made
         made.agents.close_host()
 
 
-def update(two: House, models: list[Any], number: int) -> None:
+def update(two: AgentSetup, models: list[Any], number: int) -> None:
     two.engine(number).update_weights(models[1].state_dict().items())
 
 
@@ -98,29 +98,31 @@ def prompts(task: dict[str, str], name: str) -> DataProto:
 
 
 @pytest.mark.parametrize("loop", ["single_turn_agent", "tests.support.agents.TwoTurns"])
-def test_answers_go_on_through_an_update(two: House, task: dict[str, str], models: list[Any], monkeypatch, loop: str):
+def test_answers_go_on_through_an_update(
+    two: AgentSetup, task: dict[str, str], models: list[Any], monkeypatch, loop: str
+):
     """Also outputs that were read while they were generated, and later turns of a conversation."""
-    slow = Slow(monkeypatch, steps=8)
+    slow = SlowEngines(monkeypatch, steps=8)
     asked = prompts(task, loop)
     two.start(asked)
     assert slow.reached.wait(30)
     two.host.partials("job")
     for number in range(2):
         update(two, models, number)
-    slow.go_on.set()
+    slow.resume.set()
     assert assert_experts(models, two.collect(len(asked))) > 0
 
 
 def test_partial_outputs_of_a_checkpoint_keep_their_experts(
-    two: House, task: dict[str, str], models: list[Any], tmp_path: Path, monkeypatch
+    two: AgentSetup, task: dict[str, str], models: list[Any], tmp_path: Path, monkeypatch
 ):
     """They are saved, loaded, and resumed by engines that have newer weights."""
-    slow = Slow(monkeypatch, steps=8)
+    slow = SlowEngines(monkeypatch, steps=8)
     asked = prompts(task, "single_turn_agent")
     two.start(asked)
     assert slow.reached.wait(30)
     partials = two.host.partials("job")
-    slow.go_on.set()
+    slow.resume.set()
     two.agents.close_host()
     assert partials
     group = GroupState("group", asked[:1], 3, partials=partials)
@@ -133,17 +135,17 @@ def test_partial_outputs_of_a_checkpoint_keep_their_experts(
 
 
 def test_answers_of_a_lost_replica_keep_the_experts_of_what_it_had_reported(
-    two: House, task: dict[str, str], models: list[Any], monkeypatch
+    two: AgentSetup, task: dict[str, str], models: list[Any], monkeypatch
 ):
     """The other one, which resumes them, has newer weights."""
     monkeypatch.setattr("verl.workers.rollout.engine_client._PARTIALS_S", 0.0)
     monkeypatch.setattr("verl.workers.rollout.engine_client._COLLECT_S", 0.005)
-    slow = Slow(monkeypatch, steps=16)
+    slow = SlowEngines(monkeypatch, steps=16)
     update(two, models, 1)
     asked = prompts(task, "single_turn_agent")
     first, second = (replica.handle(0) for replica in two.replicas)
-    two.start(asked, [Mortal(first), second])
+    two.start(asked, [DyingHandle(first), second])
     while two.host.collect(two.host.id, 30.0, False)[0].lost_replica is None:
         pass
-    slow.go_on.set()
+    slow.resume.set()
     assert assert_experts(models, two.collect(len(asked))) > 0

@@ -7,7 +7,16 @@ import json
 import pytest
 
 from tests.support.chat_models import FAMILIES, chat_tokenizer
-from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, chat_of, rounds_of, template_kwargs
+from tests.support.family_turns import (
+    TOOL,
+    TOOLS,
+    USER,
+    Conversation,
+    all_cases,
+    family_chat,
+    rounds_of,
+    template_kwargs,
+)
 from verl.agent.chat import Chat
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.tool_calls import get_parser
@@ -20,21 +29,21 @@ CASES = all_cases()
 def test_the_tokens_fed_are_those_of_the_rendered_conversation(case):
     kind, chat, conversation = (
         FAMILIES[case.family],
-        chat_of(case.family, case.tools, case.thinking),
+        family_chat(case.family, case.tools, case.thinking),
         Conversation(case),
     )
     ids = chat.prompt_ids(conversation.messages)
     end = [] if case.end is None else chat.encode(case.end)
     own = True
     for number, replies in enumerate(rounds_of(case, kind)):
-        turn, said, message = conversation.answer(number, replies)
+        turn, said, message = conversation.model_turn(number, replies)
         before, both = conversation.encode(conversation.text), conversation.encode(conversation.text + turn)
         sampled = both[len(before) :] + end
         assert both[: len(before)] == before
         content = chat.decode(chat.strip_end_token(sampled))
         assert "".join(content.split()) == "".join(turn.split())
         ids += sampled + chat.suffix(replies, sampled)
-        own &= case.end == conversation.own_end(message)
+        own &= case.end == conversation.template_end(message)
         conversation.add(turn, said, message, chat.style.written(replies), case.end)
         if kind.format and "tool_calls" in message:
             calls = get_parser(kind.format).parse(content, [])[1]
@@ -57,7 +66,7 @@ def test_the_cases_cover_at_least_fifteen_families():
 def test_the_strict_check_accepts_every_family(family):
     for tools in (False, True):
         for thinking in FAMILIES[family].thinking or (None,):
-            chat_of(family, tools, thinking).check("strict")
+            family_chat(family, tools, thinking).check("strict")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,7 +179,7 @@ def test_an_earlier_end_token_of_an_alternating_template_is_kept():
 
 
 def test_of_several_closing_tokens_only_the_last_ends_a_turn():
-    chat = chat_of("command_r7b", False, None)
+    chat = family_chat("command_r7b", False, None)
     inner, end = chat.encode("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
     assert end in chat.end_ids
     assert inner not in chat.end_ids

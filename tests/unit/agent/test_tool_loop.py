@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.chat_models import chat_tokenizer
 from tests.support.engine_clients import engine_client
-from tests.support.script_runner import answers, log_prob, scripted_engine
+from tests.support.script_runner import log_prob, scripted_engine, scripted_turns
 from verl.agent.chat import Chat
 from verl.agent.outputs import build_trajectory
 from verl.agent.tool_loop import ToolAgentLoop
@@ -119,7 +119,7 @@ class Played:
         self.ends = tokenizer.convert_tokens_to_ids(list(ends))
         said = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
         prompt = Chat(tokenizer).encode(prompt)
-        self.engine = scripted_engine(answers(said, prompt, self.ends[0]), max_model_len)
+        self.engine = scripted_engine(scripted_turns(said, prompt, self.ends[0]), max_model_len)
         self.engine.version = 3
         self.trace = CallTrace()
         made = [FunctionTool(tool) if callable(tool) else tool for tool in tools]

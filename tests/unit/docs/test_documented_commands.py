@@ -1,4 +1,4 @@
-"""Every command in every README and page of the docs is one that works: composed, or its help asked, or known by name.
+"""Every command in a README or docs page is valid: its configuration composes, its help prints, or it is known by name.
 
 A new kind of command fails here until it is covered.
 """
@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.commands import ROOT, composed, run_script
+from tests.support.commands import ROOT, compose_config, run_script
 from verl.config import ConfigError
 from verl.config.problems import Report
 from verl.config.unused_keys import check_supported
@@ -159,7 +159,7 @@ def module_problem(module: str, arguments: list[str], whole: bool) -> str | None
 
 def configuration_problem(arguments: list[str]) -> str | None:
     try:
-        composed(arguments)
+        compose_config(arguments)
     except ConfigError as error:
         return str(error)
     return None
@@ -253,7 +253,7 @@ def test_a_script_runs_after_what_is_said_to_be_needed(document, tmp_path):
     assert {script for script, _ in rows} == {path.name for path in folder.glob("*.sh")}
     for script, said in rows:
         report = Report()
-        check_supported(composed(run_script(str((folder / script).relative_to(ROOT)), tmp_path)), report)
+        check_supported(compose_config(run_script(str((folder / script).relative_to(ROOT)), tmp_path)), report)
         needed = re.fullmatch(r"yes|after `(make setup-\w+)`", said)
         assert needed, (script, said)
         assert all(needed[1] and needed[1] in problem.fix for problem in report.problems), script

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.commands import ROOT, composed
+from tests.support.commands import ROOT, compose_config
 
 FOLDER = ROOT / "examples" / "cluster"
 TRAIN = ROOT / "examples" / "grpo_trainer" / "run_qwen2-7b.sh"
@@ -69,7 +69,7 @@ def calls(folder: Path, number: int) -> tuple[set[str], list[Any]]:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     noted = [file.read_text().removesuffix("\0").split("\0") for file in found]
-    configurations = [composed(arguments) for _, *arguments in noted]
+    configurations = [compose_config(arguments) for _, *arguments in noted]
     return {token for token, *_ in noted}, sorted(configurations, key=lambda config: config.trainer.node_rank or 0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.hash_runner import Done, HashRunner, expected
+from tests.support.hash_runner import FinishedStep, HashRunner, expected
 from tests.support.tiny import tiny_tokenizer
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.block_manager import BlockManager
@@ -44,7 +44,7 @@ class GatedRunner(HashRunner):
 
 
 class GatedStep:
-    def __init__(self, runner: GatedRunner, done: Done) -> None:
+    def __init__(self, runner: GatedRunner, done: FinishedStep) -> None:
         self.runner, self.done = runner, done
 
     def wait(self) -> tuple[list[int], list[float], list[float], list[float]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.support.engine_cases import make_batch, make_engine
-from tests.support.lora_cases import lora_engine, steps
+from tests.support.lora_cases import lora_engine, train_steps
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model, tiny_tokenizer
 from verl.model_merger.__main__ import main
 from verl.models.heads import ValueModel
@@ -94,7 +94,7 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     base = save_tiny_model(folder / "base", tie_word_embeddings=True)
     engine = lora_engine(str(base))
-    steps(engine, DATA, 2)
+    train_steps(engine, DATA, 2)
     saved(engine, folder)
     return folder
 
@@ -123,7 +123,7 @@ def test_adapters_are_kept_as_peft_loads_them(adapted, tmp_path):
 def test_a_critic_with_adapters_keeps_its_head(tmp_path):
     base = save_tiny_model(tmp_path / "base")
     engine = lora_engine(str(base), "value")
-    steps(engine, DATA, 1, ("values",))
+    train_steps(engine, DATA, 1, ("values",))
     local = saved(engine, tmp_path)
     found = tensors(merged(local, tmp_path / "merged", "--is-value-model"))
     for name, value in tensors(tmp_path / "exported").items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_model
-from tests.support.training_harness import close, make_task, make_trainer, overrides, weights
+from tests.support.training_harness import actor_weights, close, make_task, make_trainer, overrides
 from verl.trainer.common.run_status import Phases
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.types.request import Output, Request, SamplingParams
@@ -91,7 +91,7 @@ def test_a_running_request_continues_through_training_and_weight_syncs(trainer, 
     assert sorted(set(output.versions)) == [first, first + 1, first + 2]
     assert output.versions == sorted(output.versions)
     model = tiny_model()
-    model.load_state_dict(weights(trainer), strict=False)
+    model.load_state_dict(actor_weights(trainer), strict=False)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids).unsqueeze(1))[:, 0]

@@ -204,7 +204,7 @@ def test_rows_submitted_before_generation_is_open_are_sent_by_open(setup):
     whole = tokens_of("bb/0")
     partial = Output(whole[:1], [-whole[0] / 100], [0]) if len(whole) > 1 else Output()
     run.manager.submit(job, prompt_rows(["bb"], samples=2), {"bb/0": partial})
-    assert run.groups.rollout_ranks[0].asked == []
+    assert run.groups.rollout_ranks[0].calls == []
     run.drive()
     assert sorted(run.collect_all(job, 2)) == ["bb/0", "bb/1"]
     assert run.groups.rollout_ranks[0].engine.resumed_tokens == len(partial.token_ids)

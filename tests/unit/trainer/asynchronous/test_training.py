@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.support.mixture_runs import REPLAY, mixture_run, mixture_task
+from tests.support.moe_runs import REPLAY, moe_overrides, moe_task
 from tests.support.router_cases import CHOSEN, LAYERS, UNKNOWN
-from tests.support.trained_prompts import Notes
+from tests.support.trained_prompts import PromptRecordingTrainer
 from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
 from verl.agent.outputs import failed_trajectory
 from verl.inference.async_engine import AsyncEngine
@@ -92,7 +92,7 @@ def test_stale_answers_are_weighed_by_what_drew_them(task, tmp_path: Path):
     assert moved[0] < 1e-4 < min(moved[1:])
 
 
-class Noting(Notes, AsyncPPOTrainer):
+class Noting(PromptRecordingTrainer, AsyncPPOTrainer):
     pass
 
 
@@ -246,14 +246,16 @@ def test_what_trains_waiting_trains_streaming(task: dict[str, str], tmp_path: Pa
 def test_a_synchronous_run_goes_on_from_an_asynchronous_one(task: dict[str, str], tmp_path: Path):
     """What was asked ahead, it asks again: no prompt is lost, none comes twice."""
     first = run_training(overrides(task, tmp_path, *ASYNC, "trainer.total_training_steps=4"), trainer_cls=Stopping)
-    second = run_training(overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=4"), trainer_cls=Notes)
+    second = run_training(
+        overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=4"), trainer_cls=PromptRecordingTrainer
+    )
     uids = [uid for step in (*first.trained, *second.trained) for uid in step]
     assert len(uids) == len(set(uids)) == 32
 
 
 def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Path):
     """Dynamic sampling joins it with others, and an update that replays experts requires it."""
-    run = mixture_run(mixture_task(tmp_path / "task"), tmp_path, f"{REPLAY}=R3", "trainer.mode=async")
+    run = moe_overrides(moe_task(tmp_path / "task"), tmp_path, f"{REPLAY}=R3", "trainer.mode=async")
     trainer = make_trainer(run)
     try:
         trainer.init_workers()

@@ -11,7 +11,7 @@ from tests.support.scorer_forms import HELD_OUT, LOOKED_AT, SOURCES, cases, form
 def test_every_case_is_judged_as_it_was_made(scorer):
     if scorer == "math":
         pytest.importorskip("math_verify", reason="needs math-verify (pip install math-verify)")
-    wrongly = [case for case in cases(scorer) if not case.is_judged_well()]
+    wrongly = [case for case in cases(scorer) if not case.is_scored_correctly()]
     assert [(case.text, case.truth) for case in wrongly if not case.form.limit] == []
     # A limit that is one no more must be taken off the list, here and in docs/rewards.md.
     assert {case.form.template for case in wrongly} == {form.template for form in forms(scorer) if form.limit}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
-from tests.support.memory import peak_of_this_process
+from tests.support.memory import peak_process_memory
 from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.disk import is_disk_full
@@ -290,12 +290,12 @@ def test_a_save_takes_the_copy_and_little_beside_it(tmp_path, monkeypatch):
     engine.save(tmp_path / "libraries", ["extra", "hf_model"])  # load their code
     for step in ("first", "second"):
         with held_back(monkeypatch, ChecksumRecorder, "open"):
-            with peak_of_this_process() as copying:
+            with peak_process_memory() as copying:
                 engine.begin_save(tmp_path / step, ALL)
                 train(engine)  # once the copy is there
-            with peak_of_this_process() as training:
+            with peak_process_memory() as training:
                 train(engine)
-        with peak_of_this_process() as writing:
+        with peak_process_memory() as writing:
             engine.finish_save()
         copy = 3 * weights if step == "first" else 0  # the second uses the memory of the first
         assert copying.bytes - training.bytes < copy + 0.75 * weights

@@ -17,7 +17,7 @@ from tests.support.engine_cases import (
     token_loss,
     whole_weights,
 )
-from tests.support.lora_cases import adapter_values, lora_engine, nudged, peft_gradients, steps
+from tests.support.lora_cases import adapter_values, lora_engine, peft_gradients, perturb_lora_b, train_steps
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.models.heads import ValueModel
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 def trained(folder):
     """An engine after three steps."""
     engine = lora_engine(str(folder))
-    steps(engine, DATA, 3)
+    train_steps(engine, DATA, 3)
     return engine
 
 
@@ -55,7 +55,7 @@ def trained(folder):
 )
 def test_gradients_of_both_matrices_equal_those_of_peft(family, changes):
     engine = lora_engine(tiny_model(family), **changes)
-    nudged(engine)
+    perturb_lora_b(engine)
     engine.forward_backward(DATA, token_loss, BOTH, 0.7, MicroBatching(size=4))
     gradients = peft_gradients(adapter_values(engine), DATA, 0.7, family)
     assert len(gradients) > 8
@@ -81,7 +81,7 @@ def test_a_reference_pass_before_the_first_update_takes_no_gradient_away(folder)
     engine = lora_engine(str(folder))
     with engine.base_weights():
         log_probs(engine)
-    nudged(engine)
+    perturb_lora_b(engine)
     engine.forward_backward(DATA, token_loss, BOTH)
     assert len(engine_gradients(engine)) == len(adapter_values(engine))
 
@@ -146,7 +146,7 @@ def test_micro_batches_do_not_change_gradients(folder):
     found = []
     for micro in (MicroBatching(), MicroBatching(size=1), MicroBatching(max_tokens=20)):
         engine = lora_engine(str(folder))
-        nudged(engine)
+        perturb_lora_b(engine)
         engine.forward_backward(DATA, token_loss, BOTH, micro=micro)
         found.append(engine_gradients(engine))
     assert_close(found[1], found[0])
@@ -155,12 +155,12 @@ def test_micro_batches_do_not_change_gradients(folder):
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(folder, tmp_path):
     whole = lora_engine(str(folder))
-    steps(whole, DATA, 2)
+    train_steps(whole, DATA, 2)
     whole.save(tmp_path / "state")
-    steps(whole, DATA, 2)
+    train_steps(whole, DATA, 2)
     again = lora_engine(str(folder))
     again.load(tmp_path / "state")
-    steps(again, DATA, 2)
+    train_steps(again, DATA, 2)
     wanted = adapter_values(whole)
     assert all(torch.equal(value, wanted[name]) for name, value in adapter_values(again).items())
     assert stored_tensors(tmp_path / "state" / "model").keys() == set(wanted), "the base is not in it"
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_kind_of_training_is_refused(folder, trained, tm
 
 def test_a_critic_learns_its_head_and_its_adapters(tmp_path):
     engine = lora_engine(ValueModel(tiny_model().base_model), "value")
-    steps(engine, DATA, 3, ("values",))
+    train_steps(engine, DATA, 3, ("values",))
     learned = adapter_values(engine)
     assert learned["score.weight"].any()
     assert any(value.any() for name, value in learned.items() if "lora_B" in name)
@@ -220,6 +220,6 @@ def test_frozen_weights_are_held_in_the_compute_dtype(folder):
     engine = lora_engine(str(folder), mixed_precision="bf16")
     for name, value in engine.model.hf.named_parameters():
         assert value.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
-    steps(engine, DATA, 1)
+    train_steps(engine, DATA, 1)
     assert all(value.dtype == torch.float32 for value in adapter_values(engine).values())
     assert all(spec.dtype == torch.bfloat16 for spec in engine.manifest().values())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.agents import house, prompts_of
+from tests.support.agents import make_agent_setup, prompts_of
 from tests.support.rollout_hosts import (
     MANY_TOKENS,
     assert_same_tensors,
@@ -70,7 +70,7 @@ def test_collected_rows_are_those_of_generate_batch(start, make_prompts, meta):
 
 def test_rows_with_agent_columns_are_those_of_the_single_turn_agent(tmp_path):
     task = make_task(tmp_path)
-    agents = house(task, tmp_path)
+    agents = make_agent_setup(task, tmp_path)
     prompts = prompts_of(task, 3, agent_columns=True, pad_token_id=0)
     with agents.open_engines():
         handles = [replica.handle(0) for replica in agents.replicas]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.scripted_server import ScriptedServer, answer, log_prob
+from tests.support.scripted_server import ScriptedServer, expected_tokens, log_prob
 from tests.support.tiny import tiny_tokenizer
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.sequence import Sequence
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def right(output: Output, prompt: list[int] = PROMPT, recomputed: bool = True) -> bool:
     known = output.log_probs == output.sampled_log_probs == [log_prob(token) for token in output.token_ids]
-    return known and output.token_ids == answer(prompt, output.versions, recomputed)
+    return known and output.token_ids == expected_tokens(prompt, output.versions, recomputed)
 
 
 def test_many_threads_get_the_answers_of_the_server(served):
@@ -89,13 +89,15 @@ def test_many_threads_get_the_answers_of_the_server(served):
 def test_a_pause_takes_every_token_that_was_sampled_and_no_more_come(served):
     futures = [served.ask(f"r{i}", prompt=[i]) for i in range(4)]
     for _ in range(5):
-        wait_for(lambda before=served.server.told: served.server.told > before or all(f.done() for f in futures))
+        wait_for(
+            lambda before=served.server.reported: served.server.reported > before or all(f.done() for f in futures)
+        )
         served.loop.pause("keep")
-        told = served.server.told
+        reported = served.server.reported
         taken = sum(len(s.output.token_ids) for s in served.loop._everyone())
         taken += sum(len(f.result().token_ids) for f in futures if f.done())
         time.sleep(0.02)
-        assert taken == told == served.server.told
+        assert taken == reported == served.server.reported
         served.loop.unpause()
     assert all(right(future.result(), [i]) for i, future in enumerate(futures))
 
@@ -104,7 +106,7 @@ def test_a_pause_takes_every_token_that_was_sampled_and_no_more_come(served):
 def test_weights_change_under_requests_that_go_on(served, keep_kv):
     served.server.hold_at = 30
     futures = [served.ask(f"r{i}") for i in range(3)]
-    wait_for(lambda: served.server.told >= 30)
+    wait_for(lambda: served.server.reported >= 30)
     served.loop.pause("keep")
     served.server.hold_at = math.inf
     served.set_weights(1, keep_kv)
@@ -123,7 +125,7 @@ def test_an_aborted_id_is_used_again_while_pieces_of_it_are_told(served):
     for attempt in range(40):
         prompt = [attempt]
         future = served.ask("same", prompt=prompt)
-        wait_for(lambda before=served.server.told: served.server.told > before)
+        wait_for(lambda before=served.server.reported: served.server.reported > before)
         served.loop.abort(["same"])
         output = future.result()
         assert (output.finish_reason, right(output, prompt)) == ("abort", True)
@@ -133,7 +135,7 @@ def test_an_aborted_id_is_used_again_while_pieces_of_it_are_told(served):
 
 
 def test_an_end_within_a_piece_cuts_the_rest_and_frees_the_server(served):
-    tokens = answer(PROMPT, [0] * 20)
+    tokens = expected_tokens(PROMPT, [0] * 20)
     end = next(i for i in range(3, 20) if i % 3 == 0 and tokens[i] not in tokens[:i])
     output = served.ask("r", replace(LONG, stop_token_ids=frozenset({tokens[end]}))).result()
     assert (output.token_ids, output.finish_reason) == (tokens[: end + 1], "stop")
@@ -152,19 +154,19 @@ def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served,
     bad, good = served.ask("bad"), served.ask("good", SHORT)
     wait_for(lambda: served.server.running == {"bad", "good"})
     served.server.abort(["bad"])
-    served.server.say(piece)
+    served.server.emit(piece)
     with pytest.raises(RuntimeError, match=message):
         bad.result()
     again = served.ask("bad", SHORT)
     served.server.hold_at = math.inf
-    served.server.say()
+    served.server.emit()
     assert right(again.result())
     assert right(good.result())
 
 
 def test_a_server_that_cannot_be_reached_fails_everybody_and_the_next_start_is_a_new_chance(served):
     running = served.ask("a")
-    wait_for(lambda: served.server.told > 0)
+    wait_for(lambda: served.server.reported > 0)
     served.server.refuses = "connection refused"
     with pytest.raises(ConnectionError, match="connection refused"):
         served.ask("b").result()
@@ -179,7 +181,7 @@ def test_a_log_prob_that_is_none_names_the_weights(served):
     served.server.hold_at = 0
     future = served.ask("r")
     wait_for(lambda: served.server.running == {"r"})
-    served.server.say(TokenChunk("r", [1], [math.nan], finished=False))
+    served.server.emit(TokenChunk("r", [1], [math.nan], finished=False))
     with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
         future.result()
 
@@ -190,8 +192,8 @@ def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served
     wait_for(lambda: served.server.running == {"r"})
     top = [[(token, -1.0)] for token in (4, 5, 6)]
     first = ChunkDetails(2, top[:1], [-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
-    served.server.say(TokenChunk("r", [4], [-1.0], finished=False, details=first))
-    served.server.say(TokenChunk("r", [5, 6], [-1.0, -1.0], finished=False, details=ChunkDetails(7, top[1:], [-9.0])))
+    served.server.emit(TokenChunk("r", [4], [-1.0], finished=False, details=first))
+    served.server.emit(TokenChunk("r", [5, 6], [-1.0, -1.0], finished=False, details=ChunkDetails(7, top[1:], [-9.0])))
     output = future.result()
     assert (output.token_ids, output.top_log_probs, output.cached_tokens) == ([4, 5], top[:2], 2)
     assert (output.prompt_log_probs, output.prompt_top_log_probs) == ([-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])

@@ -16,7 +16,7 @@ import torch
 from tests.support import fake_tensorrt_llm
 from tests.support.fake_tensorrt_llm import AsyncLLM, ExecutorMemoryType, LogprobMode
 from tests.support.tiny import tiny_model
-from tests.support.url_server import answer
+from tests.support.url_server import expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
@@ -84,9 +84,9 @@ def test_what_it_does_not_know_it_refuses_by_itself(start):
 
 def test_answers_come_token_by_token_with_log_probs_of_what_is_drawn(start):
     outputs = [future.result() for future in ask(start(), temperature=0.7, key=11, stop_token_ids=frozenset([3]))]
-    assert [output.token_ids for output in outputs] == [answer(prompt, 40) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == [expected_tokens(prompt, 40) for prompt in PROMPTS]
     assert outputs[0].log_probs == [-token / 100 for token in outputs[0].token_ids]
-    params = AsyncLLM.last.asked[0].params
+    params = AsyncLLM.last.requests[0].params
     assert (params.temperature, params.seed, params.logprobs) == (0.7, 11, 0)
     assert (params.stop_token_ids, params.end_id, params.include_stop_str_in_output) == ([3], -1, True)
     assert (params.logprobs_mode, params.detokenize) == (LogprobMode.PROCESSED, False)
@@ -97,15 +97,15 @@ def test_what_is_paused_is_aborted_there_and_goes_on_from_its_tokens_under_new_w
     futures = ask(rollout, key=5)
     time.sleep(0.05)
     rollout.pause_generation("keep")
-    first = list(AsyncLLM.last.asked)
+    first = list(AsyncLLM.last.requests)
     assert all(result.aborted for result in first)
     rollout.update_weights(model.state_dict().items())
     rollout.resume_generation()
     for prompt, future in zip(PROMPTS, futures, strict=True):
         output = future.result()
-        assert output.token_ids == answer(prompt, 40)
+        assert output.token_ids == expected_tokens(prompt, 40)
         assert set(output.versions) == {0, 1}
-    second = AsyncLLM.last.asked[len(first) :]
+    second = AsyncLLM.last.requests[len(first) :]
     assert {result.params.seed for result in second}.isdisjoint({result.params.seed for result in first})
     assert set(AsyncLLM.last.salts[len(first) :]).isdisjoint(AsyncLLM.last.salts[: len(first)])
 
@@ -117,9 +117,9 @@ def test_what_is_aborted_ends_there(start):
     rollout.abort()
     assert all(future.result().finish_reason == "abort" for future in futures)
     deadline = time.monotonic() + 120
-    while not all(result.aborted for result in AsyncLLM.last.asked) and time.monotonic() < deadline:
+    while not all(result.aborted for result in AsyncLLM.last.requests) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert all(result.aborted for result in AsyncLLM.last.asked)
+    assert all(result.aborted for result in AsyncLLM.last.requests)
 
 
 def test_weights_go_by_handles_of_the_workers_device_and_then_the_end_is_said(start, monkeypatch):

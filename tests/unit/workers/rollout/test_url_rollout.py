@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_config, tiny_model
-from tests.support.url_server import URLServer, answer
+from tests.support.url_server import URLServer, expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
@@ -60,9 +60,9 @@ def wait_until_generating(server: URLServer, streams: int = 1) -> None:
 
 def test_answers_are_the_servers_and_no_more_streams_are_open_than_it_runs_at_a_time(server, join):
     outputs = [future.result() for future in join(server).submit(requests())]
-    assert [output.token_ids for output in outputs] == [answer(prompt, 40) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == [expected_tokens(prompt, 40) for prompt in PROMPTS]
     assert outputs[0].log_probs == [-token / 100 for token in outputs[0].token_ids]
-    assert server.most_at_once == 8  # twice its max_num_seqs
+    assert server.max_running == 8  # twice its max_num_seqs
 
 
 def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
@@ -72,11 +72,11 @@ def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
     rollout.pause_generation("keep")
     running = server.running
     rollout.resume_generation()
-    assert [future.result().token_ids for future in futures] == [answer(prompt, 40) for prompt in PROMPTS]
+    assert [future.result().token_ids for future in futures] == [expected_tokens(prompt, 40) for prompt in PROMPTS]
     assert running == 0
-    continued = [prompt for prompt in server.asked if len(prompt) > 3]
+    continued = [prompt for prompt in server.prompts if len(prompt) > 3]
     assert continued
-    assert all(prompt == prompt[:3] + answer(prompt[:3], len(prompt) - 3) for prompt in continued)
+    assert all(prompt == prompt[:3] + expected_tokens(prompt[:3], len(prompt) - 3) for prompt in continued)
 
 
 def test_what_is_aborted_ends_at_the_server_too(server, join):
@@ -93,22 +93,22 @@ def test_what_is_aborted_ends_at_the_server_too(server, join):
 
 def test_a_connection_that_breaks_is_made_again_where_it_was(server, join):
     rollout = join(server)
-    server.breaks_at = 7
-    assert rollout.submit(requests(1))[0].result().token_ids == answer(PROMPTS[0], 40)
-    assert server.asked == [PROMPTS[0], PROMPTS[0] + answer(PROMPTS[0], 8)]
+    server.disconnect_at = 7
+    assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
+    assert server.prompts == [PROMPTS[0], PROMPTS[0] + expected_tokens(PROMPTS[0], 8)]
 
 
 def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(server, join):
     rollout = join(server)
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
-    server.breaks_at, server.weights = 7, "default"
+    server.disconnect_at, server.weights = 7, "default"
     with pytest.raises(EngineDiedError, match=f"{server.url}.*'default', not 'verl-"):
         rollout.submit(requests(1))[0].result()
     assert rollout.restart_if_dead()
     with pytest.raises(RuntimeError, match="no weights"):
         rollout.submit(requests(1))
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
-    assert rollout.submit(requests(1))[0].result().token_ids == answer(PROMPTS[0], 40)
+    assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
     assert not rollout.restart_if_dead()
 
 
@@ -132,7 +132,7 @@ def test_weights_arrive_bit_for_bit_and_old_prefixes_go(server, join):
     rollout.update_weights(model.state_dict().items())
     assert server.member.loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in model.state_dict().items())
-    assert server.prefixes_dropped == 1
+    assert server.prefix_resets == 1
     assert rollout.submit(requests(1))[0].result().versions == [1] * 40
 
 
@@ -210,11 +210,11 @@ def test_a_server_that_cannot_serve_is_refused_with_the_command_that_starts_it_r
 
 def test_log_probs_that_are_not_of_what_is_drawn_are_found_at_the_first_request(server, join):
     rollout = join(server)
-    server.forgets_temperature = True
+    server.ignores_temperature = True
     with pytest.raises(RuntimeError, match=f"vLLM 0.0 at {server.url} does not report the log-probs"):
         rollout.submit(requests(1))
-    server.forgets_temperature = False
-    assert rollout.submit(requests(1))[0].result().token_ids == answer(PROMPTS[0], 40)
+    server.ignores_temperature = False
+    assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
 
 
 def test_every_replica_has_a_server_of_its_own(server, model_path):
@@ -222,7 +222,7 @@ def test_every_replica_has_a_server_of_its_own(server, model_path):
     urls = {"name": "vllm", "max_model_len": 128, "dtype": "float32", "server_urls": [server.url]}
     with open_rollout(str(model_path), model, as_config(RolloutConfig, urls), "cpu") as rollout:
         rollout.update_weights(tiny_model().state_dict().items())
-        assert rollout.submit(requests(1))[0].result().token_ids == answer(PROMPTS[0], 40)
+        assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
     two = as_config(RolloutConfig, urls | {"server_urls": [server.url] * 2})
     with pytest.raises(ValueError, match="2 servers for 1 ranks"):
         open_rollout(str(model_path), model, two, "cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny import save_tiny_model, tiny_model
-from tests.support.whole_model import WholeModel
+from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
@@ -36,7 +36,7 @@ def make_rollout(request, tmp_path):
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_rollout, tied, dtype, load_format):
     rollout = make_rollout(tied, dtype=dtype, load_format=load_format)
-    trainer = WholeModel(tiny_model(seed=5, tie_word_embeddings=tied))
+    trainer = UnshardedModel(tiny_model(seed=5, tie_word_embeddings=tied))
     stats = InProcessTransfer(trainer, rollout, bucket_bytes=20_000).sync(version=7)
     assert trainer.buckets_sent > 3
     assert rollout.version == 7
@@ -53,7 +53,7 @@ def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_roll
 def test_a_sync_wakes_released_weights_and_leaves_the_kv_asleep(make_rollout):
     rollout = make_rollout()
     rollout.release()
-    InProcessTransfer(WholeModel(tiny_model(seed=5)), rollout).sync(version=1)
+    InProcessTransfer(UnshardedModel(tiny_model(seed=5)), rollout).sync(version=1)
     with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
         rollout.submit([Request("a", [5, 6], SamplingParams())])
 
@@ -70,18 +70,18 @@ def test_data_damaged_on_the_way_is_named(make_rollout):
     with pytest.raises(
         WeightMismatchError, match=r"'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"
     ):
-        InProcessTransfer(WholeModel(tiny_model(seed=5)), rollout).sync(version=1)
+        InProcessTransfer(UnshardedModel(tiny_model(seed=5)), rollout).sync(version=1)
 
 
 def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
-    trainer = WholeModel(tiny_model(num_hidden_layers=3))
+    trainer = UnshardedModel(tiny_model(num_hidden_layers=3))
     with pytest.raises(WeightMismatchError, match=r"the rollout's model has no 'model.layers.2"):
         InProcessTransfer(trainer, make_rollout()).sync(version=1)
     assert trainer.buckets_sent == 0
 
 
 def test_who_waits_for_an_answer_hears_of_a_trainer_that_broke(make_rollout):
-    class Broken(WholeModel):
+    class Broken(UnshardedModel):
         def buckets(self, dtype, max_bytes, wanted=None):
             yield from ()
             raise MemoryError("no room to gather")

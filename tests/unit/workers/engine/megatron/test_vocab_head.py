@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.gloo_threads import in_threads
+from tests.support.gloo_threads import run_ranks_in_threads
 from tests.unit.models.test_fused_head import ADJUSTMENTS, Allocations, Case, plain_statistics
 from verl.models.fused_head import label_statistics
 from verl.models.top_tokens import top_tokens
@@ -61,7 +61,9 @@ def assert_whole(results, case, wanted, **tolerance):
 def test_parts_of_the_vocabulary_give_the_plain_values_and_gradients(ranks, multiple, adjust):
     case = Case(vocab=VOCAB, bias=False)
     weight = padded_weight(case, ranks, multiple)
-    results = in_threads(ranks, partial(of_rank, case=case, weight=weight, ranks=ranks, temperature=0.7, adjust=adjust))
+    results = run_ranks_in_threads(
+        ranks, partial(of_rank, case=case, weight=weight, ranks=ranks, temperature=0.7, adjust=adjust)
+    )
     wanted = plain_statistics(case.hidden, case.weight, case.labels, 0.7, adjust=adjust)
     assert_whole(results, case, wanted, rtol=1e-11, atol=1e-11)
 
@@ -69,7 +71,7 @@ def test_parts_of_the_vocabulary_give_the_plain_values_and_gradients(ranks, mult
 def test_half_precision_is_that_of_the_whole_head():
     case = Case(rows=40, vocab=VOCAB, dtype=torch.bfloat16, bias=False)
     weight = padded_weight(case, 2, 8)
-    results = in_threads(2, partial(of_rank, case=case, weight=weight, ranks=2, temperature=0.7, adjust=None))
+    results = run_ranks_in_threads(2, partial(of_rank, case=case, weight=weight, ranks=2, temperature=0.7, adjust=None))
     wanted = label_statistics(case.hidden, case.weight, case.labels, 0.7, True)
     for found, *_ in results:
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
@@ -84,7 +86,7 @@ def test_no_rank_ever_has_more_than_a_chunk_of_its_part_of_the_logits():
     case = Case(rows=24, size=2, vocab=VOCAB, dtype=torch.float32, bias=False)
     weight = padded_weight(case, 2, 64)
     seen = [Allocations(), Allocations()]
-    in_threads(2, lambda rank, group: of_rank(rank, group, case, weight, 2, 0.7, None, seen[rank]))
+    run_ranks_in_threads(2, lambda rank, group: of_rank(rank, group, case, weight, 2, 0.7, None, seen[rank]))
     for made in seen:
         most = max(shape.numel() for shape in made.shapes if len(shape) == 2 and shape[1] > case.hidden.shape[1])
         assert most <= 4 * len(weight) // 2
@@ -106,7 +108,7 @@ def test_several_labels_and_the_likeliest_tokens_are_those_of_the_whole_vocabula
 
     wanted, _ = label_statistics(case.hidden, case.weight, labels, 0.7, False)
     d_hidden, d_weight = torch.autograd.grad((wanted**2).sum(), [case.hidden, case.weight])
-    results = in_threads(3, asked)
+    results = run_ranks_in_threads(3, asked)
     for top, found, rank_d_hidden, _ in results:
         torch.testing.assert_close(found, wanted.detach())
         torch.testing.assert_close(rank_d_hidden, d_hidden)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.breaking_engine import BREAKS
+from tests.support.breaking_engine import FAILING_REQUEST
 from tests.support.tiny import tiny_model
-from tests.support.whole_model import WholeModel
+from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
@@ -49,7 +49,7 @@ def inside(model_path):
 
 def test_both_answer_the_same_before_and_after_a_weight_change(hosted, inside):
     assert answers(hosted, requests(12)) == answers(inside, requests(12))
-    trainer, asked = WholeModel(tiny_model(seed=5)), requests(6, top_p=0.9, top_log_probs=2)
+    trainer, asked = UnshardedModel(tiny_model(seed=5)), requests(6, top_p=0.9, top_log_probs=2)
     for rollout in (hosted, inside):
         stats = InProcessTransfer(trainer, rollout, bucket_bytes=20_000).sync(version=7)
         assert (stats.tensors, rollout.version) == (len(trainer.weights), 7)
@@ -69,12 +69,12 @@ def test_batches_and_streams_are_the_same(hosted, inside, make_prompts):
 def test_what_was_paused_goes_on_with_the_new_weights(hosted, inside):
     outputs = []
     for rollout in (hosted, inside):
-        InProcessTransfer(WholeModel(tiny_model(seed=1)), rollout).sync(version=1)
+        InProcessTransfer(UnshardedModel(tiny_model(seed=1)), rollout).sync(version=1)
         futures = rollout.submit(requests(4, tokens=400))
         while not rollout_has_tokens(rollout):
             time.sleep(0.01)
         rollout.pause_generation("keep")
-        InProcessTransfer(WholeModel(tiny_model(seed=2)), rollout).sync(version=2)
+        InProcessTransfer(UnshardedModel(tiny_model(seed=2)), rollout).sync(version=2)
         assert not any(future.done() for future in futures)
         rollout.resume_generation()
         outputs.append([future.result() for future in futures])
@@ -95,7 +95,7 @@ def test_errors_keep_their_type_and_the_engine_goes_on(hosted):
         hosted.submit([Request("r", [], SamplingParams())])
     with pytest.raises(ValueError, match="mode 'later' is unknown"):
         hosted.pause_generation("later")
-    good, broken = WholeModel(tiny_model(seed=3)), WholeModel(tiny_model(seed=3))
+    good, broken = UnshardedModel(tiny_model(seed=3)), UnshardedModel(tiny_model(seed=3))
     broken.weights = {**broken.weights, "model.norm.weight": torch.ones(3)}
     with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight' is"):
         InProcessTransfer(broken, hosted).sync(version=3)
@@ -146,10 +146,10 @@ def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(SharedBuffer, "put", put_and_flip)
         with pytest.raises(WeightMismatchError, match=r"down_proj.weight' differs from the trainer's"):
-            InProcessTransfer(WholeModel(tiny_model(seed=6)), hosted).sync(version=9)
+            InProcessTransfer(UnshardedModel(tiny_model(seed=6)), hosted).sync(version=9)
     with pytest.raises(RuntimeError, match="has no weights to generate with"):
         hosted.submit(requests(1))
-    InProcessTransfer(WholeModel(tiny_model(seed=6)), hosted).sync(version=9)
+    InProcessTransfer(UnshardedModel(tiny_model(seed=6)), hosted).sync(version=9)
     assert answers(hosted, requests(1))[0].versions[-1] == 9
 
 
@@ -191,9 +191,9 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     assert hosted.restart_if_dead()
     assert hosted.pid != first
     for each in (hosted, inside):
-        InProcessTransfer(WholeModel(tiny_model(seed=8)), each).sync(version=11)
+        InProcessTransfer(UnshardedModel(tiny_model(seed=8)), each).sync(version=11)
     assert answers(hosted, requests(2)) == answers(inside, requests(2))
-    futures = hosted.submit([*requests(1, tokens=450), Request(BREAKS, [5], SamplingParams())])
+    futures = hosted.submit([*requests(1, tokens=450), Request(FAILING_REQUEST, [5], SamplingParams())])
     fail_with("AcceleratorError: CUDA error: an illegal memory access", futures)
     assert hosted.restart_if_dead()
     members = [hosted.pid, *children(hosted.pid)]
@@ -225,6 +225,6 @@ def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_process(start_host
     before = children(os.getpid())
     with pytest.raises(ValueError, match=r"engine_kwargs\.native\.no_such_key") as told:
         start_hosted(engine_kwargs={"native": {"no_such_key": 1}})
-    assert "as a process of its own would say it" in str(told.value.__cause__)
+    assert "output of the engine process" in str(told.value.__cause__)
     os.unlink(log_of(str(told.value.__cause__)))
     assert children(os.getpid()) == before

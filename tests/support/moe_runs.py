@@ -1,4 +1,4 @@
-"""Whole runs on a tiny mixture of experts, whose routers may change between generation and update."""
+"""Training runs of a tiny MoE model whose routers may change between generation and update."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 
 
-def mixture_task(folder: Path) -> dict[str, str]:
-    """Which experts it is matters: they are large, and routers do not give all the same weight."""
+def moe_task(folder: Path) -> dict[str, str]:
+    """A task with an MoE model in which the choice of experts matters: large experts, uneven routers."""
     changes = {**FAMILIES["qwen3_moe"], "num_hidden_layers": LAYERS}
     task = make_task(folder, family="qwen3_moe", **changes)
     model = AutoModelForCausalLM.from_pretrained(task["model"])
@@ -31,7 +31,7 @@ def mixture_task(folder: Path) -> dict[str, str]:
     return task
 
 
-def mixture_run(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+def moe_overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
     """One training step of GRPO: two mini-batches, two passes over each."""
     return overrides(
         task,
@@ -46,8 +46,8 @@ def mixture_run(task: dict[str, str], folder: Path, *more: str) -> list[str]:
     )
 
 
-class Turned(RayPPOTrainer):
-    """After each generation the routers of the actor become others: without replay tokens go through other experts."""
+class RouterChangingTrainer(RayPPOTrainer):
+    """Re-initializes the actor's routers after each generation: without replay tokens go to other experts."""
 
     def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         batch = super()._generate_and_score(prompts, metrics)
@@ -59,15 +59,15 @@ class Turned(RayPPOTrainer):
         return batch
 
     def _routers(self) -> list[Any]:
-        """Their weights, in either engine."""
+        """Router weights of an FSDP or Megatron engine."""
         model = self.actor.model if hasattr(self.actor, "model") else self.actor.models[0]
         ends = (".gate.weight", ".router.weight")
         return [weight for name, weight in model.named_parameters() if name.endswith(ends)]
 
-    def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[known choices, k]: what the last batch says, and what the actor goes through for it now."""
-        told = self._last_batch.batch["routed_experts"]
-        assert told.shape[1:] == (self._last_batch.batch["attention_mask"].shape[1], LAYERS, CHOSEN)
-        found = self.actor.infer(self._last_batch, ["log_probs", "routed_experts"]).batch["routed_experts"]
-        known = (told < EXPERTS).all(dim=-1)
-        return told[known], found[known]
+    def expert_choices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[known choices, k]: the experts recorded in the last batch, and those the actor uses for it now."""
+        recorded = self._last_batch.batch["routed_experts"]
+        assert recorded.shape[1:] == (self._last_batch.batch["attention_mask"].shape[1], LAYERS, CHOSEN)
+        replayed = self.actor.infer(self._last_batch, ["log_probs", "routed_experts"]).batch["routed_experts"]
+        known = (recorded < EXPERTS).all(dim=-1)
+        return recorded[known], replayed[known]

@@ -1,4 +1,4 @@
-"""Weights leave a sharded trainer as its receivers want them: these rows on that rank, large tensors piece by piece."""
+"""Weight sync from a sharded trainer: each receiver gets exactly the rows it requests, large tensors in slices."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import pytest
 import torch
 
 from tests.support.engine_cases import run_ranks
-from tests.support.handover_ranks import LIMIT, SIZES, run_rank
 from tests.support.tiny import save_tiny_model, tiny_model
+from tests.support.weight_sync_ranks import LIMIT, SIZES, run_rank
 
 LAYOUTS = {"plain": 2, "adapters": 2, "hybrid": 4}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def found(request, tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("handover")
+    folder: Path = tmp_path_factory.mktemp("weight-sync")
     save_tiny_model(folder / "model", **SIZES[request.param])
     run_ranks(run_rank, folder, request.param, ranks=LAYOUTS[request.param])
-    ranks = [torch.load(folder / f"handover-{rank}.pt") for rank in range(LAYOUTS[request.param])]
+    ranks = [torch.load(folder / f"weight-sync-{rank}.pt") for rank in range(LAYOUTS[request.param])]
     return request.param, ranks
 
 
-@pytest.mark.parametrize("asked", ["rows", "all", "one"])
-def test_every_rank_gets_exactly_the_rows_it_wants(found, asked):
+@pytest.mark.parametrize("request_kind", ["rows", "all", "one"])
+def test_every_rank_gets_exactly_the_rows_it_wants(found, request_kind):
     _, ranks = found
     for rank, seen in enumerate(ranks):
-        assert seen[asked]["right"], rank
-        assert seen[asked]["complete"], rank
-    assert ranks[0][asked]["slices"], "tensors above a bucket come in pieces"
-    if asked != "all":
-        assert ranks[-1][asked]["largest"] == 0, "a rank that wants nothing gathers nothing"
+        assert seen[request_kind]["right"], rank
+        assert seen[request_kind]["complete"], rank
+    assert ranks[0][request_kind]["slices"], "tensors above a bucket come in pieces"
+    if request_kind != "all":
+        assert ranks[-1][request_kind]["largest"] == 0, "a rank that wants nothing gathers nothing"
 
 
 def test_nothing_larger_than_a_bucket_is_put_together(found):
     kind, ranks = found
     # Pieces are whole rows of every shard; a tensor with an adapter is put together whole.
     room = 38_400 if kind == "adapters" else LIMIT + 4 * 64 * 2
-    for asked in ("rows", "all", "one"):
-        assert max(seen[asked]["largest"] for seen in ranks) <= room
+    for request_kind in ("rows", "all", "one"):
+        assert max(seen[request_kind]["largest"] for seen in ranks) <= room
 
 
 @pytest.mark.parametrize("found", ["plain"], indirect=True)  # one layout is enough
@@ -63,7 +63,7 @@ def test_a_sets_engine_gets_all_from_the_first_rank_and_the_others_want_nothing(
     assert (first["kind"], second["kind"]) == ("ProcessRollout", "FollowerRollout")
     assert (first["version"], second["bytes"]) == (2, 0)
     assert first["bytes"] == sum(tensor.nbytes for tensor in weights.state_dict().values())
-    # The rank whose engine had died says so; the other one's part of the hand-over ended, too.
+    # The rank whose engine died raises; the sync ends on the other rank, too.
     assert ["was killed by SIGKILL" in error for error in first["errors"]] == [True]
     assert second["errors"] == []
     greedy = weights.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)

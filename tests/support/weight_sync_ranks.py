@@ -1,4 +1,4 @@
-"""What each training rank does in a hand-over of weights; the processes import it by name."""
+"""Worker functions of the tests of weight sync from sharded trainers (imported by name in the rank processes)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import InProcessTransfer
 
-# Rows that divide over a tensor-parallel engine's ranks, and rows that do not.
+# Vocabularies that divide evenly over tensor-parallel ranks, and that do not.
 SIZES = {
     kind: {"vocab_size": vocab, "intermediate_size": 150, "num_hidden_layers": 1}
     for kind, vocab in (("plain", 270), ("adapters", 269), ("hybrid", 269))
@@ -31,39 +31,40 @@ SIZES = {
 LIMIT = 12_000  # bytes: less than the embeddings, more than most others
 
 
-def some_rows(weights: dict[str, torch.Tensor], rank: int) -> dict[str, range]:
-    """Uneven parts: a middle piece of most tensors, all of some, none of others; the last rank wants nothing."""
-    found = {}
-    for place, (name, tensor) in enumerate(weights.items()):
-        start = min(place % 3 + rank, len(tensor) - 1)
-        found[name] = range(len(tensor)) if place % 4 == 0 else range(start, len(tensor) - place % 2)
-        if place % 5 == rank:
-            del found[name]
-    return found
+def uneven_rows(weights: dict[str, torch.Tensor], rank: int) -> dict[str, range]:
+    """Rows that a rank requests: the middle of most tensors, all rows of some, none of others."""
+    results = {}
+    for index, (name, tensor) in enumerate(weights.items()):
+        start = min(index % 3 + rank, len(tensor) - 1)
+        results[name] = range(len(tensor)) if index % 4 == 0 else range(start, len(tensor) - index % 2)
+        if index % 5 == rank:
+            del results[name]
+    return results
 
 
 def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
-    """Ask for rows, for everything, and for what a tensor-parallel engine beside the trainer takes."""
+    """Request some rows, all rows on every rank, all rows on one rank, and sync to colocated engines."""
     changes: dict[str, Any] = {"hybrid": {"fsdp_size": 2}, "adapters": {"lora_rank": 4}}.get(kind, {})
     engine = make_engine(tiny_model(**SIZES[kind]), **changes)
     whole = whole_weights(engine)
-    wanted: list[dict[str, range]] = [some_rows(whole, each) for each in range(ranks - 1)]
-    asked: dict[str, list[dict[str, range]]] = {
-        "rows": [*wanted, {}],
+    uneven: list[dict[str, range]] = [uneven_rows(whole, other) for other in range(ranks - 1)]
+    requests: dict[str, list[dict[str, range]]] = {
+        "rows": [*uneven, {}],
         "all": [{name: range(len(tensor)) for name, tensor in whole.items()}] * ranks,
         "one": [{name: range(len(tensor)) for name, tensor in whole.items()}, *[{}] * (ranks - 1)],
     }
-    found = {
-        name: checked(whole, [*engine.buckets(torch.bfloat16, LIMIT, each)], each[rank]) for name, each in asked.items()
+    results = {
+        name: check_rows(whole, [*engine.buckets(torch.bfloat16, LIMIT, wanted)], wanted[rank])
+        for name, wanted in requests.items()
     }
     if kind == "plain":
-        found["tensor parallel"] = handed_over(engine, whole, f"{folder}/model", rank, ranks)
-        found["hosted"] = handed_to_a_process(engine, f"{folder}/model", rank, ranks)
-    torch.save(found, Path(folder) / f"handover-{rank}.pt")
+        results["tensor parallel"] = sync_to_tensor_parallel(engine, whole, f"{folder}/model", rank, ranks)
+        results["hosted"] = sync_to_process(engine, f"{folder}/model", rank, ranks)
+    torch.save(results, Path(folder) / f"weight-sync-{rank}.pt")
 
 
-def checked(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
-    """Whether exactly the wanted rows came, and the sizes of what did."""
+def check_rows(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
+    """Whether exactly the requested rows arrived, and their sizes."""
     seen: dict[str, list[int]] = {}
     right, largest = True, 0
     for bucket in buckets:
@@ -80,8 +81,8 @@ def checked(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str
     return {"right": right, "complete": complete, "largest": largest, "slices": slices}
 
 
-def refused_change(rollout: Any, whole: dict[str, torch.Tensor], name: str, rank: int) -> str:
-    """What the engine says of an update after which the last rank's own copy of a weight is another."""
+def mismatch_error(rollout: Any, whole: dict[str, torch.Tensor], name: str, rank: int) -> str:
+    """The error of an update after which the last rank's copy of a weight is corrupted."""
     rollout.begin_update(4, None)
     rollout.load_bucket(whole)
     rollout.weights[name].add_(rank)
@@ -92,8 +93,10 @@ def refused_change(rollout: Any, whole: dict[str, torch.Tensor], name: str, rank
     return ""
 
 
-def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, rank: int, ranks: int) -> dict[str, Any]:
-    """To a tensor-parallel engine of all ranks: what it holds is compared by fingerprints, and a part here."""
+def sync_to_tensor_parallel(
+    engine: Any, whole: dict[str, torch.Tensor], path: str, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Sync to a tensor-parallel engine of all ranks; weights are checked by fingerprints, and some directly."""
     rollout = make_rollout(path, tensor_model_parallel_size=ranks)
     stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
     own = {name: whole[name][rows.start : rows.stop] for name, rows in rollout.wanted().items()}
@@ -102,14 +105,14 @@ def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, rank: in
         for name, rows in own.items()
         if rollout.weights[name].shape == rows.shape
     ]
-    found = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
-    found["changed"] = refused_change(rollout, whole, "model.norm.weight", rank)
+    results = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
+    results["changed"] = mismatch_error(rollout, whole, "model.norm.weight", rank)
     rollout.close()
-    return found
+    return results
 
 
 class WholeEngine(NativeRollout):
-    """In a process of its own it stands for an engine of several ranks, which takes whole tensors only."""
+    """Stands for an engine of several ranks in its own process, which accepts unsharded tensors only."""
 
     def __init__(self, model_path: str, model_config: ModelConfig, config: RolloutConfig, device: Any) -> None:
         super().__init__(model_path, model_config, replace(config, tensor_model_parallel_size=1), device)
@@ -118,8 +121,8 @@ class WholeEngine(NativeRollout):
         return None
 
 
-def handed_to_a_process(engine: Any, path: str, rank: int, ranks: int) -> dict[str, Any]:
-    """To an engine that the first rank has started for all of them; the second time that one has died."""
+def sync_to_process(engine: Any, path: str, rank: int, ranks: int) -> dict[str, Any]:
+    """Sync to an engine process that the first rank has started for all; it is killed before the first sync."""
     ROLLOUTS["native"] = replace(ROLLOUTS["native"], at=f"{__name__}:WholeEngine", package="torch")
     config = as_config(RolloutConfig, {"load_format": "dummy", "tensor_model_parallel_size": ranks})
     rollout = open_rollout(path, as_config(ModelConfig, {"path": path}), config, "cpu")
@@ -132,9 +135,9 @@ def handed_to_a_process(engine: Any, path: str, rank: int, ranks: int) -> dict[s
         except EngineDiedError as error:
             errors.append(str(error))
         rollout.restart_if_dead()
-    found = {"kind": type(rollout).__name__, "errors": errors, "bytes": stats.bytes, "version": rollout.version}
+    results = {"kind": type(rollout).__name__, "errors": errors, "bytes": stats.bytes, "version": rollout.version}
     if rank == 0:
-        asked = [Request("a", [5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0))]
-        found["answer"] = rollout.submit(asked)[0].result().token_ids
+        requests = [Request("a", [5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0))]
+        results["answer"] = rollout.submit(requests)[0].result().token_ids
     rollout.close()
-    return found
+    return results

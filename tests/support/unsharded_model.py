@@ -1,12 +1,12 @@
-"""A trainer's weights for hand-overs, without a trainer."""
+"""Source of a weight sync without a training engine."""
 
 from __future__ import annotations
 
 import torch
 
 
-class WholeModel:
-    """A trainer that holds the model unsharded."""
+class UnshardedModel:
+    """The weight-export methods of a training engine, for an unsharded model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = model.state_dict()
