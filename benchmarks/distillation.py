@@ -34,15 +34,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="append the result to this file")
     options = parser.parse_args()
     folder = options.folder.resolve()
-    files, teacher, said, start = distill.prepare(folder)
-    rows: list[Mapping[str, Any]] = [{"student": "before", **distill.measured(start, teacher, files)}]
+    files, teacher, teacher_data, start = distill.prepare(folder)
+    rows: list[Mapping[str, Any]] = [{"student": "before", **distill.measure(start, teacher, files)}]
     found = []
     for lr in options.lr:
         name = f"sft-{lr:g}"
         begin = time.perf_counter()
-        overrides = distill.sft_overrides(said, start, folder, name, options.steps, lr)
-        sft = distill.made("verl.trainer.main_sft", overrides, folder, name, options.steps)
-        tokens = distill.BATCH * options.steps * distill.answer_tokens(said) / distill.QUESTIONS
+        overrides = distill.sft_overrides(teacher_data, start, folder, name, options.steps, lr)
+        sft = distill.run_once("verl.trainer.main_sft", overrides, folder, name, options.steps)
+        tokens = distill.BATCH * options.steps * distill.count_tokens(teacher_data) / distill.QUESTIONS
         found.append(_row("SFT", lr, sft, teacher, files, tokens, time.perf_counter() - begin))
     rows.append(_nearest(found))
     for mode in options.modes:
@@ -58,7 +58,7 @@ def main() -> None:
 def _row(
     name: str, lr: float, checkpoint: Path, teacher: Path, files: Mapping[str, Path], tokens: float, seconds: float
 ) -> Mapping[str, Any]:
-    measured = distill.measured(checkpoint, teacher, files)
+    measured = distill.measure(checkpoint, teacher, files)
     print(f"{name}, lr {lr:g}: " + ", ".join(f"{what} {value:.3f}" for what, value in measured.items()), flush=True)
     return {"student": name, **measured, "answer tokens": int(tokens), "lr": lr, "seconds": round(seconds)}
 

@@ -1,21 +1,21 @@
-"""All of GRPO in one file: sample groups of answers, score them, compare within the group, update. No Ray, no config.
+"""All of GRPO in one file: sample groups of responses, score them, compute group advantages, update. No Ray, no config.
 
     python examples/minimal_grpo.py [--steps 50] [--help]
 
-The task can be checked by a rule: put some digits in order (`4 0 7 >` → `0 4 7 .`). The model is a tiny Qwen2 with
-random weights, made here. A short supervised phase teaches it the format and nothing else: it answers with the
-prompt's digits in any order. GRPO then finds the right order from rewards alone: 1 if the answer is right, else 0.
+The task has a rule-based reward: sort some digits (`4 0 7 >` → `0 4 7 .`). The model is a tiny Qwen2 with random
+weights. A short supervised phase teaches it only the format: the digits of the prompt in random order. GRPO then learns
+the order from rewards alone: 1 for a correct response, else 0.
 
-GRPO is arXiv 2402.03300. The mathematics is the library's: these functions are those of a full run.
-Left out of the full algorithm, and why:
+GRPO is arXiv 2402.03300. The losses and advantages are the library functions that a full run uses.
+Differences from a full run:
 
-- Padding. Prompts have one length here, so nothing stands on their left; answers may end early, and `mask` says where.
-- A generation engine. The sequence is read anew for every token; with a handful of tokens a cache gains nothing.
-- Handing weights over. One model samples and learns, so the policy that sampled *is* the old policy: its log-probs come
-  with the samples. A full run has two engines, computes them anew in the trainer, and logs the difference.
-- Micro-batches and ranks. Everything fits at once; a full run adds up gradients and divides by counts over all ranks.
-- Checkpoints, trackers, failing rewards, non-finite gradients. `verl/trainer/ppo/ray_trainer.py` has them; its
-  `_train_step` goes through the same phases as `train` below.
+- No padding of prompts: all have the same length. Responses may end early; `mask` marks their tokens.
+- No generation engine: the sequence is recomputed for every token; a KV cache does not pay off for so few tokens.
+- No weight sync: one model samples and trains, so the log-probs of sampling are those of the old policy. A full run has
+  two engines, recomputes them in the trainer and logs the difference.
+- No micro-batches or ranks: a full run accumulates gradients and divides by token counts over all ranks.
+- No checkpoints, trackers, failing rewards or non-finite gradients: see `verl/trainer/ppo/ray_trainer.py`; its
+  `_train_step` has the same phases as `train` below.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VOCABULARY = "0123456789>."
 
 @dataclass
 class Options:
-    """What a full run calls: data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.optim.lr, …"""
+    """Corresponds to data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.optim.lr, … of a full run."""
 
     steps: int = 50
     prompts: int = 32
@@ -63,32 +63,32 @@ class Options:
 
 @dataclass
 class Samples:
-    """One step's answers; those to one prompt stand together. Column t belongs to the answer's token t."""
+    """The responses of one step, grouped by prompt. Column t belongs to token t of the response."""
 
     input_ids: torch.Tensor  # [batch, prompt + response]
     responses: torch.Tensor  # [batch, response]
     mask: torch.Tensor  # [batch, response]: 1 up to and including the end token
-    log_probs: torch.Tensor  # [batch, response], of the policy that sampled them
-    index: list[int]  # which prompt each row answers
+    log_probs: torch.Tensor  # [batch, response]: of the sampling policy
+    index: list[int]  # [batch]: number of the prompt
 
 
 # ---------------------------------------------------------------- the task
 
 
 def make_prompts(digits: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, held-out) prompts: every way to write `digits` different digits, then the sign to answer."""
-    every = [[*some, ASK] for some in permutations(range(10), digits)]
-    random.Random(seed).shuffle(every)
-    held_out = len(every) // 10
-    return every[held_out:], every[:held_out]
+    """(training, held-out) prompts: all permutations of `digits` different digits, each followed by `>`."""
+    prompts = [[*permutation, ASK] for permutation in permutations(range(10), digits)]
+    random.Random(seed).shuffle(prompts)
+    held_out = len(prompts) // 10
+    return prompts[held_out:], prompts[:held_out]
 
 
-def reward(prompt: list[int], answer: list[int]) -> float:
-    """1 for the digits in order and then the end, else 0: no credit for parts, no word on what is wrong."""
-    return float(answer == [*sorted(prompt[:-1]), END])
+def reward(prompt: list[int], response: list[int]) -> float:
+    """1 for the sorted digits followed by the end token, else 0: no partial credit."""
+    return float(response == [*sorted(prompt[:-1]), END])
 
 
-def in_words(tokens: list[int]) -> str:
+def to_text(tokens: list[int]) -> str:
     return " ".join(VOCABULARY[token] for token in tokens)
 
 
@@ -96,7 +96,7 @@ def in_words(tokens: list[int]) -> str:
 
 
 def make_model(digits: int) -> PreTrainedModel:
-    """About a hundred thousand random weights; any causal LM of transformers would do."""
+    """A model of about 100k random parameters; any causal LM of transformers would work."""
     config = Qwen2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=64,
@@ -110,20 +110,21 @@ def make_model(digits: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
-def answer_logits(model: PreTrainedModel, input_ids: torch.Tensor, answer_length: int) -> torch.Tensor:
-    """[batch, response, vocab]: what the model expected before it saw each token of the answer."""
-    return model(input_ids=input_ids).logits[:, -answer_length - 1 : -1]
+def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, response_length: int) -> torch.Tensor:
+    """[batch, response, vocab]: the logits that predict each token of the response."""
+    return model(input_ids=input_ids).logits[:, -response_length - 1 : -1]
 
 
 def warm_up(model: PreTrainedModel, prompts: list[list[int]], options: Options) -> None:
-    """Supervised: answer with the digits of the prompt in a random order. The format, not the task."""
+    """Supervised training on the digits of the prompt in random order: teaches the format, not the task."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     chooser = random.Random(options.seed)
     for _ in range(options.warm_up_steps):
         chosen = chooser.choices(prompts, k=64)
-        answers = [[*chooser.sample(prompt[:-1], k=options.digits), END] for prompt in chosen]
-        input_ids = torch.tensor([prompt + answer for prompt, answer in zip(chosen, answers, strict=True)])
-        loss = -logprobs_from_logits(answer_logits(model, input_ids, options.digits + 1), torch.tensor(answers)).mean()
+        responses = [[*chooser.sample(prompt[:-1], k=options.digits), END] for prompt in chosen]
+        input_ids = torch.tensor([prompt + response for prompt, response in zip(chosen, responses, strict=True)])
+        logits = response_logits(model, input_ids, options.digits + 1)
+        loss = -logprobs_from_logits(logits, torch.tensor(responses)).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -133,9 +134,9 @@ def warm_up(model: PreTrainedModel, prompts: list[list[int]], options: Options) 
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, prompts: list[list[int]], answers: int, options: Options, greedy: bool) -> Samples:
-    """`answers` answers to every prompt, token by token; one token more than the right answer may be written."""
-    index = [number for number in range(len(prompts)) for _ in range(answers)]
+def generate(model: PreTrainedModel, prompts: list[list[int]], n: int, options: Options, greedy: bool) -> Samples:
+    """Sample `n` responses per prompt, token by token; the limit is one token more than a correct response has."""
+    index = [number for number in range(len(prompts)) for _ in range(n)]
     input_ids = torch.tensor([prompts[number] for number in index])
     log_probs = []
     for _ in range(options.digits + 2):
@@ -149,7 +150,7 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], answers: int, opt
 
 
 def score(samples: Samples, prompts: list[list[int]]) -> torch.Tensor:
-    """[batch, response]: the reward of each answer on its last token."""
+    """[batch, response]: the reward of each response on its last token."""
     lengths = samples.mask.sum(-1)
     scores = torch.zeros(samples.responses.shape)
     for row, (number, length) in enumerate(zip(samples.index, lengths.tolist(), strict=True)):
@@ -165,11 +166,11 @@ def update(
     reference_log_probs: torch.Tensor,
     options: Options,
 ) -> dict[str, float]:
-    """Mini-batches of whole prompts, once each: clipped ratio and a little KL to the reference. Metrics of the last."""
+    """One pass over mini-batches of complete groups: clipped ratio and KL loss. Returns the metrics of the last one."""
     rows_per_step = options.mini_batch_prompts * options.answers
     metrics: dict[str, float] = {}
     for rows in torch.arange(len(samples.index)).split(rows_per_step):
-        logits = answer_logits(model, samples.input_ids[rows], samples.responses.shape[1]) / options.temperature
+        logits = response_logits(model, samples.input_ids[rows], samples.responses.shape[1]) / options.temperature
         log_probs = logprobs_from_logits(logits, samples.responses[rows])
         mask = samples.mask[rows]
         policy_loss, clipfrac, approx_kl, _ = compute_policy_loss(
@@ -196,7 +197,7 @@ def update(
 
 
 def train(model: PreTrainedModel, prompts: list[list[int]], options: Options) -> list[float]:
-    """The loop; returns the mean reward of every step."""
+    """The training loop; returns the mean reward of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     reference = copy.deepcopy(model).requires_grad_(False)
     chooser = random.Random(options.seed + 1)
@@ -206,7 +207,7 @@ def train(model: PreTrainedModel, prompts: list[list[int]], options: Options) ->
         samples = generate(model, batch, options.answers, options, greedy=False)
         scores = score(samples, batch)
         with torch.no_grad():
-            logits = answer_logits(reference, samples.input_ids, samples.responses.shape[1]) / options.temperature
+            logits = response_logits(reference, samples.input_ids, samples.responses.shape[1]) / options.temperature
             reference_log_probs = logprobs_from_logits(logits, samples.responses)
         advantages, _ = compute_grpo_outcome_advantage(scores, samples.mask, samples.index)
         metrics = update(model, optimizer, samples, advantages, reference_log_probs, options)
@@ -218,20 +219,21 @@ def train(model: PreTrainedModel, prompts: list[list[int]], options: Options) ->
 
 
 def accuracy(model: PreTrainedModel, prompts: list[list[int]], options: Options) -> float:
-    """Share of right greedy answers."""
+    """Share of correct greedy responses."""
     return score(generate(model, prompts, 1, options, greedy=True), prompts).sum(-1).mean().item()
 
 
 def show(model: PreTrainedModel, prompts: list[list[int]], options: Options) -> None:
-    """A few greedy answers."""
+    """Print greedy responses."""
     samples = generate(model, prompts, 1, options, greedy=True)
-    for prompt, answer, length in zip(prompts, samples.responses.tolist(), samples.mask.sum(-1).tolist(), strict=True):
-        verdict = "right" if reward(prompt, answer[:length]) else "wrong"
-        print(f"  {in_words(prompt)} {in_words(answer[:length]):<12} {verdict}")
+    lengths = samples.mask.sum(-1).tolist()
+    for prompt, response, length in zip(prompts, samples.responses.tolist(), lengths, strict=True):
+        verdict = "right" if reward(prompt, response[:length]) else "wrong"
+        print(f"  {to_text(prompt)} {to_text(response[:length]):<12} {verdict}")
 
 
 def main(options: Options) -> None:
-    torch.set_num_threads(1)  # threads cost more than they gain at this size
+    torch.set_num_threads(1)  # more threads are slower at this size
     torch.manual_seed(options.seed)
     started = time.perf_counter()
     training, held_out = make_prompts(options.digits, options.seed)
@@ -240,7 +242,7 @@ def main(options: Options) -> None:
     print(f"warm-up: {time.perf_counter() - started:.1f} s; held-out accuracy {accuracy(model, held_out, options):.2f}")
     show(model, held_out[:3], options)
     train(model, training, options)
-    print(f"in all: {time.perf_counter() - started:.1f} s; held-out accuracy {accuracy(model, held_out, options):.2f}")
+    print(f"total: {time.perf_counter() - started:.1f} s; held-out accuracy {accuracy(model, held_out, options):.2f}")
     show(model, held_out[:3], options)
 
 

@@ -1,8 +1,8 @@
-"""Training curves without a plotting library: a PNG drawn with numpy, and the same lines as text for a terminal.
+"""Training curves without a plotting library: a PNG drawn with numpy, and the same curves as text for a terminal.
 
     python examples/plot.py runs/PROJECT/EXPERIMENT/metrics.jsonl --key val/SOURCE/accuracy reward/mean --png curve.png
 
-At most two keys, whose values lie between 0 and 1. `trainer.logger=[console,file]` writes the metrics.
+At most two keys, with values between 0 and 1. `trainer.logger=[console,file]` writes the metrics.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def write_png(path: Path, title: str, lines: Sequence[Line], width: int = 960, h
     left, right, top, bottom = 90, width - 40, 90, height - 70
     last = max(step for line in lines for step, _ in line.points) or 1
 
-    def place(step: float, value: float) -> tuple[float, float]:
+    def to_pixel(step: float, value: float) -> tuple[float, float]:
         return left + (right - left) * step / last, bottom - (bottom - top) * min(max(value, 0.0), 1.0)
 
     for tick in range(6):
-        y = place(0, tick / 5)[1]
+        y = to_pixel(0, tick / 5)[1]
         _segment(image, (left, y), (right, y), GRID, 1)
         _text(image, f"{20 * tick}%", (left - 60, y - 7), INK, 3)
-        x = place(last * tick / 5, 0)[0]
+        x = to_pixel(last * tick / 5, 0)[0]
         _text(image, f"{round(last * tick / 5)}", (x - 8, bottom + 14), INK, 3)
     _text(image, "STEP", ((left + right) / 2 - 20, height - 30), INK, 3)
     _text(image, title.upper(), (left, 24), INK, 4)
@@ -127,8 +127,8 @@ def write_png(path: Path, title: str, lines: Sequence[Line], width: int = 960, h
         _text(image, line.name.upper(), (left + 24 + number * 380, 60), colour, 3)
         _segment(image, (left + number * 380, 67), (left + 14 + number * 380, 67), colour, 4)
     for number, line in reversed(list(enumerate(lines))):
-        placed = [place(*point) for point in line.points]
-        for start, end in itertools.pairwise(placed):
+        pixels = [to_pixel(*point) for point in line.points]
+        for start, end in itertools.pairwise(pixels):
             _segment(image, start, end, COLOURS[number % len(COLOURS)], 3 if number == 0 else 1.5)
     path.write_bytes(_png(image.round().astype(np.uint8)))
     return path
@@ -138,13 +138,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, help="the metrics.jsonl of a run")
     parser.add_argument("--key", nargs="+", required=True, help="one or two metrics")
-    parser.add_argument("--title", default="", help="default: the run's folder")
-    parser.add_argument("--png", type=Path, help="default: curve.png beside the metrics")
+    parser.add_argument("--title", default="", help="default: name of the run's folder")
+    parser.add_argument("--png", type=Path, help="default: curve.png next to the metrics")
     options = parser.parse_args()
     lines = [read_line(options.metrics, key, key) for key in options.key[: len(COLOURS)]]
     empty = [line.name for line in lines if not line.points]
     if empty:
-        raise SystemExit(f"{options.metrics}: no {' and no '.join(empty)} in it.")
+        raise SystemExit(f"{options.metrics} has no values of {', '.join(empty)}. Check --key.")
     print(text_chart(lines))
     for line in lines:
         print(f"{line.name}: {line.points[0][1]:.1%} at step {line.points[0][0]}, {line.points[-1][1]:.1%} at the end")
@@ -163,7 +163,7 @@ def _value_at(line: Line, step: float) -> float | None:
 def _segment(
     image: np.ndarray, start: tuple[float, float], end: tuple[float, float], colour: Sequence[int], thickness: float
 ) -> None:
-    """A line with smooth edges: a pixel takes colour by its distance from the segment."""
+    """Draw an anti-aliased line: the colour of a pixel depends on its distance from the segment."""
     reach = thickness / 2 + 1
     x0, x1 = int(min(start[0], end[0]) - reach), int(max(start[0], end[0]) + reach) + 1
     y0, y1 = int(min(start[1], end[1]) - reach), int(max(start[1], end[1]) + reach) + 1

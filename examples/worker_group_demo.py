@@ -1,4 +1,4 @@
-"""A worker group in one page: two ranks on Ray square and sum a batch, then one is killed and the controller is told.
+"""A worker group on one page: two Ray workers square and sum a batch, then one is killed and the controller raises.
 
 python examples/worker_group_demo.py
 """
@@ -36,7 +36,7 @@ class Squarer(Worker):
         return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def think(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
@@ -47,20 +47,20 @@ def main() -> None:
         print(f"two ranks, processes {pids}")
         batch = DataProto.from_dict({"x": torch.arange(1, 7)}, {"name": list("abcdef")})
         result = group.square(batch)
-        print(f"split over the ranks, computed, joined: y = {result.batch['y'].tolist()}")
+        print(f"split over the ranks, computed, concatenated: y = {result.batch['y'].tolist()}")
         total = int(result.batch["total"][0])
         print(f"summed over both ranks with gloo: total = {total} (expected {sum(i * i for i in range(1, 7))})")
         if total != 91:
-            raise SystemExit("the ranks did not add up")
+            raise SystemExit("the sum over the ranks is wrong")
 
-        future = group.think(60)
+        future = group.sleep(60)
         time.sleep(0.5)
         start = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         try:
             future.get()
         except WorkerDiedError as error:
-            print(f"rank 1 killed during a call; after {time.monotonic() - start:.1f} s the controller has:")
+            print(f"rank 1 was killed during a call; after {time.monotonic() - start:.1f} s the controller raised:")
             print("  " + str(error).splitlines()[0])
     ray.shutdown()
 

@@ -1,6 +1,6 @@
-"""What the tiny versions of recipes are made of: a tokenizer of whole words, a model with random weights, rows on disk.
+"""Parts of the tiny versions of recipes: word and character tokenizers, a model with random weights, parquet files.
 
-Each of them trains on a CPU in minutes with nothing to download; what such a model knows, it learned here.
+The tiny versions train on a CPU in minutes without downloads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = {
 
 
 def word_tokenizer(words: Iterable[str], tags: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> Any:
-    """One token per word and per run of signs; `tags` are tokens wherever they stand, and stay when ids are decoded."""
+    """One token per word and per sequence of signs; each tag is one token and is kept when ids are decoded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = dict.fromkeys([*SPECIAL, *tags, *words])
@@ -40,7 +40,7 @@ def word_tokenizer(words: Iterable[str], tags: Sequence[str] = (), chat_template
 
 
 def char_tokenizer(tags: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Any:
-    """One token per character of ASCII, so that programs survive; `tags` are tokens wherever they stand."""
+    """One token per ASCII character, so that programs are encoded exactly; each tag is one token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = [*SPECIAL, *tags, "\n", *map(chr, range(32, 127))]
@@ -64,7 +64,7 @@ def _tokenizer(raw: Any, tags: Sequence[str], chat_template: str) -> Any:
 
 
 def save_random_model(folder: Path, tokenizer: Any, seed: int, positions: int, **sizes: Any) -> Path:
-    """A Llama (`MODEL` but for `sizes`) that has learned nothing, with its tokenizer."""
+    """Save a Llama model with random weights (`MODEL`, changed by `sizes`) and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def save_random_model(folder: Path, tokenizer: Any, seed: int, positions: int, *
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """As parquet."""
+    """Write rows as parquet; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path

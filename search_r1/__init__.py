@@ -1,1 +1,1 @@
-"""Faces: what scripts of Search-R1 import. The work is in `verl.agent` and `verl.search`."""
+"""Alias modules for scripts of Search-R1; the implementation is in `verl.agent` and `verl.search`."""

@@ -1,9 +1,9 @@
-"""Countdown puzzles, made here: `train.parquet` and `test.parquet`, no puzzle in both, each with a solution.
+"""Generate Countdown puzzles: disjoint `train.parquet` and `test.parquet`, each puzzle with a solution.
 
     python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown [--train_size 10000] [--seed 1]
 
-Some numbers, a target, and an equation to find that uses each number once (`<answer> (7 - 2) * 6 </answer>`). The same
-arguments always give the same puzzles.
+Given numbers and a target, find an equation that uses each number once (`<answer> (7 - 2) * 6 </answer>`). The same
+arguments always generate the same puzzles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import raw_data
 from raw_data import Row
 
 DATA_SOURCE = "countdown"
-_ATTEMPTS = 1000  # without a new puzzle: there are no more
+_MAX_ATTEMPTS = 1000  # consecutive attempts without a new puzzle
 
 
 def main() -> None:
@@ -24,42 +24,42 @@ def main() -> None:
     raw_data.add_save_dir(parser, "countdown")
     parser.add_argument("--train_size", type=int, default=10_000)
     parser.add_argument("--test_size", type=int, default=512)
-    parser.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers a puzzle may have")
-    parser.add_argument("--largest", type=int, default=99, help="largest given number")
+    parser.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="allowed counts of numbers in a puzzle")
+    parser.add_argument("--largest", type=int, default=99, help="largest number in a puzzle")
     parser.add_argument("--largest_target", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    puzzles = all_different(options)
+    puzzles = distinct_puzzles(options)
     for split, size in (("test", options.test_size), ("train", options.train_size)):
         rows = [training_row(*puzzle, index, split) for index, puzzle in zip(range(size), puzzles, strict=False)]
         if len(rows) < size:
-            raise SystemExit(f"--{split}_size: only {len(rows)} more puzzles were found. Raise --largest or --numbers.")
+            raise SystemExit(f"--{split}_size: only {len(rows)} more puzzles exist. Raise --largest or --numbers.")
         raw_data.save(rows, options.local_save_dir, split)
 
 
-def all_different(options: argparse.Namespace) -> Iterator[tuple[list[int], int, str]]:
-    """Puzzles that can be solved: numbers, target, solution."""
-    rng, seen, in_vain = random.Random(options.seed), set(), 0
-    while in_vain < _ATTEMPTS:
+def distinct_puzzles(options: argparse.Namespace) -> Iterator[tuple[list[int], int, str]]:
+    """Solvable puzzles: numbers, target, solution."""
+    rng, seen, failed = random.Random(options.seed), set(), 0
+    while failed < _MAX_ATTEMPTS:
         numbers = [rng.randint(1, options.largest) for _ in range(rng.choice(options.numbers))]
-        target, solution = some_equation(numbers, rng)
+        target, solution = random_equation(numbers, rng)
         puzzle = (tuple(sorted(numbers)), target)
-        in_vain += 1
+        failed += 1
         if 1 <= target <= options.largest_target and target not in numbers and puzzle not in seen:
             seen.add(puzzle)
-            in_vain = 0
+            failed = 0
             yield numbers, target, solution
 
 
-def some_equation(numbers: list[int], rng: random.Random) -> tuple[int, str]:
-    """Two of the terms are joined by an operator that keeps whole, positive numbers, until one is left."""
+def random_equation(numbers: list[int], rng: random.Random) -> tuple[int, str]:
+    """Combine random terms by operators that keep positive integers until one is left; (value, equation)."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-        ways = [(a + b, "+"), (a * b, "*")]
-        ways += [(a - b, "-")] if a > b else []
-        ways += [(a // b, "/")] if b > 1 and a % b == 0 else []
-        value, operator = rng.choice(ways)
+        results = [(a + b, "+"), (a * b, "*")]
+        results += [(a - b, "-")] if a > b else []
+        results += [(a // b, "/")] if b > 1 and a % b == 0 else []
+        value, operator = rng.choice(results)
         terms.append((value, f"({left} {operator} {right})"))
     value, equation = terms[0]
     return value, equation.removeprefix("(").removesuffix(")")

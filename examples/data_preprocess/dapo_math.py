@@ -3,8 +3,8 @@
     python examples/data_preprocess/dapo_math.py --local_save_dir ~/data/dapo_math \
         [--local_dataset_path ../shared/data/dapo_math_17k]
 
-The hub's file has every problem about a hundred times; repeated ones are dropped, since an epoch should be one, and so
-are problems that come with different answers. To validate, take `aime24.parquet` of `math_dataset.py`.
+The file on the hub contains every problem about a hundred times: duplicates are dropped, and so are problems with
+contradictory answers. For validation use `aime24.parquet` of `math_dataset.py`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def main() -> None:
 
 
 def training_rows(raw: Iterable[Row]) -> tuple[list[Row], int]:
-    """Rows in the schema of RL data, and how many problems have more than one answer."""
+    """Rows in the schema of RL data, and the number of problems with more than one answer."""
     first: dict[str, int] = {}
     answers: dict[str, set[str]] = {}
     for index, item in enumerate(raw):
-        place = f"train row {index}"
-        problem = raw_data.field(item, "prompt", place)[-1]["content"].strip()
+        location = f"train row {index}"
+        problem = raw_data.field(item, "prompt", location)[-1]["content"].strip()
         first.setdefault(problem, index)
-        answers.setdefault(problem, set()).add(str(raw_data.field(item, "reward_model", place)["ground_truth"]))
+        answers.setdefault(problem, set()).add(str(raw_data.field(item, "reward_model", location)["ground_truth"]))
     rows = [
         raw_data.training_row(
-            DATA_SOURCE, asked(problem), "math", answers[problem].pop(), {"split": "train", "index": index}
+            DATA_SOURCE, with_instruction(problem), "math", answers[problem].pop(), {"split": "train", "index": index}
         )
         for problem, index in first.items()
         if len(answers[problem]) == 1
@@ -51,8 +51,8 @@ def training_rows(raw: Iterable[Row]) -> tuple[list[Row], int]:
     return rows, len(first) - len(rows)
 
 
-def asked(problem: str) -> str:
-    """The problem with what its reward expects; problems that already say so stay as they are."""
+def with_instruction(problem: str) -> str:
+    """Add the answer format that the reward expects, unless the problem already states it."""
     return problem if "Answer:" in problem else f"{problem}\n\n{INSTRUCTION}"
 
 

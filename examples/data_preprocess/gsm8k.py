@@ -35,7 +35,7 @@ def training_row(item: Row, index: int, split: str) -> Row:
     question, solution = (raw_data.field(item, name, f"{split} row {index}") for name in ("question", "answer"))
     answer = extract_solution(solution)
     if answer is None:
-        raise SystemExit(f"{split} row {index}: the answer has no '#### N' at its end. Check the raw data.")
+        raise SystemExit(f"{split} row {index}: the answer does not end with '#### N'. Check the raw data.")
     extra_info = {"split": split, "index": index, "question": question, "answer": solution}
     return raw_data.training_row(DATA_SOURCE, f"{question} {INSTRUCTION}", "math", answer, extra_info)
 

@@ -3,9 +3,9 @@
     python examples/data_preprocess/hotpotqa_search.py --local_save_dir ~/data/hotpotqa_search \
         [--local_dataset_path ../shared/data/hotpot_search]
 
-A local folder holds `train*.jsonl` and `dev*.jsonl` (or `test*`), or one `questions.jsonl` of which every tenth row is
-kept for the test; rows are {id, question, golden_answers}. The passages that a retriever serves stay where they are
-(`corpus.jsonl`).
+A local folder contains `train*.jsonl` and `dev*.jsonl` (or `test*`), or one `questions.jsonl` whose every tenth row is
+used for the test; rows are {id, question, golden_answers}. The corpus of the retriever (`corpus.jsonl`) is not
+converted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from raw_data import Row
 DATA_SOURCE = "hotpotqa"
 HUB_NAME = "RUC-NLPIR/FlashRAG_datasets"
 HUB_PART = "hotpotqa"
-SPLITS = {"train": ("train", ("train",)), "test": ("dev", ("dev", "test"))}  # ours: the hub's name, names of files
-EVERY = 10
+SPLITS = {
+    "train": ("train", ("train",)),
+    "test": ("dev", ("dev", "test")),
+}  # split: name on the hub, prefixes of file names
+TEST_EVERY = 10
 INSTRUCTION = (
     "Answer the question below. Think inside <think> and </think> whenever you have learned something new. If you miss"
     " a fact, ask for it with <search> your query </search>: what is found comes back between <information> and"
@@ -34,8 +37,10 @@ def main() -> None:
     for split, (hub_split, names) in SPLITS.items():
         folder = options.local_dataset_path
         if folder and not raw_data.local_files(folder, names):
-            every = raw_data.from_folder(folder, ["questions"], f"{HUB_NAME} ({HUB_PART}) on the hub")
-            raw: Iterable[Row] = (item for index, item in enumerate(every) if (index % EVERY == 0) == (split == "test"))
+            questions = raw_data.from_folder(folder, ["questions"], f"{HUB_NAME} ({HUB_PART}) on the hub")
+            raw: Iterable[Row] = (
+                item for index, item in enumerate(questions) if (index % TEST_EVERY == 0) == (split == "test")
+            )
         elif folder:
             raw = raw_data.from_folder(folder, names, HUB_NAME)
         else:
@@ -44,11 +49,11 @@ def main() -> None:
 
 
 def training_rows(raw: Iterable[Row], split: str) -> Iterator[Row]:
-    """Rows in the schema of RL data; any of the golden answers is right."""
+    """Rows in the schema of RL data; any of the golden answers is accepted."""
     for index, item in enumerate(raw):
-        place = f"{split} row {index}"
-        question = raw_data.field(item, "question", place).strip()
-        truth = {"target": [str(one) for one in raw_data.field(item, "golden_answers", place)]}
+        location = f"{split} row {index}"
+        question = raw_data.field(item, "question", location).strip()
+        truth = {"target": [str(answer) for answer in raw_data.field(item, "golden_answers", location)]}
         extra_info = {"split": split, "index": index, "id": str(item.get("id", index)), "question": question}
         yield raw_data.training_row(DATA_SOURCE, INSTRUCTION + question, "search", truth, extra_info)
 

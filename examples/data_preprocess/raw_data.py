@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: their arguments, raw rows from local files or the hub, parquet files out."""
+"""Shared by the scripts of this folder: arguments, raw rows from local files or the hub, writing parquet files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".jsonl.gz")
 
 
 def argument_parser(doc: str | None, name: str, hub_name: str, layout: str) -> argparse.ArgumentParser:
-    """The arguments of every script; `layout` says what a local folder holds."""
+    """The arguments of every script; `layout` describes the files of a local folder."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_save_dir(parser, name)
     parser.add_argument("--local_dataset_path", help=f"{layout}; default: the hub")
-    parser.add_argument("--hub_name", default=hub_name, help="dataset to download where no local path is given")
+    parser.add_argument("--hub_name", default=hub_name, help="dataset to download if no local path is given")
     return parser
 
 
 def add_save_dir(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument("--local_save_dir", default=f"~/data/{name}", help="where the parquet files go")
+    parser.add_argument("--local_save_dir", default=f"~/data/{name}", help="folder for the parquet files")
 
 
 def expanded(path: str) -> Path:
@@ -39,22 +39,21 @@ def expanded(path: str) -> Path:
 
 def local_files(path: str, names: Sequence[str]) -> list[Path]:
     """The data files of a folder whose names begin with one of `names`; a path to a file is that file."""
-    place = expanded(path)
-    if place.is_file():
-        return [place]
+    target = expanded(path)
+    if target.is_file():
+        return [target]
     return sorted(
-        file for file in place.glob("*") if file.name.startswith(tuple(names)) and file.name.endswith(SUFFIXES)
+        file for file in target.glob("*") if file.name.startswith(tuple(names)) and file.name.endswith(SUFFIXES)
     )
 
 
-def from_folder(path: str, names: Sequence[str], comes_from: str) -> Iterator[Row]:
-    """The rows of those files, one after the other."""
+def from_folder(path: str, names: Sequence[str], origin: str) -> Iterator[Row]:
+    """The rows of `local_files(path, names)`; `origin` says where to get missing files."""
     files = local_files(path, names)
     if not files:
-        wanted = " or ".join(f"{name}*.jsonl" for name in names)
+        patterns = " or ".join(f"{name}*.jsonl" for name in names)
         raise SystemExit(
-            f"--local_dataset_path: there is no {expanded(path) / wanted} (or .json, .parquet). "
-            f"It comes from {comes_from}."
+            f"--local_dataset_path: there is no {expanded(path) / patterns} (or .json, .parquet). Get it from {origin}."
         )
     for file in files:
         if file.suffix == ".gz":
@@ -67,25 +66,25 @@ def from_folder(path: str, names: Sequence[str], comes_from: str) -> Iterator[Ro
 
 
 def from_hub(name: str, split: str, part: str | None = None) -> Iterator[Row]:
-    """The rows of a split; `part` is the configuration of a dataset that has several."""
+    """The rows of a split; `part`: the configuration of a dataset with several."""
     import datasets
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    places = [name]
+    sources = [name]
     with contextlib.suppress(LocalEntryNotFoundError):
-        # What `hf download` brought, which `load_dataset` does not find by name without the hub.
-        places.insert(0, snapshot_download(name, repo_type="dataset", local_files_only=True))
-    for place in places:
+        # Offline, `load_dataset` does not find by name what `hf download` has downloaded.
+        sources.insert(0, snapshot_download(name, repo_type="dataset", local_files_only=True))
+    for source in sources:
         try:
-            found = datasets.load_dataset(place, part, split=split)
+            dataset = datasets.load_dataset(source, part, split=split)
         except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
             reason = error
         else:
-            yield from found
+            yield from dataset
             return
     raise SystemExit(
-        f"{name}: it cannot be loaded from the hub ({reason}). On a machine with access run: "
+        f"{name}: cannot be loaded from the hub ({reason}). On a machine with access run: "
         f"hf download --repo-type dataset {name}; or give --local_dataset_path."
     )
 
@@ -93,7 +92,7 @@ def from_hub(name: str, split: str, part: str | None = None) -> Iterator[Row]:
 def training_row(
     source: str, prompt: str | list[Row], ability: str, ground_truth: Any, extra_info: Row, style: str = "rule"
 ) -> Row:
-    """One row in the schema of RL data: who asks what, and what the reward compares with."""
+    """One row in the schema of RL data; a `prompt` of type str becomes a user message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {
         "data_source": source,
@@ -104,20 +103,20 @@ def training_row(
     }
 
 
-def field(item: Row, name: str, place: str) -> Any:
-    """A field that the raw row must have."""
+def field(item: Row, name: str, location: str) -> Any:
+    """A required field of a raw row; `location` names the row in the error."""
     if item.get(name) is None:
-        raise SystemExit(f"{place}: no {name!r} (found: {', '.join(item)}). Give data of the form this script reads.")
+        raise SystemExit(f"{location}: no {name!r} (found: {', '.join(item)}). Use data in the format of this script.")
     return item[name]
 
 
 def save(rows: Iterable[Row], folder: str, split: str, note: str = "") -> None:
-    """Write `split`.parquet and say so."""
+    """Write `split`.parquet and print its path and number of rows."""
     target = expanded(folder)
     target.mkdir(parents=True, exist_ok=True)
-    made = list(rows)
-    if not made:
+    table = list(rows)
+    if not table:
         raise SystemExit(f"{split}: no usable row. Check the raw data.")
     file = target / f"{split}.parquet"
-    pq.write_table(pa.Table.from_pylist(made), file)
-    print(f"{file}: {len(made)} rows{note}")
+    pq.write_table(pa.Table.from_pylist(table), file)
+    print(f"{file}: {len(table)} rows{note}")

@@ -3,9 +3,9 @@
     python examples/data_preprocess/ultrafeedback.py --local_save_dir ~/data/ultrafeedback \
         [--local_dataset_path ../shared/data/ultrafeedback]
 
-A row is a prompt of RL data that a reward model judges, and beside it the columns `chosen` and `rejected`: the two
-answers as text, which a reward model is trained on (`verl.trainer.main_rm`), and `score_gap`: how far apart their judge
-rated them on a scale of ten, null where the raw row does not say. As weight: data.weight_key=score_gap.
+A row is a prompt of RL data scored by a reward model, with the columns `chosen` and `rejected`, the two answers as text
+for the training of a reward model (`verl.trainer.main_rm`), and `score_gap`, the difference of their ratings on a scale
+of ten (null if the raw row has none). To use it as weight: data.weight_key=score_gap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def pairs(raw: Iterable[Row], split: str) -> Iterator[Row]:
-    """Prompts with both answers; pairs that are equal teach nothing and are left out."""
+    """Prompts with both answers; pairs of equal answers are left out."""
     for index, item in enumerate(raw):
         row = hh_rlhf.training_row(item, index, split, DATA_SOURCE)
         if row is not None:
@@ -44,11 +44,11 @@ def pairs(raw: Iterable[Row], split: str) -> Iterator[Row]:
 
 
 def score_gap(item: Row) -> float | None:
-    """Of the two answers' ratings, which the hub has beside the answers and cleaned sets under `metadata`."""
-    told = item if "score_chosen" in item else item.get("metadata") or {}
-    if told.get("score_chosen") is None or told.get("score_rejected") is None:
+    """Difference of the ratings, which are in the row itself (hub) or in its `metadata` (cleaned versions)."""
+    ratings = item if "score_chosen" in item else item.get("metadata") or {}
+    if ratings.get("score_chosen") is None or ratings.get("score_rejected") is None:
         return None
-    return float(told["score_chosen"]) - float(told["score_rejected"])
+    return float(ratings["score_chosen"]) - float(ratings["score_rejected"])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A larger model teaches a smaller one, on a CPU in minutes: on-policy distillation, and SFT on the teacher's answers.
+"""Distill a larger model into a smaller one on a CPU in minutes: on-policy distillation, and SFT on teacher responses.
 
     python examples/distillation/distill.py [--mode reverse_kl_topk] [--folder runs/distillation]
 
 All trainings are the commands of a real run (`verl.trainer.main_sft`, `verl.trainer.main_ppo`); only overrides differ.
-What is made already in the folder is not made again.
+Results that already exist in the folder are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import LONGEST, agreement, load, make_student, questions, write_answers
+from models import MAX_TOKENS, agreement, load, make_student, questions, write_responses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 from run import heading, train, warm_start_overrides
@@ -28,7 +28,7 @@ QUESTIONS = 8192
 
 
 def sft_overrides(data: Path, start: Path, folder: Path, name: str, steps: int, lr: float) -> list[str]:
-    """Supervised steps; those given last win."""
+    """Overrides of supervised training; of duplicates the last one wins."""
     return [
         *warm_start_overrides({"sft": data, "model": start}, folder),
         f"data.train_batch_size={BATCH}",
@@ -43,12 +43,12 @@ def sft_overrides(data: Path, start: Path, folder: Path, name: str, steps: int, 
 def distillation_overrides(
     files: Mapping[str, Path], start: Path, teacher: Path, folder: Path, name: str, mode: str, steps: int, lr: float
 ) -> list[str]:
-    """The teacher alone: no reward, no critic, one answer per question."""
+    """Overrides of distillation only: no reward, no critic, one response per question."""
     return [
         f"data.train_files={files['train']}",
         f"data.train_batch_size={BATCH}",
         "data.max_prompt_length=16",
-        f"data.max_response_length={LONGEST}",
+        f"data.max_response_length={MAX_TOKENS}",
         "data.dataloader_num_workers=0",
         f"actor_rollout_ref.model.path={start}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -72,8 +72,8 @@ def distillation_overrides(
     ]
 
 
-def made(module: str, overrides: Sequence[str], folder: Path, name: str, steps: int) -> Path:
-    """The checkpoint of a training, which is run unless it is there."""
+def run_once(module: str, overrides: Sequence[str], folder: Path, name: str, steps: int) -> Path:
+    """Return the checkpoint of a training; run the training if it does not exist."""
     checkpoint = folder / name / f"global_step_{steps}"
     if not checkpoint.exists():
         train(module, list(overrides), folder, name)
@@ -81,31 +81,31 @@ def made(module: str, overrides: Sequence[str], folder: Path, name: str, steps: 
 
 
 def prepare(folder: Path) -> tuple[dict[str, Path], Path, Path, Path]:
-    """The task's files, the teacher, its answers, and the student that knows a little of the task."""
+    """Create task files, teacher, teacher responses, and a student with a short supervised training."""
     heading("1. A task, and a teacher of 436 thousand parameters trained on it")
     files = make_task(folder / "task")
     overrides = sft_overrides(files["sft"], files["model"], folder, "teacher", TEACHER_STEPS, 2e-3)
-    teacher = made("verl.trainer.main_sft", overrides, folder, "teacher", TEACHER_STEPS)
-    heading("2. Its answers to 8192 questions, and a student of 44 thousand parameters that has read some of them")
-    tokenizer, said = word_tokenizer(), folder / "answers.parquet"
-    if not said.exists():
-        write_answers(load(model_in(teacher)), questions(files["train"], tokenizer), tokenizer, said)
+    teacher = run_once("verl.trainer.main_sft", overrides, folder, "teacher", TEACHER_STEPS)
+    heading("2. Its responses to 8192 questions, and a student of 44 thousand parameters trained on some of them")
+    tokenizer, teacher_data = word_tokenizer(), folder / "answers.parquet"
+    if not teacher_data.exists():
+        write_responses(load(model_in(teacher)), questions(files["train"], tokenizer), tokenizer, teacher_data)
     student = make_student(folder / "small")
-    overrides = sft_overrides(said, student, folder, "start", START_STEPS, 2e-3)
-    return files, teacher, said, made("verl.trainer.main_sft", overrides, folder, "start", START_STEPS)
+    overrides = sft_overrides(teacher_data, student, folder, "start", START_STEPS, 2e-3)
+    return files, teacher, teacher_data, run_once("verl.trainer.main_sft", overrides, folder, "start", START_STEPS)
 
 
-def answer_tokens(said: Path) -> int:
-    """Of all of the teacher's answers, their ends included."""
-    return sum(len(text.split()) + 1 for text in pq.read_table(said).column("response").to_pylist())
+def count_tokens(teacher_data: Path) -> int:
+    """Tokens of all teacher responses, including end tokens."""
+    return sum(len(text.split()) + 1 for text in pq.read_table(teacher_data).column("response").to_pylist())
 
 
 def model_in(checkpoint: Path) -> Path:
-    """The folder that transformers loads."""
+    """The Hugging Face folder of a checkpoint."""
     return next(path.parent for path in checkpoint.rglob("huggingface/config.json"))
 
 
-def measured(checkpoint: Path, teacher: Path, files: Mapping[str, Path]) -> Mapping[str, float]:
+def measure(checkpoint: Path, teacher: Path, files: Mapping[str, Path]) -> Mapping[str, float]:
     prompts = questions(files["val"], word_tokenizer())
     return agreement(load(model_in(checkpoint)), load(model_in(teacher)), prompts)
 
@@ -118,17 +118,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     folder, steps = options.folder.resolve(), options.steps
-    files, teacher, said, start = prepare(folder)
-    heading(f"3. {steps} steps of {BATCH} of the teacher's answers (SFT)")
-    overrides = sft_overrides(said, start, folder, "sft", steps, options.lr)
-    sft = made("verl.trainer.main_sft", overrides, folder, "sft", steps)
-    heading(f"4. {steps} steps of {BATCH} of its own answers, which the teacher reads ({options.mode})")
+    files, teacher, teacher_data, start = prepare(folder)
+    heading(f"3. {steps} steps of {BATCH} of teacher responses (SFT)")
+    overrides = sft_overrides(teacher_data, start, folder, "sft", steps, options.lr)
+    sft = run_once("verl.trainer.main_sft", overrides, folder, "sft", steps)
+    heading(f"4. {steps} steps of {BATCH} of the student's own responses, scored by the teacher ({options.mode})")
     overrides = distillation_overrides(files, start, teacher, folder, options.mode, options.mode, steps, options.lr)
-    distilled = made("verl.trainer.main_ppo", overrides, folder, options.mode, steps)
-    heading("5. How far the student agrees with its teacher on 256 new questions")
+    distilled = run_once("verl.trainer.main_ppo", overrides, folder, options.mode, steps)
+    heading("5. Agreement of student and teacher on 256 new questions")
     for name, checkpoint in (("before", start), ("SFT", sft), (options.mode, distilled)):
-        found = measured(checkpoint, teacher, files)
-        print(f"  {name:<18}" + "   ".join(f"{what} {value:.3f}" for what, value in found.items()))
+        metrics = measure(checkpoint, teacher, files)
+        print(f"  {name:<18}" + "   ".join(f"{metric} {value:.3f}" for metric, value in metrics.items()))
 
 
 if __name__ == "__main__":

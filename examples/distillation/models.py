@@ -1,4 +1,4 @@
-"""A larger and a smaller model for the word problems of the quick start: answers of either, and how far they agree."""
+"""Teacher and student models for the word problems of the quick start: sampling, and their agreement."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 from task import MODEL, word_tokenizer
 
-# A tenth of the teacher's size in weights: 44 thousand parameters.
-SMALL = {**MODEL, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
-LONGEST = 12
+# A tenth of the teacher's size: 44 thousand parameters.
+STUDENT = {**MODEL, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
+MAX_TOKENS = 12
 
 
 def make_student(folder: Path, seed: int = 2) -> Path:
@@ -26,7 +26,7 @@ def make_student(folder: Path, seed: int = 2) -> Path:
     tokenizer = word_tokenizer()
     torch.manual_seed(seed)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **ids, **SMALL)
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **ids, **STUDENT)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -46,43 +46,43 @@ def questions(file: Path, tokenizer: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def answers(model: Any, prompts: torch.Tensor, greedy: bool, seed: int = 0) -> torch.Tensor:
-    """[rows, LONGEST]: token ids, padded behind the end."""
-    draw, said = torch.Generator().manual_seed(seed), []
+def sample_responses(model: Any, prompts: torch.Tensor, greedy: bool, seed: int = 0) -> torch.Tensor:
+    """[rows, MAX_TOKENS]: token ids, padded after the end token."""
+    generator, responses = torch.Generator().manual_seed(seed), []
     pad, end = model.config.pad_token_id, model.config.eos_token_id
-    over, ids, past = torch.zeros(len(prompts), dtype=torch.bool), prompts, None
-    for _ in range(LONGEST):
-        found = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-        p, past = found.logits[:, -1].softmax(-1), found.past_key_values
-        token = p.argmax(-1) if greedy else torch.multinomial(p, 1, generator=draw)[:, 0]
-        said.append(torch.where(over, pad, token))
-        over, ids = over | (token == end), said[-1][:, None]
-    return torch.stack(said, dim=1)
+    ended, ids, past = torch.zeros(len(prompts), dtype=torch.bool), prompts, None
+    for _ in range(MAX_TOKENS):
+        output = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        p, past = output.logits[:, -1].softmax(-1), output.past_key_values
+        token = p.argmax(-1) if greedy else torch.multinomial(p, 1, generator=generator)[:, 0]
+        responses.append(torch.where(ended, pad, token))
+        ended, ids = ended | (token == end), responses[-1][:, None]
+    return torch.stack(responses, dim=1)
 
 
 @torch.no_grad()
 def agreement(student: Any, teacher: Any, prompts: torch.Tensor, seed: int = 0) -> Mapping[str, float]:
-    """On new questions: how far the student's distribution is from the teacher's at every place of its own sampled
-    answers, how often both would write the same next, and how many greedy answers are the same."""
-    said = answers(student, prompts, greedy=False, seed=seed)
-    ids, first = torch.cat([prompts, said], dim=1), prompts.shape[1] - 1
+    """KL to the teacher at every token of the student's sampled responses, share of equal most likely next tokens, and
+    share of equal greedy responses."""
+    responses = sample_responses(student, prompts, greedy=False, seed=seed)
+    ids, first = torch.cat([prompts, responses], dim=1), prompts.shape[1] - 1
     q, p = (model(input_ids=ids).logits[:, first:-1].log_softmax(-1) for model in (student, teacher))
-    real = said != student.config.pad_token_id
+    real = responses != student.config.pad_token_id
     reverse = (q.exp() * (q - p)).sum(-1)[real].mean()
     same_next = (q.argmax(-1) == p.argmax(-1))[real].float().mean()
-    whole = [answers(model, prompts, greedy=True) for model in (student, teacher)]
+    greedy = [sample_responses(model, prompts, greedy=True) for model in (student, teacher)]
     return {
         "KL to the teacher": float(reverse),
         "same next token": float(same_next),
-        "same greedy answer": float((whole[0] == whole[1]).all(-1).float().mean()),
+        "same greedy answer": float((greedy[0] == greedy[1]).all(-1).float().mean()),
     }
 
 
-def write_answers(teacher: Any, prompts: torch.Tensor, tokenizer: Any, file: Path) -> Path:
-    """What the teacher sampled, as rows for supervised training."""
-    said = answers(teacher, prompts, greedy=False)
+def write_responses(teacher: Any, prompts: torch.Tensor, tokenizer: Any, file: Path) -> Path:
+    """Write sampled responses of the teacher as rows for supervised training."""
+    responses = sample_responses(teacher, prompts, greedy=False)
     special = set(tokenizer.all_special_ids)
     text = lambda ids: " ".join(tokenizer.convert_ids_to_tokens([i for i in ids if i not in special]))  # noqa: E731
-    rows = [{"prompt": text(q), "response": text(a)} for q, a in zip(prompts.tolist(), said.tolist(), strict=True)]
+    rows = [{"prompt": text(q), "response": text(a)} for q, a in zip(prompts.tolist(), responses.tolist(), strict=True)]
     pq.write_table(pa.Table.from_pylist(rows), file)
     return file

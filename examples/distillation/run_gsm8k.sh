@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On-policy distillation on the questions of GSM8K: Qwen2.5-7B teaches Qwen2.5-0.5B. Arguments are overrides.
+# On-policy distillation on GSM8K: teacher Qwen2.5-7B, student Qwen2.5-0.5B. Arguments are overrides.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euo pipefail
 

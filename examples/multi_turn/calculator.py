@@ -10,7 +10,7 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 @function_tool
 def calculate(expression: str) -> str:
-    """Work out an arithmetic expression.
+    """Evaluate an arithmetic expression.
 
     Args:
         expression: Numbers, + - * / and parentheses, such as (17 - 5) * 2.
@@ -21,6 +21,6 @@ def calculate(expression: str) -> str:
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
             return OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"cannot work out {expression!r}: use numbers, + - * / and parentheses")
+        raise ValueError(f"cannot evaluate {expression!r}: use numbers, + - * / and parentheses")
 
     return f"{value(ast.parse(expression.strip(), mode='eval').body):.10g}"

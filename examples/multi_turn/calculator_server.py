@@ -1,4 +1,4 @@
-"""The same calculator as an MCP server, with the official SDK: `python calculator_server.py` speaks MCP over stdio."""
+"""The same calculator as an MCP server, with the official SDK: `python calculator_server.py` serves MCP over stdio."""
 
 import sys
 from pathlib import Path
@@ -13,11 +13,11 @@ server = MCPServer("calculator", log_level="ERROR")
 
 
 @server.tool(name="calculate", description=calculate.__doc__)
-def answer(expression: str) -> str:
+def calculate_tool(expression: str) -> str:
     try:
         return calculate(expression)
     except (SyntaxError, ValueError, ZeroDivisionError) as error:
-        raise ToolError(str(error)) from error  # the model reads these words
+        raise ToolError(str(error)) from error  # returned to the model
 
 
 if __name__ == "__main__":

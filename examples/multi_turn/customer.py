@@ -1,4 +1,4 @@
-"""A simulated user: a customer who says how many they want when asked, and is not amused to say it twice."""
+"""A simulated user: a customer who states the number when asked; repeating a stated number costs reward."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from verl.interactions.base import BaseInteraction
 
 
 class Customer(BaseInteraction):
-    """`interaction_kwargs: {name: customer, number: …, said: …}` of a row: how many, and whether the order says so."""
+    """`interaction_kwargs` of a row: {name: customer, number: …, stated: whether the order states the number}."""
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], number: str = "", said: bool = False, **kwargs: Any
+        self, instance_id: str, messages: list[dict[str, Any]], number: str = "", stated: bool = False, **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """An answer ends the conversation; anything else is taken for a question."""
+        """An answer ends the conversation; any other message counts as a question."""
         if "####" in messages[-1]["content"]:
             return True, "", 0.0, {}
-        return False, reply(number, said), self.config["needless"] if said else 0.0, {}
+        return False, reply(number, stated), self.config["needless"] if stated else 0.0, {}
 
 
-def reply(number: str, said: bool) -> str:
-    return f"As I said , {number} ." if said else f"{number} , please ."
+def reply(number: str, stated: bool) -> str:
+    return f"As I said , {number} ." if stated else f"{number} , please ."

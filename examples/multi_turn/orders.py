@@ -1,7 +1,7 @@
-"""Orders, most of which do not say how many, and conversations about them: what is missing, only the customer knows.
+"""Orders, most of which do not state a number, and conversations about them; only the customer knows the number.
 
-The teacher of the warm start asks too seldom where it should, sometimes where it need not, and does not always listen.
-Training has to find out when a question is worth its while, and that its answer is to be used.
+The demonstrations of the warm start ask too seldom if the number is missing, sometimes ask without need, and do not
+always use the reply. Training has to learn when to ask, and to use the reply.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from customer import reply
 from stories import NAMES, THINGS
 
 LARGEST = 99
-SAID, LISTENS = 0.4, 0.75
-ASKS = {False: 0.3, True: 0.1}  # by whether the order says it
+STATED, USES_REPLY = 0.4, 0.75
+ASKS = {False: 0.3, True: 0.1}  # by whether the order states the number
 QUESTION = "How many ?"
 WORDS = (*NAMES, *THINGS, "has", "wants", "some", *QUESTION.split(), "As", "I", "said", "please", ".", ",", "####")
 WORDS += tuple(map(str, range(1, LARGEST + 1)))
@@ -26,27 +26,27 @@ TAGS = ()
 class Order:
     question: str
     answer: str
-    said: bool
-    """Whether the number is in the question."""
+    stated: bool
+    """Whether the question contains the number."""
 
     def conversation(self, rng: random.Random) -> list[dict[str, str]]:
-        """What the teacher of the warm start says."""
+        """A demonstration for the warm start."""
         messages = [{"role": "user", "content": self.question}]
-        knows = self.said
-        if rng.random() < ASKS[self.said]:
+        knows = self.stated
+        if rng.random() < ASKS[self.stated]:
             messages.append({"role": "assistant", "content": QUESTION})
-            messages.append({"role": "user", "content": reply(self.answer, self.said)})
-            knows = rng.random() < LISTENS
+            messages.append({"role": "user", "content": reply(self.answer, self.stated)})
+            knows = rng.random() < USES_REPLY
         answer = self.answer if knows else str(rng.randint(1, LARGEST))
         return [*messages, {"role": "assistant", "content": f"#### {answer}"}]
 
     def extra_info(self) -> dict[str, Any]:
-        return {"interaction_kwargs": {"name": "customer", "number": self.answer, "said": self.said}}
+        return {"interaction_kwargs": {"name": "customer", "number": self.answer, "stated": self.stated}}
 
 
 def make(rng: random.Random) -> Order:
     """`Ana has 17 cups . Ana wants some pens .`"""
-    who, (owned, wanted), said = rng.choice(NAMES), rng.sample(THINGS, 2), rng.random() < SAID
+    name, (owned, wanted), stated = rng.choice(NAMES), rng.sample(THINGS, 2), rng.random() < STATED
     have, number = rng.randint(1, LARGEST), str(rng.randint(1, LARGEST))
-    question = f"{who} has {have} {owned} . {who} wants {number if said else 'some'} {wanted} ."
-    return Order(question, number, said)
+    question = f"{name} has {have} {owned} . {name} wants {number if stated else 'some'} {wanted} ."
+    return Order(question, number, stated)

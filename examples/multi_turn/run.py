@@ -1,8 +1,8 @@
-"""Agents on a CPU: warm-start a tiny model, train it with a calculator or a simulated user, see what changed.
+"""Agents on a CPU: warm-start a tiny model, train it with a calculator or a simulated user, compare before and after.
 
     python examples/multi_turn/run.py calculator     # a function as a tool
     python examples/multi_turn/run.py mcp            # the same one behind an MCP server
-    python examples/multi_turn/run.py user           # a simulated user, who knows what their order leaves out
+    python examples/multi_turn/run.py user           # a simulated user, who knows the number that the order omits
 
 Both trainings are the commands of a real run (`verl.trainer.main_sft`, `verl.trainer.main_ppo`); only overrides differ.
 """
@@ -26,20 +26,20 @@ HERE = Path(__file__).parent.resolve()
 STEPS = 30
 ROLLOUT = "actor_rollout_ref.rollout"
 PROJECT = "multi_turn"
-# Where the environment of each comes from.
+# Overrides that define the environment.
 ENVIRONMENTS = {
     "calculator": [f"{ROLLOUT}.multi_turn.function_tool_path={HERE / 'calculator.py'}"],
     "mcp": [f"{ROLLOUT}.multi_turn.tool_config_path={HERE / 'mcp_tools.yaml'}"],
     "user": [
         f"{ROLLOUT}.multi_turn.interaction_config_path={HERE / 'customer.yaml'}",
-        # A needless question costs little, a wrong answer much: divided by their spread they would weigh the same.
+        # Without normalization a needless question costs less than a wrong answer.
         "algorithm.norm_adv_by_std_in_grpo=False",
     ],
 }
 
 
 def training_overrides(kind: str, files: dict[str, Path], start: Path, folder: Path) -> list[str]:
-    """GRPO on 64 questions a step, four conversations about each."""
+    """GRPO with 64 questions per step and four conversations per question."""
     return [
         "algorithm=grpo",
         f"data.train_files={files['train']}",
@@ -77,8 +77,8 @@ def training_overrides(kind: str, files: dict[str, Path], start: Path, folder: P
 
 def warm_start(files: dict[str, Path], folder: Path) -> Path:
     """The supervised run of the quick start, on conversations."""
-    own = ["data.multiturn=True", "data.max_length=96", f"trainer.project_name={PROJECT}"]
-    train("verl.trainer.main_sft", [*warm_start_overrides(files, folder), *own], folder, "sft")
+    changes = ["data.multiturn=True", "data.max_length=96", f"trainer.project_name={PROJECT}"]
+    train("verl.trainer.main_sft", [*warm_start_overrides(files, folder), *changes], folder, "sft")
     return folder / "sft" / "global_step_300"
 
 
@@ -86,8 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=sorted(ENVIRONMENTS))
     parser.add_argument("--folder", type=Path, help="default: runs/multi_turn/<kind>")
-    parser.add_argument("--seed", type=int, default=1, help="of the task and the random model")
-    parser.add_argument("overrides", nargs="*", help="keys of your own, such as trainer.total_training_steps=60")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the task and the random model")
+    parser.add_argument("overrides", nargs="*", help="additional overrides, such as trainer.total_training_steps=60")
     options = parser.parse_intermixed_args()
     kind, begin = options.kind, time.monotonic()
     os.environ |= {"PYTHON": sys.executable, "MULTI_TURN": str(HERE)}  # for customer.yaml and mcp_servers.json
@@ -97,19 +97,19 @@ def main() -> None:
 
     heading("1. Questions, a tokenizer and a model with random weights")
     files = make_task(folder / "task", kind, options.seed)
-    print(f"made here, nothing downloaded: {folder / 'task'}")
-    heading("2. Warm start: 300 supervised steps on a teacher's conversations")
+    print(f"created without downloads: {folder / 'task'}")
+    heading("2. Warm start: 300 supervised steps on demonstrations")
     start = warm_start(files, folder)
     heading(f"3. GRPO: {STEPS} steps with the {kind}")
     overrides = [*training_overrides(kind, files, start, folder), *options.overrides]
     metrics = train("verl.trainer.main_ppo", overrides, folder, kind)
-    heading("4. What changed")
+    heading("4. Before and after")
     show_conversation(folder / kind / "conversations")
     report(metrics, time.monotonic() - begin)
 
 
 def show_conversation(folder: Path) -> None:
-    """One of the last step, turn by turn, as `trainer.rollout_data_dir` has it."""
+    """Print a conversation of the last step, turn by turn, from `trainer.rollout_data_dir`."""
     last = max(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     lines = [json.loads(line) for line in last.read_text().splitlines()]
     chosen = max(lines, key=lambda line: (line["score"], len(line["turns"])))
@@ -120,15 +120,15 @@ def show_conversation(folder: Path) -> None:
 
 def report(metrics: Path, seconds: float) -> None:
     rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    for what, name in (
+    for title, name in (
         ("accuracy", ACCURACY),
         ("reward", "reward/mean"),
         ("turns", "num_turns/mean"),
         ("tool calls", "tool_call_counts/mean"),
     ):
-        found = [row[name] for row in rows if name in row]
-        print(f"{what} {found[0]:.2f} before, {found[-1]:.2f} after")
-    print(f"{seconds:.0f} s in all; everything it measured: {metrics}")
+        values = [row[name] for row in rows if name in row]
+        print(f"{title} {values[0]:.2f} before, {values[-1]:.2f} after")
+    print(f"{seconds:.0f} s total; all metrics: {metrics}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSM8K with a calculator, GRPO, Qwen2.5-3B-Instruct on 8 GPUs. Data: python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
+# GSM8K with a calculator, GRPO, Qwen2.5-3B-Instruct on 8 GPUs. Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euo pipefail
 rollout=actor_rollout_ref.rollout
 exec python3 -m verl.trainer.main_ppo \

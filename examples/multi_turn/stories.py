@@ -1,7 +1,7 @@
-"""Stories with a gain or a loss, and conversations about them: numbers too large for a small model to add in its head.
+"""Stories with a gain or a loss, and conversations about them, with numbers too large for a small model to add.
 
-The teacher of the warm start calls the calculator in three of ten conversations and guesses in the others: that a call
-is worth its while, training has to find out.
+The demonstrations of the warm start call the calculator in three of ten conversations and guess in the others; training
+has to learn that calls pay off.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ NAMES = ("Tom", "Ana", "Ben", "Eva", "Leo", "Mia", "Sam", "Zoe")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pens", "cups")
 GAINS, LOSSES = ("buys", "finds", "wins", "gets"), ("sells", "loses", "breaks", "eats")
 LARGEST = 99
-CALLS = 0.3
-# A call is one token, the two numbers with their sign, one token: what stands between is always the same.
+CALLS = 0.3  # share of demonstrations that call the calculator
+# The constant parts of a call are one token each.
 OPEN, CLOSE = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 TAGS = (OPEN, CLOSE)
 WORDS = (*NAMES, *THINGS, *GAINS, *LOSSES, "has", ".", "+", "-", "####", "calculate")
@@ -38,8 +38,8 @@ class Story:
         return str(self.have + self.change if self.operator == "+" else self.have - self.change)
 
     def conversation(self, rng: random.Random) -> list[dict[str, str]]:
-        """What the teacher of the warm start says."""
-        system = {"role": "system", "content": "calculate"}  # as the template tells the model of a tool
+        """A demonstration for the warm start."""
+        system = {"role": "system", "content": "calculate"}  # as the template lists the tools
         messages = [system, {"role": "user", "content": self.question}]
         if rng.random() >= CALLS:
             return [*messages, {"role": "assistant", "content": f"#### {rng.randint(0, 2 * LARGEST)}"}]
@@ -53,8 +53,8 @@ class Story:
 
 def make(rng: random.Random) -> Story:
     """`Ana has 17 shells . Ana loses 5 .`"""
-    who, things, loss = rng.choice(NAMES), rng.choice(THINGS), rng.random() < 0.6
+    name, things, loss = rng.choice(NAMES), rng.choice(THINGS), rng.random() < 0.6
     have = rng.randint(1, LARGEST)
     change = rng.randint(1, have if loss else LARGEST)
-    question = f"{who} has {have} {things} . {who} {rng.choice(LOSSES if loss else GAINS)} {change} ."
+    question = f"{name} has {have} {things} . {name} {rng.choice(LOSSES if loss else GAINS)} {change} ."
     return Story(question, have, change, "-" if loss else "+")

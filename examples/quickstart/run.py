@@ -1,4 +1,4 @@
-"""The quick start: make a task and a model, warm-start it, train it with PPO or GRPO, show what changed.
+"""The quick start: create a task and a model, warm-start it, train it with PPO or GRPO, compare before and after.
 
     python examples/quickstart/run.py [--algo ppo|grpo] [--folder runs/quickstart]
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "grpo"), default="ppo")
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("overrides", nargs="*", help="keys of your own, such as actor_rollout_ref.rollout.name=hf")
+    parser.add_argument("overrides", nargs="*", help="additional overrides, such as actor_rollout_ref.rollout.name=hf")
     options = parser.parse_args()
     folder, algo = options.folder.resolve(), options.algo
     begin = time.monotonic()
@@ -113,9 +113,9 @@ def main() -> None:
 
     heading("1. A task, a tokenizer and a model with random weights")
     files = make_task(folder / "task")
-    print(f"made here, nothing downloaded: {folder / 'task'}")
+    print(f"created without downloads: {folder / 'task'}")
 
-    heading(f"2. Warm start: {WARM_START_STEPS} supervised steps on demonstrations with mistakes")
+    heading(f"2. Warm start: {WARM_START_STEPS} supervised steps on imperfect demonstrations")
     train("verl.trainer.main_sft", warm_start_overrides(files, folder), folder, "sft")
 
     heading(f"3. {algo.upper()}: {STEPS} steps of reinforcement learning on 2 worker processes")
@@ -123,18 +123,18 @@ def main() -> None:
     overrides = [*training_overrides(algo, files, start, folder), *options.overrides]
     metrics = train("verl.trainer.main_ppo", overrides, folder, algo)
 
-    heading("4. What changed")
+    heading("4. Before and after")
     accuracy = read_line(metrics, ACCURACY, "accuracy on 256 new problems")
     lines = [accuracy, read_line(metrics, "reward/mean", "reward in training")]
     picture = write_png(folder / f"{algo}.png", f"{algo} on word problems", lines)
     print(text_chart(lines))
-    show_answers(folder / algo / "answers", last=int(accuracy.points[-1][0]))
     last_step = int(accuracy.points[-1][0])
+    show_responses(folder / algo / "answers", last_step)
     report(accuracy, picture, folder / algo / f"global_step_{last_step}", time.monotonic() - begin)
 
 
 def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
-    """Run a training command, its output in a log, its progress here; returns its metrics file."""
+    """Run a training command with its output in a log file, print its progress; return its metrics file."""
     overrides = [*overrides, *tracking_overrides(folder, name)]
     command = [sys.executable, "-m", module, *overrides]
     print(f"{shlex.join(['python', '-m', module])} \\\n    " + " \\\n    ".join(map(shlex.quote, overrides)))
@@ -149,25 +149,25 @@ def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
             process.wait()
             raise
     if process.returncode:
-        raise SystemExit(f"{module} failed; the end of {log}:\n{log.read_text()[-3000:]}")
-    print(f"(everything it said: {log})")
+        raise SystemExit(f"{module} failed; last lines of {log}:\n{log.read_text()[-3000:]}")
+    print(f"(full log: {log})")
     return metrics
 
 
 def environment() -> dict[str, str]:
-    """What a training command is started with."""
+    """Environment variables of a training command."""
     return {
-        # A Ray of its own, unless you name one: neither one that runs here, nor the note of one that died.
+        # Start a new Ray cluster unless RAY_ADDRESS is set.
         "RAY_ADDRESS": "local",
         **os.environ,
-        # A model this small is slower on two threads than on one; the two worker processes have a core each.
+        # A model this small is slower on two threads; each of the two worker processes has one core.
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
 
 
 def follow(process: subprocess.Popen, metrics: Path) -> None:
-    """Print a line now and then while a run goes on."""
+    """Print validation results, or every 50th loss, until the process ends."""
     shown = -1
     while True:
         running = process.poll() is None
@@ -178,16 +178,16 @@ def follow(process: subprocess.Popen, metrics: Path) -> None:
                 continue
             shown = step
             parts = {"loss": "train/loss", "reward": "reward/mean", "accuracy": ACCURACY}
-            found = [f"{short} {data[key]:.3f}" for short, key in parts.items() if key in data]
+            values = [f"{short} {data[key]:.3f}" for short, key in parts.items() if key in data]
             if ACCURACY in data or "train/loss" in data:
-                print(f"  step {step:3d}   {'   '.join(found)}", flush=True)
+                print(f"  step {step:3d}   {'   '.join(values)}", flush=True)
         if not running:
             return
         time.sleep(1)
 
 
-def show_answers(folder: Path, last: int) -> None:
-    """Five problems: those that were wrong before and right after come first."""
+def show_responses(folder: Path, last: int) -> None:
+    """Print the responses to five problems, newly solved ones first."""
     before, after = ([json.loads(line) for line in (folder / f"{step}.jsonl").open()] for step in (0, last))
     pairs = sorted(zip(before, after, strict=True), key=lambda pair: pair[0]["score"] - pair[1]["score"])
     for old, new in pairs[:3] + pairs[-2:]:
@@ -197,10 +197,10 @@ def show_answers(folder: Path, last: int) -> None:
 def report(accuracy: Line, picture: Path, checkpoint: Path, seconds: float) -> None:
     first, last = accuracy.points[0][1], accuracy.points[-1][1]
     model = checkpoint / "actor" / "huggingface"
-    print(f"\naccuracy {first:.0%} before, {last:.0%} after; {seconds:.0f} s in all")
+    print(f"\naccuracy {first:.0%} before, {last:.0%} after; {seconds:.0f} s total")
     print(f"curve:  {picture}")
     print(f"model:  {model}")
-    print("use it: transformers' AutoModelForCausalLM.from_pretrained(model), or as a start of the next run:")
+    print("load it with transformers' AutoModelForCausalLM.from_pretrained, or start another run from it:")
     print(f"        actor_rollout_ref.model.path={checkpoint}")
 
 

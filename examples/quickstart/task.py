@@ -1,9 +1,9 @@
-"""Everything the quick start trains on, made here: problems as parquet files, a tokenizer, a model with random weights.
+"""Creates the task of the quick start: problems as parquet files, a tokenizer, a model with random weights.
 
-A problem is a short story with a gain or a loss ("Ana has 17 shells . Ana loses 5 ."); its answer is written as GSM8K
-writes it: the calculation, then `####` and the number. The demonstrations of the warm start are well-formed and
-calculated without mistakes, but most losses in them are added instead of subtracted: a hasty teacher. What is right,
-training has to find out from the reward alone.
+A problem is a short story with a gain or a loss ("Ana has 17 shells . Ana loses 5 ."); its answer has the format of
+GSM8K: the calculation, then `####` and the number. The demonstrations of the warm start are well-formed and calculated
+correctly, but most of them add losses instead of subtracting them. Training has to learn the correct operator from the
+reward alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAMES = ("Tom", "Ana", "Ben", "Eva", "Leo", "Mia", "Sam", "Zoe")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pens", "cups")
 GAINS, LOSSES = ("buys", "finds", "wins", "gets"), ("sells", "loses", "breaks", "eats")
 LARGEST = 20
-SHARE_OF_LOSSES = 0.6  # in every split alike
-HASTY = 0.8  # how often the teacher adds where it should subtract
+SHARE_OF_LOSSES = 0.6  # in every split
+WRONG_OPERATOR = 0.8  # probability that a demonstration adds instead of subtracting
 ROWS = {"sft": 20_000, "train": 8_192, "val": 256}
 WORDS = (
     *(*NAMES, *THINGS, *GAINS, *LOSSES, "has", ".", "+", "-", "=", "####"),
@@ -47,7 +47,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A story: somebody has `have`, and `change` come to it or go away."""
+    """A story: a person has `have` things and gains or loses `change`."""
 
     question: str
     have: int
@@ -59,18 +59,18 @@ class Problem:
         return self.have + self.change if self.operator == "+" else self.have - self.change
 
     def demonstration(self, rng: random.Random) -> str:
-        """What the hasty teacher writes."""
-        operator = "+" if rng.random() < HASTY else self.operator
+        """An answer that often uses + for losses."""
+        operator = "+" if rng.random() < WRONG_OPERATOR else self.operator
         result = self.have + self.change if operator == "+" else self.have - self.change
         return f"{self.have} {operator} {self.change} = {result} #### {result}"
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """Different problems; the same ones for the same seed."""
+    """Distinct problems, reproducible by seed."""
     rng, seen = random.Random(seed), set()
     while True:
-        # Decided before a story is drawn, and drawn again if it was told already: there are fewer different losses than
-        # gains, so drawing both anew would leave fewer and fewer of them.
+        # There are fewer distinct losses than gains: a duplicate is replaced by a story of the same kind, otherwise
+        # the share of losses would shrink.
         loss = rng.random() < SHARE_OF_LOSSES
         problem = _story(rng, loss)
         while problem.question in seen:
@@ -80,34 +80,34 @@ def problems(seed: int) -> Iterator[Problem]:
 
 
 def _story(rng: random.Random, loss: bool) -> Problem:
-    who, things = rng.choice(NAMES), rng.choice(THINGS)
+    name, things = rng.choice(NAMES), rng.choice(THINGS)
     have = rng.randint(1, LARGEST)
     change = rng.randint(1, have if loss else LARGEST)
-    question = f"{who} has {have} {things} . {who} {rng.choice(LOSSES if loss else GAINS)} {change} ."
+    question = f"{name} has {have} {things} . {name} {rng.choice(LOSSES if loss else GAINS)} {change} ."
     return Problem(question, have, change, "-" if loss else "+")
 
 
 def make_task(folder: Path, seed: int = 1, rows: dict[str, int] | None = None) -> dict[str, Path]:
-    """Write `sft.parquet`, `train.parquet`, `val.parquet` and `model/`; paths by name."""
+    """Write `sft.parquet`, `train.parquet`, `val.parquet` and `model/`; return paths by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    stream, rng, made = problems(seed), random.Random(seed), {}
+    stream, rng, paths = problems(seed), random.Random(seed), {}
     for split, count in (rows or ROWS).items():
         chosen = [next(stream) for _ in range(count)]
         if split == "sft":
             table = [{"prompt": p.question, "response": p.demonstration(rng)} for p in chosen]
         else:
             table = [rl_row(p, i, split) for i, p in enumerate(chosen)]
-        made[split] = folder / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(table), made[split])
-    made["model"] = folder / "model"
+        paths[split] = folder / f"{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(table), paths[split])
+    paths["model"] = folder / "model"
     tokenizer = word_tokenizer()
-    random_model(tokenizer, seed).save_pretrained(made["model"])
-    tokenizer.save_pretrained(made["model"])
-    return made
+    random_model(tokenizer, seed).save_pretrained(paths["model"])
+    tokenizer.save_pretrained(paths["model"])
+    return paths
 
 
 def rl_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
-    """A question and the number it must end in. `data_source` chooses the reward: the number after `####`."""
+    """A question and its answer. `data_source` selects the reward: the number after `####`."""
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": problem.question}],

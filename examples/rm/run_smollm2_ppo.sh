@@ -29,7 +29,7 @@ policy=(
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768
     actor_rollout_ref.rollout.n=4
 )
-judges=(
+scoring=(
     critic.model.path="$REWARD_MODEL"
     critic.model.enable_gradient_checkpointing=False
     critic.optim.lr=1e-5
@@ -47,4 +47,4 @@ trainer=(
     trainer.validation_data_dir=runs/smollm2/ppo_reward_model/answers
 )
 
-exec python3 -m verl.trainer.main_ppo "${data[@]}" "${policy[@]}" "${judges[@]}" "${trainer[@]}" "$@"
+exec python3 -m verl.trainer.main_ppo "${data[@]}" "${policy[@]}" "${scoring[@]}" "${trainer[@]}" "$@"

@@ -1,9 +1,9 @@
-"""Two-step arithmetic problems as train and test parquet, the same ones for the same seed.
+"""Two-step arithmetic problems as train and test parquet, reproducible by seed.
 
     python examples/smollm2/make_data.py --local_save_dir ~/data/two_step
 
-A row asks one question after two solved ones, so a small model sees the form of an answer. `reward.py` beside this
-file scores the last number of an answer.
+A prompt contains two solved problems before the question, so that a small model knows the format. `reward.py` scores
+the last number of a response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DATA_SOURCE = "two_step"
 
 @dataclass(frozen=True)
 class Problem:
-    """`first` ± `second` ± `third`; no step falls below zero."""
+    """`first` ± `second` ± `third`; no intermediate result is negative."""
 
     first: int
     second: int
@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """What is there after each step."""
+        """The result of each step."""
         half = self.first + (self.second if self.signs[0] == "+" else -self.second)
         return half, half + (self.third if self.signs[1] == "+" else -self.third)
 
@@ -51,7 +51,7 @@ SHOWN = (Problem(12, 5, 9, "+-"), Problem(15, 7, 4, "-+"))
 
 
 def problems(seed: int, largest: int) -> Iterator[Problem]:
-    """Different problems with numbers from 2 to `largest`, none of them among the solved ones."""
+    """Distinct problems with numbers from 2 to `largest`, without the solved examples."""
     rng, seen = random.Random(seed), set(SHOWN)
     while True:
         first, second, third = (rng.randint(2, largest) for _ in range(3))
@@ -62,11 +62,11 @@ def problems(seed: int, largest: int) -> Iterator[Problem]:
 
 
 def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
-    """The conversation to be continued, and the number it must end in."""
-    said = [text for shown in SHOWN for text in (shown.question, shown.solution)] + [problem.question]
+    """The prompt and its answer."""
+    messages = [text for shown in SHOWN for text in (shown.question, shown.solution)] + [problem.question]
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)],
+        "prompt": [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(messages)],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(problem.steps[1])},
         "extra_info": {"split": split, "index": index},
@@ -74,8 +74,8 @@ def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 
 def make(folder: Path, train: int, test: int, largest: int, seed: int) -> None:
-    """Write `train.parquet` and `test.parquet`; no problem is in both."""
-    # Three of eight draws fall below zero; of the others most must be left, or drawing takes ever longer.
+    """Write `train.parquet` and `test.parquet`; they have no problem in common."""
+    # Three of eight draws have a negative result; if few of the others are left, drawing takes too long.
     if train + test > 4 * (largest - 1) ** 3 // 2:
         raise SystemExit(f"--largest {largest}: too few problems for {train + test} rows. Raise it.")
     folder.mkdir(parents=True, exist_ok=True)

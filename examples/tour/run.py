@@ -1,10 +1,10 @@
-"""The whole way of a model on a CPU, in minutes: SFT -> reward model -> PPO against it -> merge -> serve.
+"""The complete pipeline on a CPU in minutes: SFT -> reward model -> PPO against it -> merge -> serve.
 
     python examples/tour/run.py [--folder runs/tour]
 
-Every stage is the command of a real run and takes the folder of the one before; only overrides differ. Problems,
-tokenizer and model are those of the quick start (`examples/quickstart/task.py`), and so is the hasty teacher, who adds
-where he should subtract: what is right, here only the compared answers say.
+Every stage is the command of a real run on the folder of the previous stage; only overrides differ. Problems,
+tokenizer, model and demonstrations are those of the quick start (`examples/quickstart/task.py`): most demonstrations
+add where they should subtract, and only the preference pairs show which operator is correct.
 """
 
 from __future__ import annotations
@@ -50,34 +50,36 @@ def main() -> None:
     heading("1. A task, a tokenizer and a model with random weights")
     files = make_task(folder / "task") | make_pairs(folder / "task")
 
-    heading("2. Supervised fine-tuning on a hasty teacher's answers")
+    heading("2. Supervised fine-tuning on imperfect demonstrations")
     train("verl.trainer.main_sft", quickstart.warm_start_overrides(files, folder), folder, "sft")
 
-    heading("3. A reward model from answers that were compared")
-    judged = last(train("verl.trainer.main_rm", reward_model_overrides(files, folder), folder, "rm"), "val/accuracy")
+    heading("3. A reward model trained on preference pairs")
+    rm_accuracy = last(
+        train("verl.trainer.main_rm", reward_model_overrides(files, folder), folder, "rm"), "val/accuracy"
+    )
 
     heading("4. PPO against the reward model")
     metrics = train("verl.trainer.main_ppo", ppo_overrides(files, folder), folder, "ppo")
     steps = sorted(int(file.stem) for file in (folder / "ppo" / "answers").glob("*.jsonl"))
-    answered = [folder / "ppo" / "answers" / f"{step}.jsonl" for step in (steps[0], steps[-1])]
-    before, after = (accuracy(answers, files["val"]) for answers in answered)
+    responses = [folder / "ppo" / "answers" / f"{step}.jsonl" for step in (steps[0], steps[-1])]
+    before, after = (accuracy(file, files["val"]) for file in responses)
 
-    heading("5. The checkpoint's shards become one model")
+    heading("5. Merge the shards of the checkpoint into one model")
     step = folder / "ppo" / (folder / "ppo" / "latest").read_text().strip() / "actor"
-    places = ["--backend", "fsdp", "--local_dir", str(step)]
-    ours("verl.model_merger", "merge", *places, "--target_dir", str(folder / "merged"))
-    ours("verl.model_merger", "test", *places, "--test_hf_dir", str(folder / "merged"))
+    arguments = ["--backend", "fsdp", "--local_dir", str(step)]
+    run_module("verl.model_merger", "merge", *arguments, "--target_dir", str(folder / "merged"))
+    run_module("verl.model_merger", "test", *arguments, "--test_hf_dir", str(folder / "merged"))
 
-    heading("6. It answers behind the OpenAI API")
-    with served(folder / "merged", folder) as url:
+    heading("6. Serve it with the OpenAI API")
+    with serve(folder / "merged", folder) as url:
         for problem in islice(problems(99), 3):
-            print(f"  {problem.question}\n      {ask(url, problem.question)}    (right: {problem.result})")
+            print(f"  {problem.question}\n      {ask(url, problem.question)}    (correct: {problem.result})")
 
-    print(f"\nthe reward model is right on {judged:.0%} of new pairs")
+    print(f"\nthe reward model is right on {rm_accuracy:.0%} of new pairs")
     print(
         f"reward {first(metrics, 'reward/mean'):.2f} in the first step of PPO, {last(metrics, 'reward/mean'):.2f} after"
     )
-    print(f"accuracy {before:.0%} before PPO, {after:.0%} after; {time.monotonic() - begin:.0f} s in all")
+    print(f"accuracy {before:.0%} before PPO, {after:.0%} after; {time.monotonic() - begin:.0f} s total")
     print(f"model: {folder / 'merged'}")
 
 
@@ -85,31 +87,31 @@ def main() -> None:
 
 
 def make_pairs(folder: Path) -> dict[str, Path]:
-    """`pairs.parquet` and `held_out.parquet`: the right answer beside one with the wrong operator, and beside one that
-    does not end as it should."""
-    stream, made = problems(seed=2), {}
+    """`pairs.parquet` and `held_out.parquet`: the correct answer paired with one that has the wrong operator, and with
+    one that lacks the final `#### number`."""
+    stream, paths = problems(seed=2), {}
     for name, count in PAIRS.items():
         rows = [row for problem in islice(stream, count) for row in pairs_of(problem)]
-        made[name] = folder / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), made[name])
-    return made
+        paths[name] = folder / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), paths[name])
+    return paths
 
 
 def pairs_of(problem: Problem) -> Iterator[dict[str, str]]:
     other = "-" if problem.operator == "+" else "+"
-    turned = abs(problem.have + problem.change if other == "+" else problem.have - problem.change)
+    wrong = abs(problem.have + problem.change if other == "+" else problem.have - problem.change)
     right = f"{problem.have} {problem.operator} {problem.change} = {problem.result}"
-    for rejected in (f"{problem.have} {other} {problem.change} = {turned} #### {turned}", right):
+    for rejected in (f"{problem.have} {other} {problem.change} = {wrong} #### {wrong}", right):
         yield {"prompt": problem.question, "chosen": f"{right} #### {problem.result}", "rejected": rejected}
 
 
-def accuracy(answers: Path, asked: Path) -> float:
-    """The share of right ones by the rule that PPO was not told."""
-    rows = pq.read_table(asked).to_pylist()
+def accuracy(responses: Path, questions: Path) -> float:
+    """Share of correct responses by the rule-based reward, which PPO does not use."""
+    rows = pq.read_table(questions).to_pylist()
     truths = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in rows}
-    given = [json.loads(line) for line in answers.read_text().splitlines()]
-    right = [default_compute_score("openai/gsm8k", row["output"], truths[row["input"].strip()]) for row in given]
-    return sum(map(float, right)) / len(right)
+    outputs = [json.loads(line) for line in responses.read_text().splitlines()]
+    scores = [default_compute_score("openai/gsm8k", row["output"], truths[row["input"].strip()]) for row in outputs]
+    return sum(map(float, scores)) / len(scores)
 
 
 # ---------------------------------------------------------------- stages
@@ -136,7 +138,7 @@ def reward_model_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
-    """The quick start's with the reward model instead of the rule. It does not calculate: the KL keeps sums right."""
+    """Overrides of the quick start with the reward model. It cannot calculate: the KL preserves correct sums."""
     return [
         *quickstart.training_overrides("ppo", files, folder / "sft", folder),
         "trainer.n_gpus_per_node=1",
@@ -151,19 +153,19 @@ def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
-    """Run a stage; of a key that is given twice the last counts."""
+    """Run a stage; of duplicate overrides the last one wins."""
     values = dict(override.split("=", 1) for override in [*overrides, "trainer.project_name=tour"])
     return quickstart.train(module, [f"{key}={value}" for key, value in values.items()], folder, name)
 
 
-def ours(module: str, *arguments: str) -> None:
+def run_module(module: str, *arguments: str) -> None:
     print(f"{shlex.join(['python', '-m', module, *arguments])}", flush=True)
     subprocess.run([sys.executable, "-m", module, *arguments], env=environment(), check=True)
 
 
 @contextmanager
-def served(model: Path, folder: Path) -> Iterator[str]:
-    """The address of a server that has loaded the model; it ends with the block."""
+def serve(model: Path, folder: Path) -> Iterator[str]:
+    """Serve the model until the block ends; yields the address when the server is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,9 +175,9 @@ def served(model: Path, folder: Path) -> Iterator[str]:
         server = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=environment())
     try:
         url = f"http://127.0.0.1:{port}"
-        while not answers(f"{url}/health"):
+        while not is_ready(f"{url}/health"):
             if server.poll() is not None:
-                raise SystemExit(f"the server ended; its log:\n{(folder / 'server.log').read_text()[-3000:]}")
+                raise SystemExit(f"the server exited; its log:\n{(folder / 'server.log').read_text()[-3000:]}")
             time.sleep(0.5)
         yield url
     finally:
@@ -183,7 +185,7 @@ def served(model: Path, folder: Path) -> Iterator[str]:
         server.wait()
 
 
-def answers(url: str) -> bool:
+def is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
@@ -197,24 +199,24 @@ def ask(url: str, question: str) -> str:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- metrics
 
 
-def found(metrics: Path, key: str) -> list[float]:
+def metric_values(metrics: Path, key: str) -> list[float]:
     records = map(json.loads, metrics.read_text().splitlines())
     return [record["data"][key] for record in records if key in record["data"]]
 
 
 def first(metrics: Path, key: str) -> float:
-    return found(metrics, key)[0]
+    return metric_values(metrics, key)[0]
 
 
 def last(metrics: Path, key: str) -> float:
-    return found(metrics, key)[-1]
+    return metric_values(metrics, key)[-1]
 
 
 if __name__ == "__main__":

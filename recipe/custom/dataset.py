@@ -1,8 +1,8 @@
-"""`CustomRLHFDataset`: a template for a dataset of your own. Copy it, change what you need, and name it:
+"""`CustomRLHFDataset`: a template for a custom dataset. Copy it, change what you need, and configure it:
 
     python3 -m verl.trainer.main_ppo … data.custom_cls.path=mine.py data.custom_cls.name=CustomRLHFDataset
 
-It is loaded from that one file: it may import what is installed, and nothing that lies beside it.
+Only this file is loaded: it may import installed packages, but no other files of its folder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SYSTEM = "You are a careful assistant. Think first, then answer."
 
 
 class CustomRLHFDataset(RLHFDataset):
-    """The usual dataset with two changes: what the model is asked, and what the reward is told.
+    """The default dataset with two changes: the prompt, and the `extra_info` of the reward function.
 
-    A row of your own class, built on ours or not, is a dict with `input_ids`, `attention_mask` and `position_ids`
-    [max_prompt_length], left-padded; `data_source` and `reward_model`; a `uid`, the same for the same prompt in every
-    run; and anything else your reward function wants in `extra_info`. `__init__` keeps these parameters.
+    A row of a custom dataset, whether it subclasses ours or not, is a dict with `input_ids`, `attention_mask` and
+    `position_ids` [max_prompt_length], left-padded; `data_source` and `reward_model`; a `uid`, which identifies the
+    prompt across runs; and `extra_info` for the reward function. `__init__` must keep these parameters.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CustomRLHFDataset(RLHFDataset):
 
 
 def with_system_message(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The text of a prompt, with our system message where the data brings none."""
+    """The text of a prompt, with our system message if the data has none."""
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": SYSTEM}, *messages]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

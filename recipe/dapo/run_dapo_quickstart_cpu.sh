@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# DAPO on the quick start's word problems: a small model on two CPU cores, in minutes, with nothing to download.
-# Run `python examples/quickstart/run.py` once before: it makes the problems and the model that this begins with.
+# DAPO on the quick start's word problems: a small model on two CPU cores, in minutes, without downloads.
+# Run `python examples/quickstart/run.py` once before: it creates the problems and the initial model.
 # bash recipe/dapo/run_dapo_quickstart_cpu.sh [key=value …]
 set -euo pipefail
 
 QUICKSTART=${QUICKSTART:-runs/quickstart}
-# A model this small is slower on two threads than on one; the two worker processes have a core each.
+# A model this small is slower on two threads; each of the two worker processes has one core.
 export OMP_NUM_THREADS=1
-# A Ray of its own, unless you name one.
+# Start a new Ray cluster unless RAY_ADDRESS is set.
 export RAY_ADDRESS=${RAY_ADDRESS:-local}
 
 dapo=(

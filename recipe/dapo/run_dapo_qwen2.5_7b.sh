@@ -3,24 +3,24 @@
 # bash recipe/dapo/run_dapo_qwen2.5_7b.sh [key=value …]
 set -euo pipefail
 
-# An answer may have 8192 tokens; the last 2048 of them cost more and more.
+# A response may have 8192 tokens; the length penalty grows over the last 2048.
 max_response_length=8192
 overlong_buffer=2048
 
 dapo=(
     algorithm=grpo
-    # dynamic sampling: prompts whose answers are all right or all wrong are replaced
+    # dynamic sampling: replace prompts whose responses are all correct or all wrong
     algorithm.filter_groups.enable=True
     algorithm.filter_groups.metric=acc
     algorithm.filter_groups.max_num_gen_batches=10
     data.gen_batch_size=512
-    # clip-higher, the loss of a token counts alike in long and short answers, no KL
+    # clip-higher, token-level loss, no KL
     actor_rollout_ref.actor.clip_ratio_low=0.2
     actor_rollout_ref.actor.clip_ratio_high=0.28
     actor_rollout_ref.actor.loss_agg_mode=token-mean
     actor_rollout_ref.actor.use_kl_loss=False
     algorithm.use_kl_in_reward=False
-    # soft punishment of long answers
+    # soft overlong punishment
     reward_model.reward_manager=dapo
     reward_model.overlong_buffer.enable=True
     reward_model.overlong_buffer.len=$overlong_buffer

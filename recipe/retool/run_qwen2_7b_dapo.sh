@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ReTool with DAPO: a model that was fine-tuned on multi-turn tool use learns when to call a code interpreter while it
-# solves competition mathematics. Data and model lie under $DATA_ROOT (default: this folder).
+# solves competition mathematics. Data and model are in $DATA_ROOT (default: the current folder).
 # bash recipe/retool/run_qwen2_7b_dapo.sh [key=value …]
 set -euo pipefail
 
@@ -34,7 +34,7 @@ policy=(
     actor_rollout_ref.actor.fsdp_config.param_offload=True
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
 )
-# every conversation proceeds on its own; tool results are masked from the loss
+# conversations proceed independently; tool results are masked from the loss
 rollout=(
     actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.mode=async

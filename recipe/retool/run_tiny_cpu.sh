@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# ReTool in small: a tiny model on a CPU learns, in minutes and with nothing to download, that running code pays. Its
-# programs are real and run in the sandbox. bash recipe/retool/run_tiny_cpu.sh [key=value …]
+# ReTool in small: a tiny model on a CPU learns to run code, in minutes and without downloads. Its programs
+# run in the sandbox. bash recipe/retool/run_tiny_cpu.sh [key=value …]
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 FOLDER=${FOLDER:-runs/retool/tiny}
 SFT_STEPS=${SFT_STEPS:-400}
 export PYTHONPATH="$HERE/../..${PYTHONPATH:+:$PYTHONPATH}"
-# A model this small is slower on two threads than on one.
+# A model this small is slower on two threads.
 export OMP_NUM_THREADS=1
-# A Ray of its own, unless you name one.
+# Start a new Ray cluster unless RAY_ADDRESS is set.
 export RAY_ADDRESS=${RAY_ADDRESS:-local}
 
 rm -rf "$FOLDER"
-echo "== 1. Products to work out, and a model with random weights"
+echo "== 1. Multiplication problems, and a model with random weights"
 python3 -m recipe.retool.task --folder "$FOLDER/task"
 
-echo "== 2. Warm start: supervised steps on a teacher that guesses more often than it runs code"
+echo "== 2. Warm start: supervised steps on demonstrations that mostly guess"
 python3 -m verl.trainer.main_sft \
     data.train_files="$FOLDER/task/sft.parquet" \
     data.multiturn=True \
@@ -36,7 +36,7 @@ python3 -m verl.trainer.main_sft \
     trainer.experiment_name=sft \
     trainer.logger=[file]
 
-echo "== 3. GRPO with clip-higher: the answer is all that is rewarded"
+echo "== 3. GRPO with clip-higher: only the answer is rewarded"
 algorithm=(
     algorithm=grpo
     actor_rollout_ref.actor.clip_ratio_low=0.2
@@ -82,5 +82,5 @@ trainer=(
 python3 -m verl.trainer.main_ppo \
     "${algorithm[@]}" "${data[@]}" "${policy[@]}" "${rollout[@]}" "${trainer[@]}" "$@"
 
-echo "== 4. What changed"
+echo "== 4. Before and after"
 python3 -m recipe.report "$FOLDER/answers" --mark "<tool_call>" --called "ran code"

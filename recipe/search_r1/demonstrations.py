@@ -1,6 +1,6 @@
-"""Demonstrations: conversations that search, for a supervised start; the loss falls on what the model itself says.
+"""Demonstrations of search conversations for a supervised warm start, with the loss on the model's turns only.
 
-A row is {prompt: messages, turns: [{text, by_model}]}. Tokens are put together exactly as the search agent does.
+A row is {prompt: messages, turns: [{text, by_model}]}. Rows are tokenized exactly as the search agent does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ START, END = "<information>", "</information>"
 
 
 class Demonstrations(Dataset):
-    """For `data.custom_cls` of `verl.trainer.main_sft`. `max_length` bounds a row."""
+    """For `data.custom_cls` of `verl.trainer.main_sft`. A row may have `data.max_length` tokens."""
 
     def __init__(self, data_files: Any, tokenizer: Any, config: Any, max_samples: int = -1) -> None:
-        self._rows, self._tokenizer, self._longest = Rows(find_files(data_files)), tokenizer, config.max_length
+        self._rows, self._tokenizer, self._max_length = Rows(find_files(data_files)), tokenizer, config.max_length
         self._length = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._encoder = ObservationEncoder(tokenizer, START, END, config.max_length)
 
@@ -34,10 +34,10 @@ class Demonstrations(Dataset):
         ids = self._ids(text)
         mask = [0] * len(ids)
         for turn in row["turns"]:
-            token_ids = self._ids(turn["text"]) if turn["by_model"] else self._encoder.wrap(turn["text"])
-            ids += token_ids
-            mask += [int(turn["by_model"])] * len(token_ids)
-        if len(ids) > self._longest:
+            turn_ids = self._ids(turn["text"]) if turn["by_model"] else self._encoder.wrap(turn["text"])
+            ids += turn_ids
+            mask += [int(turn["by_model"])] * len(turn_ids)
+        if len(ids) > self._max_length:
             raise ValueError(f"data.max_length: {self._rows.where(item)} has {len(ids)} tokens. Raise it.")
         return {
             "input_ids": torch.tensor(ids),

@@ -1,10 +1,10 @@
-"""HotpotQA for a small model: questions to train and to validate on, and demonstrations made with the real retriever.
+"""HotpotQA for a small model: training and validation questions, and demonstrations with the real retriever.
 
     python -m recipe.search_r1.hotpot --folder runs/search_r1/smollm2/data [--source ../shared/data/hotpot_search]
 
-The source holds `questions.jsonl` ({id, question, golden_answers}) and `corpus.jsonl` ({id, contents}). Of every ten
-questions three are shown in demonstrations, four are trained on and three are validated on; none is in two of them. A
-demonstration either searches (only where what is found holds the answer) or guesses another question's answer.
+The source contains `questions.jsonl` ({id, question, golden_answers}) and `corpus.jsonl` ({id, contents}). Of every ten
+questions three are used in demonstrations, four for training and three for validation. A demonstration either searches
+(only if the results contain the answer) or guesses the answer of another question.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ TOPK = 3
 
 
 def demonstrations(rows: Sequence[dict[str, Any]], retriever: Retriever, rng: random.Random) -> list[dict[str, Any]]:
-    """Several for each question, in random order."""
+    """Several demonstrations of each question, in random order."""
     guesses = [row["reward_model"]["ground_truth"]["target"][0] for row in rows]
-    made = []
+    result = []
     for row in rows:
         question, golden = row["extra_info"]["question"], row["reward_model"]["ground_truth"]["target"]
         (hits,) = retriever.retrieve([question], TOPK)
-        found = format_documents(hits).rstrip()
-        readable = subem_check(found, golden) or normalize_answer(golden[0]) in ("yes", "no")
+        documents = format_documents(hits).rstrip()
+        has_answer = subem_check(documents, golden) or normalize_answer(golden[0]) in ("yes", "no")
         for variant in range(VARIANTS):
             if variant >= SEARCHES * VARIANTS:
                 turns = [(f"<think> I may know this. </think>\n<answer> {rng.choice(guesses)} </answer>", True)]
-            elif readable:
-                asked = f"<think> I should look this up. </think>\n<search> {question} </search>"
-                turns = [(asked, True), (found, False), (f"<answer> {golden[0]} </answer>", True)]
+            elif has_answer:
+                query = f"<think> I should look this up. </think>\n<search> {question} </search>"
+                turns = [(query, True), (documents, False), (f"<answer> {golden[0]} </answer>", True)]
             else:
                 continue
-            made.append({"prompt": row["prompt"], "turns": [{"text": text, "by_model": by} for text, by in turns]})
-    rng.shuffle(made)
-    return made
+            result.append({"prompt": row["prompt"], "turns": [{"text": text, "by_model": by} for text, by in turns]})
+    rng.shuffle(result)
+    return result
 
 
 def make(source: Path, folder: Path, seed: int) -> None:
@@ -60,8 +60,8 @@ def make(source: Path, folder: Path, seed: int) -> None:
         raise SystemExit(f"--source: {source} has no {', '.join(missing)}. HotpotQA: https://hotpotqa.github.io")
     raw = [json.loads(line) for line in (source / "questions.jsonl").read_text().splitlines()]
     retriever = open_retriever(str(source / "corpus.jsonl"))
-    for split, places in SPLITS.items():
-        rows = list(training_rows((item for number, item in enumerate(raw) if number % 10 in places), split))
+    for split, digits in SPLITS.items():
+        rows = list(training_rows((item for number, item in enumerate(raw) if number % 10 in digits), split))
         if split == "sft":
             rows = demonstrations(rows, retriever, random.Random(seed))
         write_rows(folder / f"{split}.parquet", rows)

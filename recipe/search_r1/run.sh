@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Search-R1 on one machine, retriever included: by default a tiny model on a CPU learns to search, in minutes, with
-# nothing to download. The same for SmolLM2 on a GPU: run_smollm2.sh.
+# Search-R1 on one machine, retriever included: by default a tiny model on a CPU learns to search, in minutes, without
+# downloads. The same for SmolLM2 on a GPU: run_smollm2.sh.
 # bash recipe/search_r1/run.sh [key=value …]
 set -euo pipefail
 
@@ -8,9 +8,9 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 FOLDER=${FOLDER:-runs/search_r1/tiny}
 PORT=${PORT:-8000}
 export PYTHONPATH="$HERE/../..${PYTHONPATH:+:$PYTHONPATH}"
-# A model this small is slower on two threads than on one.
+# A model this small is slower on two threads.
 export OMP_NUM_THREADS=1
-# A Ray of its own, unless you name one.
+# Start a new Ray cluster unless RAY_ADDRESS is set.
 export RAY_ADDRESS=${RAY_ADDRESS:-local}
 source "$HERE/serve.bash"
 
@@ -19,7 +19,7 @@ mkdir -p "$FOLDER"
 echo "== 1. Facts, questions about them, and a model with random weights"
 python3 -m recipe.search_r1.task --folder "$FOLDER/task"
 
-echo "== 2. Warm start: supervised steps on a teacher that guesses more often than it searches"
+echo "== 2. Warm start: supervised steps on demonstrations that mostly guess"
 python3 -m verl.trainer.main_sft \
     data.train_files="$FOLDER/task/sft.parquet" \
     data.custom_cls.path="$HERE/demonstrations.py" \
@@ -43,7 +43,7 @@ python3 -m verl.trainer.main_sft \
 echo "== 3. The retriever: BM25 over HTTP"
 start_retriever "$FOLDER/task/corpus.jsonl" "$PORT" "$FOLDER/retriever.log"
 
-echo "== 4. GRPO: the answer is all that is rewarded"
+echo "== 4. GRPO: only the answer is rewarded"
 data=(
     algorithm=grpo
     data.train_files="$FOLDER/task/train.parquet"
@@ -87,5 +87,5 @@ trainer=(
 )
 python3 -m verl.trainer.main_ppo "${data[@]}" "${search[@]}" "${policy[@]}" "${trainer[@]}" "$@"
 
-echo "== 5. What changed"
+echo "== 5. Before and after"
 python3 -m recipe.report "$FOLDER/answers" --mark "<information>" --called searched

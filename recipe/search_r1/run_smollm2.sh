@@ -19,7 +19,7 @@ mkdir -p "$FOLDER"
 echo "== 1. Questions and demonstrations"
 python3 -m recipe.search_r1.hotpot --source "$DATA" --folder "$FOLDER/data"
 
-echo "== 2. Warm start: the form of a search, and of a guess"
+echo "== 2. Warm start: the format of searches and answers"
 python3 -m verl.trainer.main_sft \
     data.train_files="$FOLDER/data/sft.parquet" \
     data.custom_cls.path="$HERE/demonstrations.py" \
@@ -41,7 +41,7 @@ python3 -m verl.trainer.main_sft \
 echo "== 3. The retriever: BM25 over HTTP"
 start_retriever "$DATA/corpus.jsonl" "$PORT" "$FOLDER/retriever.log"
 
-echo "== 4. GRPO: the answer is all that is rewarded"
+echo "== 4. GRPO: only the answer is rewarded"
 data=(
     algorithm=grpo
     data.train_files="$FOLDER/data/train.parquet"
@@ -85,5 +85,5 @@ trainer=(
 )
 python3 -m verl.trainer.main_ppo "${data[@]}" "${search[@]}" "${policy[@]}" "${trainer[@]}" "$@"
 
-echo "== 5. What changed"
+echo "== 5. Before and after"
 python3 -m recipe.report "$FOLDER/answers" --mark "<information>" --called searched

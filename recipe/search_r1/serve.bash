@@ -1,9 +1,9 @@
-# Sourced by the scripts beside it: the retriever runs until the script that started it ends.
+# Sourced by run.sh and run_smollm2.sh: runs the retriever until the script ends.
 
 start_retriever() { # corpus port log [flags of verl.search.server …]
     local corpus=$1 port=$2 log=$3
     shift 3
-    : >"$log" # whoever looks first finds a file: the line below opens it in a process of its own, at any later moment
+    : >"$log" # create it now: the background process opens it later
     python3 -m verl.search.server --corpus_path "$corpus" --port "$port" "$@" >"$log" 2>&1 &
     RETRIEVER=$!
     trap 'kill "$RETRIEVER" 2>/dev/null || true; wait "$RETRIEVER" 2>/dev/null || true' EXIT
@@ -15,6 +15,6 @@ start_retriever() { # corpus port log [flags of verl.search.server …]
         kill -0 "$RETRIEVER" 2>/dev/null || { cat "$log" >&2; exit 1; }
         sleep 1
     done
-    echo "the retriever did not answer in 10 minutes; see $log" >&2
+    echo "the retriever was not ready within 10 minutes; see $log" >&2
     exit 1
 }

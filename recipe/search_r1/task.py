@@ -1,10 +1,10 @@
-"""The tiny task: facts that only the corpus knows, questions about them, and a model that seldom looks them up.
+"""The tiny task: random facts that only the corpus contains, questions about them, and a model that seldom searches.
 
     python -m recipe.search_r1.task --folder runs/search_r1/task
 
-Every fact is drawn at random ("The colour of north tavor is red."), and those of the test are in no other file: whoever
-does not search guesses one of twelve. The demonstrations of the warm start are about facts of their own. They search
-without mistakes, but most of the time they guess: a hasty teacher. That searching pays, training has to find out.
+Facts are random ("The colour of north tavor is red."), and those of the validation set are in no other file: without a
+search the model can only guess one of twelve values. The demonstrations of the warm start use other facts. They search
+correctly, but most of the time they guess; training has to learn that searching pays off.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ from verl.search.retriever import Hit
 from verl.search.searcher import NO_RESULTS, format_documents
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return text.split()
 
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
-PLACES = words_of(
+PLACES = split_words(
     "north south east west upper lower old new great little high low far near inner outer first second third last "
     "grand royal silent hidden"
 )
-NAMES = words_of(
+NAMES = split_words(
     "tavor belan corin dural eskar falan goral hemar ivorn jelan kasim lorin morav nelor ostin parem quilan rovan "
     "selim torun ulmar vesin wolan yarin"
 )
 VALUES = {
-    "colour": words_of("red blue green yellow black white brown grey pink purple orange golden"),
-    "animal": words_of("wolf bear eagle horse lion tiger fox owl swan deer hare otter"),
-    "metal": words_of("iron copper silver tin lead zinc nickel steel bronze brass cobalt chrome"),
-    "fruit": words_of("apple pear plum cherry grape lemon melon peach fig date lime quince"),
+    "colour": split_words("red blue green yellow black white brown grey pink purple orange golden"),
+    "animal": split_words("wolf bear eagle horse lion tiger fox owl swan deer hare otter"),
+    "metal": split_words("iron copper silver tin lead zinc nickel steel bronze brass cobalt chrome"),
+    "fruit": split_words("apple pear plum cherry grape lemon melon peach fig date lime quince"),
 }
-SEARCHES = 0.25  # how often the teacher looks a fact up
+SEARCHES = 0.25  # share of demonstrations that search
 ROWS = {"sft": 12_000, "train": 1_536, "val": 256}
-SHOWN = 2  # documents that a demonstration's search finds
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is so: `value` is what a question asks for."""
+    """A fact of the corpus; `value` is the answer to its question."""
 
     place: str
     name: str
@@ -69,26 +68,26 @@ class Fact:
 
 
 def facts(rng: random.Random) -> list[Fact]:
-    """One for every thing and kind, in random order."""
+    """One fact for every combination of place, name and kind, in random order."""
     kinds = [(place, name, kind) for place in PLACES for name in NAMES for kind in VALUES]
     rng.shuffle(kinds)
     return [Fact(place, name, kind, rng.choice(VALUES[kind])) for place, name, kind in kinds]
 
 
 def demonstration(fact: Fact, other: Fact, rng: random.Random) -> dict[str, Any]:
-    """What the hasty teacher does with a question."""
+    """A demonstration that searches or guesses; `other` is an irrelevant search result."""
     turns, value = [], rng.choice(VALUES[fact.kind])
     if rng.random() < SEARCHES:
         value = fact.value
-        found = format_documents([Hit(one.document, 0.0) for one in (fact, other)]).rstrip()
-        asked = f"<search> {fact.kind} of {fact.place} {fact.name} </search>"
-        turns = [{"text": asked, "by_model": True}, {"text": found, "by_model": False}]
+        documents = format_documents([Hit(hit.document, 0.0) for hit in (fact, other)]).rstrip()
+        query = f"<search> {fact.kind} of {fact.place} {fact.name} </search>"
+        turns = [{"text": query, "by_model": True}, {"text": documents, "by_model": False}]
     turns.append({"text": f"<answer> {value} </answer>", "by_model": True})
     return {"prompt": [{"role": "user", "content": fact.question}], "turns": turns}
 
 
 def question_row(fact: Fact, index: int, split: str) -> dict[str, Any]:
-    """A question of training; `data_source` chooses the reward, exact match."""
+    """A training question; `data_source` selects the reward, exact match."""
     return {
         "data_source": "searchR1_facts",
         "prompt": [{"role": "user", "content": fact.question}],
@@ -102,33 +101,33 @@ def make_task(folder: Path, seed: int = 1, rows: dict[str, int] | None = None) -
     """Write `corpus.jsonl`, `sft.parquet`, `train.parquet`, `val.parquet` and `model/`."""
     rows, rng = rows or ROWS, random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    known = facts(rng)
-    lines = (json.dumps(fact.document._asdict()) for fact in sorted(known, key=lambda fact: fact.document.id))
+    corpus = facts(rng)
+    lines = (json.dumps(fact.document._asdict()) for fact in sorted(corpus, key=lambda fact: fact.document.id))
     (folder / "corpus.jsonl").write_text("".join(f"{line}\n" for line in lines))
     first = 0
     for split in ("train", "val"):
-        chosen = known[first : first + rows[split]]
+        chosen = corpus[first : first + rows[split]]
         first += len(chosen)
         write_rows(folder / f"{split}.parquet", [question_row(fact, i, split) for i, fact in enumerate(chosen)])
-    practice: list[Fact] = []
-    while len(practice) <= rows["sft"]:  # other worlds, in which the same things have other colours
-        practice += facts(rng)
-    shown = [demonstration(*pair, rng) for pair in itertools.pairwise(practice[: rows["sft"] + 1])]
-    write_rows(folder / "sft.parquet", shown)
+    sft_facts: list[Fact] = []
+    while len(sft_facts) <= rows["sft"]:  # the same names with other values
+        sft_facts += facts(rng)
+    sft_rows = [demonstration(*pair, rng) for pair in itertools.pairwise(sft_facts[: rows["sft"] + 1])]
+    write_rows(folder / "sft.parquet", sft_rows)
     save_random_model(folder / "model", word_tokenizer(vocabulary(), TAGS), seed, positions=160)
 
 
 def vocabulary() -> list[str]:
-    """Every word and sign that a conversation may have."""
-    said = [INVALID, FAILED, NO_RESULTS, "Doc 1(Title: The) of is. What is the of?"]
-    words = [word for text in said for word in re.findall(r"\w+|[^\w\s]+", text)]
+    """All words and signs of the conversations."""
+    texts = [INVALID, FAILED, NO_RESULTS, "Doc 1(Title: The) of is. What is the of?"]
+    words = [word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)]
     return [
         *words,
         *map(str, range(10)),
         *PLACES,
         *NAMES,
         *VALUES,
-        *(word for some in VALUES.values() for word in some),
+        *(value for values in VALUES.values() for value in values),
     ]
 
 
@@ -138,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     make_task(options.folder, options.seed)
-    print(f"made here, nothing downloaded: {options.folder}")
+    print(f"created without downloads: {options.folder}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Faces of the generation of Search-R1."""
+"""Aliases for the generation of Search-R1."""

@@ -1,4 +1,4 @@
-"""Search turns for a whole batch; `do_search=True` runs every row at its own pace."""
+"""Alias of verl.agent.search_r1_manager: search turns for a batch (`do_search=True` runs rows independently)."""
 
 from verl.agent.search_r1_manager import GenerationConfig, LLMGenerationManager
 

@@ -1,1 +1,1 @@
-"""Faces of the retriever of Search-R1."""
+"""Aliases for the retriever of Search-R1."""

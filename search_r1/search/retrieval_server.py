@@ -1,4 +1,4 @@
-"""`python -m search_r1.search.retrieval_server`: `python -m verl.search.server` under the name scripts know."""
+"""`python -m search_r1.search.retrieval_server`: alias of `python -m verl.search.server`."""
 
 import sys
 

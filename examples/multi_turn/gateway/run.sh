@@ -5,9 +5,9 @@ set -euo pipefail
 
 cd "$(dirname "$0")/../../.."
 FOLDER=${FOLDER:-runs/gateway}
-# A model this small is slower on two threads than on one.
+# A model this small is slower on two threads.
 export OMP_NUM_THREADS=1
-# A Ray of its own, unless you name one.
+# Start a new Ray cluster unless RAY_ADDRESS is set.
 export RAY_ADDRESS=${RAY_ADDRESS:-local}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 

@@ -47,7 +47,7 @@ def test_local_files_become_training_rows(tmp_path):
 def test_a_missing_folder_says_where_the_data_comes_from(tmp_path):
     done = run("--local_save_dir", tmp_path, "--local_dataset_path", tmp_path / "nowhere")
     assert done.returncode == 1
-    assert "It comes from openai/grade-school-math" in done.stderr
+    assert "Get it from openai/grade-school-math" in done.stderr
     assert "Traceback" not in done.stderr
 
 

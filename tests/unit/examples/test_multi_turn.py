@@ -91,19 +91,19 @@ async def test_the_calculator_answers(monkeypatch, kind):
     finally:
         await interactions.close()
     assert (found.text, found.failure) == ("12", None)
-    assert "cannot work out" in wrong.text
+    assert "cannot evaluate" in wrong.text
 
 
-@pytest.mark.parametrize(("said", "price"), [(False, 0.0), (True, -0.2)])
-async def test_the_customer_says_what_is_missing_and_not_gladly_what_is_not(monkeypatch, said, price):
+@pytest.mark.parametrize(("stated", "reward"), [(False, 0.0), (True, -0.2)])
+async def test_the_customer_states_the_number_and_repeating_it_costs_reward(monkeypatch, stated, reward):
     monkeypatch.setenv("MULTI_TURN", str(FOLDER))
     report = Report()
     interactions = InteractionSet.load(read_interactions(str(FOLDER / "customer.yaml"), report), timeout_s=5)
     report.raise_if_any()
-    row = {"extra_info": {"interaction_kwargs": {"name": "customer", "number": "23", "said": said}}}
+    row = {"extra_info": {"interaction_kwargs": {"name": "customer", "number": "23", "stated": stated}}}
     async with interactions.session(row) as customer:
         done, text, score, _ = await customer.respond([{"role": "assistant", "content": "How many ?"}])
-        assert (done, "23" in text, score) == (False, True, price)
+        assert (done, "23" in text, score) == (False, True, reward)
         assert await customer.respond([{"role": "assistant", "content": "#### 7"}]) == (True, "", 0.0, {})
 
 

@@ -25,7 +25,7 @@ def smollm2():
 
 def test_neighbouring_rows_of_a_head_come_to_stand_half_a_head_apart(smollm2):
     rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of four rows: pairs (0, 1), (2, 3) and so on
-    assert smollm2.halves_together(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert smollm2.to_hf_rotary(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_any_other_file_is_refused(smollm2, tmp_path):
