@@ -1,4 +1,4 @@
-"""Agents for `agents.py`: their turns, tools and lengths are decided by a seed, so that a random model does."""
+"""Agent loops of `agents.py`; turns, tools and lengths depend on a seed only, so a random model is sufficient."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-# What the environment says; any tokens of the vocabulary.
+# Length of a tool output; its tokens are arbitrary.
 TOOL_TOKENS = 16
-SHORTEST_S, LONGEST_S = 0.001, 2.0
+MIN_LATENCY_S, MAX_LATENCY_S = 0.001, 2.0
 
 
 def latencies(index: int, sample: int, calls: int) -> list[float]:
     """Seconds of each tool call of a trajectory."""
     draw = random.Random(f"{index}/{sample}")
-    return [draw.uniform(SHORTEST_S, LONGEST_S) for _ in range(calls)]
+    return [draw.uniform(MIN_LATENCY_S, MAX_LATENCY_S) for _ in range(calls)]
 
 
 class _Scripted(AgentLoopBase):
-    """Turns of `tokens` sampled tokens with tools between them that answer after so many seconds."""
+    """Turns of `tokens` sampled tokens with tool calls in between that take `waits` seconds."""
 
     async def converse(self, sampling: dict[str, Any], row: dict[str, Any], tokens: int, waits: list[float]) -> Any:
         prompt, response, mask, waited = list(row["prompt_ids"]), [], [], 0.0
         sampling = {**sampling, "max_new_tokens": tokens}
         for number in range(len(waits) + 1):
             name = f"{row['uid']}/{row['sample_index']}"
-            said = await self.server_manager.generate(
+            output = await self.server_manager.generate(
                 request_id=name, prompt_ids=[*prompt, *response], sampling_params=sampling
             )
-            response += said.token_ids
-            mask += [1] * len(said.token_ids)
+            response += output.token_ids
+            mask += [1] * len(output.token_ids)
             if number < len(waits):
                 start = time.monotonic()
                 await asyncio.sleep(waits[number])
@@ -45,7 +45,7 @@ class _Scripted(AgentLoopBase):
 
 
 class SlowTools(_Scripted):
-    """`AGENTS_CALLS` calls of 1 ms to 2 s each, `AGENTS_TOKENS` tokens a turn."""
+    """`AGENTS_CALLS` tool calls of 1 ms to 2 s, `AGENTS_TOKENS` tokens per turn."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         waits = latencies(int(row["index"]), int(row["sample_index"]), int(os.environ["AGENTS_CALLS"]))
@@ -53,14 +53,14 @@ class SlowTools(_Scripted):
 
 
 class TwoTurns(_Scripted):
-    """Half of the tokens, a tool that answers at once, the other half."""
+    """Two turns of half of the tokens each, with an instantaneous tool call in between."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         return await self.converse(sampling_params, row, int(os.environ["AGENTS_TOKENS"]) // 2, [0.0])
 
 
 class OneTurn(AgentLoopBase):
-    """One answer of the model and no tool: what the agent path costs by itself."""
+    """One turn without tools: measures the overhead of agent loops."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = list(row["prompt_ids"])

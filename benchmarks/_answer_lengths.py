@@ -1,4 +1,4 @@
-"""Lengths of answers that were given: read from a file of them, or counted in texts with a model's tokenizer."""
+"""Lengths of recorded responses: read from a file, or counted in texts with a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Where the answers are in what `verl.trainer.main_generation` and `trainer.rollout_data_dir` write.
+# Fields of the responses in files of `verl.trainer.main_generation` and `trainer.rollout_data_dir`.
 FIELDS = ("responses", "output")
 
 
 def read_lengths(path: Path, tokenizer: str | None, fields: tuple[str, ...] = FIELDS) -> list[list[int]]:
-    """Tokens of every answer, those to one prompt together.
+    """Tokens of every response, grouped by prompt.
 
     `path`: {"answers": [[tokens, …], …]}; JSON lines, each the tokens of an answer or of all answers to a prompt; or
     texts, which need a `tokenizer`: Parquet or JSON lines with answers in `fields`, or a folder of the latter. Rows of
@@ -24,14 +24,14 @@ def read_lengths(path: Path, tokenizer: str | None, fields: tuple[str, ...] = FI
     if rows and rows[0] and not isinstance(rows[0][0], dict):
         return [row if isinstance(row, list) else [row] for row in rows[0]]
     if tokenizer is None:
-        raise SystemExit(f"{path} holds texts: name the model that counts their tokens with --tokenizer.")
+        raise SystemExit(f"{path} contains texts: set --tokenizer to the model that counts their tokens.")
     texts = [answers for of_file in rows for answers in _by_prompt(of_file, path, fields)]
-    return _counted(texts, tokenizer)
+    return _count_tokens(texts, tokenizer)
 
 
 def in_groups(lengths: list[list[int]], answers: int) -> list[list[int]]:
-    """So many answers a prompt. Prompts that have fewer are joined with the next ones: their answers are as different
-    as those to different prompts are, and a group more often waits for a long one than it would."""
+    """Groups of `answers` lengths. Prompts with fewer responses are merged with the next ones; such groups vary more,
+    and wait more often for a long response, than real groups."""
     groups: list[list[int]] = [[]]
     for of_prompt in lengths:
         if len(groups[-1]) >= answers:
@@ -43,7 +43,7 @@ def in_groups(lengths: list[list[int]], answers: int) -> list[list[int]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """In the order of their steps, where they are called so."""
+    """Sorted by step number, if the files are named by step."""
     if not path.is_dir():
         return [path]
     return sorted(path.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem))
@@ -61,17 +61,17 @@ def _rows(file: Path) -> Iterator[Any]:
 def _by_prompt(rows: list[dict[str, Any]], path: Path, fields: tuple[str, ...]) -> list[list[str]]:
     prompts: dict[Any, list[str]] = {}
     for number, row in enumerate(rows):
-        found = [row[field] for field in fields if field in row]
-        if not found:
+        values = [row[field] for field in fields if field in row]
+        if not values:
             raise SystemExit(f"{path}: a row has no {' or '.join(fields)} (found: {', '.join(row)}). Set --fields.")
-        texts = [text for each in found for text in (each if isinstance(each, list) else [each])]
+        texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
         prompts.setdefault(row.get("input", number), []).extend(texts)
     return list(prompts.values())
 
 
-def _counted(texts: list[list[str]], tokenizer: str) -> list[list[int]]:
-    """With the token that ends an answer."""
+def _count_tokens(texts: list[list[str]], tokenizer: str) -> list[list[int]]:
+    """Including the end token of each response."""
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(tokenizer)
-    return [[len(ids) + 1 for ids in encode(some, add_special_tokens=False)["input_ids"]] for some in texts]
+    return [[len(ids) + 1 for ids in encode(group, add_special_tokens=False)["input_ids"]] for group in texts]

@@ -1,4 +1,4 @@
-"""Which faults there are, and a seeded plan of them: every kind comes before any comes twice."""
+"""Kinds of faults and a seeded plan: every kind occurs once before any is repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-# Where the actor and the rollout share their ranks, and where the rollout has a pool of its own.
+# "together": actor and rollout share their ranks; "apart": the rollout has its own pool.
 LAYOUTS = {
     "together": ["trainer.n_gpus_per_node=2"],
     "apart": [
@@ -17,17 +17,17 @@ LAYOUTS = {
     ],
 }
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-# After these the run starts again. Any other must cost no more than the work that was under way.
+# Faults that restart the run. All others may only repeat the work in progress.
 RESTARTS = ("rank", "saver", "controller", "driver", "GCS", "raylet", "starting")
 KINDS = {
     "together": (*RESTARTS, "scorer", "fork server", "Ray's others"),
     "apart": (*RESTARTS, "replica", "replica", "scorer", "fork server", "Ray's others"),
 }
-# "saver": whoever writes a checkpoint, while it is written; "starting": whoever, while the run starts or resumes.
+# "saver": a process that writes a checkpoint, during the write; "starting": any of these while the run starts.
 TARGETS = {"saver": ("rank", "controller"), "starting": ("rank", "controller", "driver", "raylet", "GCS")}
-# Of a step, as `_chaos_trainer` calls them.
+# Phases of a step, named as in `_chaos_trainer`.
 _PHASES = (
-    "hand-over",
+    "weight sync",
     "generation",
     "reward",
     "old log-probs",
@@ -40,7 +40,7 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom, and when: `steps` after the last recovery, in a phase, when `share` of it is over."""
+    """Signal, target process and time: `steps` steps after the last recovery, at the fraction `share` of a phase."""
 
     kind: str
     target: str
@@ -58,10 +58,10 @@ class Fault:
         return SIGNALS[self.done]
 
 
-def planned(
+def plan_faults(
     layout: str, rng: random.Random, kinds: Collection[str] = (), signals: Collection[str] = tuple(SIGNALS)
 ) -> Iterator[Fault]:
-    """Faults for runs of a layout, without end."""
+    """An infinite sequence of faults for runs of a layout."""
     deck = [(kind, done) for kind in KINDS[layout] if not kinds or kind in kinds for done in signals]
     while deck:
         for kind, done in rng.sample(deck, len(deck)):

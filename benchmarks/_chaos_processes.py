@@ -1,4 +1,4 @@
-"""The processes of a run by what they do, found from outside: who descends from its first one, and under what title."""
+"""Classify the processes of a run from outside, by ancestry and command line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _RAY_OTHERS = ("dashboard.py", "log_monitor.py", "monitor.py", "ray::DashboardAg
 
 
 def by_kind(first: int, actor_ranks: Collection[int] | None) -> dict[str, list[int]]:
-    """Process ids by kind; `first` is what the user started, `actor_ranks` those that hold training state."""
-    found: dict[str, list[int]] = defaultdict(list)
+    """Pids by kind; `first`: the process that the user started; `actor_ranks`: pids of ranks with training state."""
+    pids: dict[str, list[int]] = defaultdict(list)
     for pid in with_descendants(first):
         kind = _kind(pid, first, actor_ranks)
         if kind is not None:
-            found[kind].append(pid)
-    if "driver" not in found:
-        found["driver"] = found.pop("supervisor", [])
-    return dict(found)
+            pids[kind].append(pid)
+    if "driver" not in pids:
+        pids["driver"] = pids.pop("supervisor", [])
+    return dict(pids)
 
 
 def _kind(pid: int, first: int, actor_ranks: Collection[int] | None) -> str | None:
-    words = words_of(pid)
+    words = command_line(pid)
     line = " ".join(words)
     if not words or state_of(pid) == "Z":
         return None
@@ -41,7 +41,7 @@ def _kind(pid: int, first: int, actor_ranks: Collection[int] | None) -> str | No
     if line.startswith("ray::TaskRunner"):
         return "controller"
     if _FORK_SERVER in line:
-        return "scorer" if _FORK_SERVER in " ".join(words_of(parent_of(pid))) else "fork server"
+        return "scorer" if _FORK_SERVER in " ".join(command_line(parent_of(pid))) else "fork server"
     if Path(words[0]).name in ("gcs_server", "raylet"):
         return {"gcs_server": "GCS", "raylet": "raylet"}[Path(words[0]).name]
     if any(name in line for name in _RAY_OTHERS):
@@ -49,8 +49,8 @@ def _kind(pid: int, first: int, actor_ranks: Collection[int] | None) -> str | No
     return None
 
 
-def words_of(pid: int) -> list[str]:
-    """The command line of a process; [] when it is gone."""
+def command_line(pid: int) -> list[str]:
+    """The command line of a process; [] if it does not exist."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -62,18 +62,18 @@ def parent_of(pid: int) -> int:
 
 
 def state_of(pid: int) -> str | None:
-    """R, S, D, T (stopped), Z (ended); None when it is gone."""
+    """R, S, D, T (stopped), Z (zombie); None if it does not exist."""
     return (_stat(pid) or [None])[0]
 
 
 def identity(pid: int) -> tuple[int, str] | None:
-    """The process, whoever else gets its number later."""
+    """Identifies a process even if its pid is reused later."""
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else (pid, fields[19])
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """Whether there was somebody to send it to."""
+    """Send a signal; return whether the process existed."""
     if state_of(pid) in (None, "Z"):
         return False
     try:
@@ -83,13 +83,13 @@ def send(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def left_of(before: Collection[int]) -> list[str]:
-    """Children that this process adopted: what a run that ended left running. `before`: children of its own."""
+def leftover_processes(before: Collection[int]) -> list[str]:
+    """Processes that a finished run left running (adopted by this process); `before`: its own children."""
     for pid in children(os.getpid()):
         if pid not in before and state_of(pid) == "Z":
             os.waitpid(pid, 0)
-    left = [pid for pid in children(os.getpid()) if pid not in before and state_of(pid) not in (None, "Z")]
-    return [f"{pid} {' '.join(words_of(pid))[:80]}" for child in left for pid in with_descendants(child)]
+    orphans = [pid for pid in children(os.getpid()) if pid not in before and state_of(pid) not in (None, "Z")]
+    return [f"{pid} {' '.join(command_line(pid))[:80]}" for child in orphans for pid in with_descendants(child)]
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""One run under faults: the real command, aimed at through its notes, watched until it stands beyond each fault."""
+"""One run under faults: the real command; faults are timed by its phase log and followed until recovery."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from _chaos_faults import LAYOUTS, Fault
-from _chaos_processes import by_kind, identity, send, state_of, words_of
-from _chaos_watch import STARTING, Checkpoints, Notes, Place
+from _chaos_processes import by_kind, command_line, identity, send, state_of
+from _chaos_watch import STARTING, Checkpoints, PhaseLog, Position
 
 from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
@@ -25,21 +25,20 @@ REWARD = '''
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Long enough for a scorer to be hit while it works."""
+    """Slow enough for a scorer to be hit during a call."""
     time.sleep(0.02)
     return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
 _TICK_S = 0.005
-# A run that was not started again has come through a fault when it did some more steps, so long after it: Ray may take
-# its time to notice that it lost something.
+# Without a restart a run has survived a fault after some more steps and seconds: Ray may notice a loss late.
 _SETTLE_STEPS = 3
 _SETTLE_S, _UNNOTICED_S = 6.0, 45.0
 
 
 @dataclass
 class Outcome:
-    """What came of a fault. `broken` is empty where all promises were kept."""
+    """Result of a fault. `broken` is empty if all guarantees hold."""
 
     fault: Fault
     layout: str
@@ -50,7 +49,7 @@ class Outcome:
     seconds: float = 0.0
     how: str = ""
     reached: int = 0
-    """The last step that was begun before a restart: a run may go on for a while without what was hit."""
+    """The last step started before a restart: a run may continue for a while without the lost process."""
     resumed_at: int | None = None
     redone: int = 0
     said: str = ""
@@ -62,7 +61,7 @@ class Outcome:
 
 
 class Run:
-    """The command in `folder`. A hand touches it only where a promise is broken, which is counted."""
+    """The command in `folder`. It is restarted from outside only after a violation, which is counted."""
 
     def __init__(
         self, task: dict[str, str], folder: Path, layout: str, steps: int, limit: float, settings: Sequence[str] = ()
@@ -71,10 +70,10 @@ class Run:
         self.folder = folder
         self.folder.mkdir(parents=True)
         self.shared_before = set(os.listdir("/dev/shm"))
-        # Short, for the sockets of Ray.
+        # A short path: Ray's socket names have a length limit.
         self.ray_folder = tempfile.mkdtemp(prefix="c", dir="/tmp")
         (folder / "tmp").mkdir()
-        self.notes = Notes(folder / "notes.jsonl")
+        self.notes = PhaseLog(folder / "notes.jsonl")
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.command = [
             sys.executable,
@@ -109,7 +108,7 @@ class Run:
             )
 
     def start_again(self) -> None:
-        """By hand."""
+        """Restart from outside; counted as a violation."""
         self.hands += 1
         kill_tree(self.process.pid)
         self.process.wait()
@@ -124,24 +123,24 @@ class Run:
         return self.process.poll() is not None
 
     def wait(self) -> int | None:
-        """The exit status; None where the run did not end while it could have made its steps ten times."""
+        """The exit status; None if the run does not end within ten times its usual time."""
         try:
             return self.process.wait(timeout=self.limit + 10.0 * self.steps)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            self.notes.look()
+            self.notes.read_new()
 
     def close(self) -> None:
         kill_tree(self.process.pid)
         self.process.wait()
         self.checkpoints.close()
-        self.notes.look()
+        self.notes.read_new()
 
     # ---------------------------------------------------------------- aiming
 
     def hit(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
-        """Send the fault at its moment and wait until the run is beyond it; None where the run ended before."""
+        """Inject the fault at its time and wait until the run has recovered; None if the run ended before."""
         if not self._aim(fault, usual):
             return None
         pid = rng.choice(self._processes(fault.target))
@@ -152,30 +151,30 @@ class Run:
         moment = time.monotonic()
         if not send(pid, fault.signal):
             return self.hit(fault, usual, rng)
-        self._follow(outcome, Place.of(last), moment, usual["step"])
+        self._follow(outcome, Position.of(last), moment, usual["step"])
         if outcome.how == "restarted":
             self._check_restart(outcome, alive)
         outcome.said = _sentence(self.log, said_before)
         return outcome
 
     def _processes(self, kind: str) -> list[int]:
-        """Those of a kind; while the run starts they may come yet."""
+        """Pids of a kind; waits for them while the run starts."""
         for _ in range(round(self.limit / _TICK_S)):
-            found = by_kind(self.process.pid, self.notes.actor_ranks())
-            if kind in found:
-                return found[kind]
+            pids = by_kind(self.process.pid, self.notes.actor_ranks())
+            if kind in pids:
+                return pids[kind]
             self._tick()
-        raise SystemExit(f"the run has no {kind}, but {found}; see {self.log}")
+        raise SystemExit(f"the run has no {kind}, but {pids}; see {self.log}")
 
     def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
-        """Wait for the moment; False: the run is over."""
+        """Wait for the time of the fault; False if the run has ended."""
         while self.checkpoints.newest(now=False) <= self.newest_at_last_fault:
-            self.notes.look()
+            self.notes.read_new()
             if not self._tick_while_it_moves():
                 return False
         if fault.kind == "starting":
             return self._aim_at_start(fault, usual)
-        self.notes.look()
+        self.notes.read_new()
         first = self.notes.all[-1]["step"] + fault.steps
         for note in self._coming():
             if fault.kind == "saver":
@@ -189,7 +188,7 @@ class Run:
         return False
 
     def _aim_at_start(self, fault: Fault, usual: dict[str, float]) -> bool:
-        """Kill the controller, which does not count, and wait for a phase of the start that follows."""
+        """Kill the controller (not counted as a fault) and wait for a phase of the restart."""
         before = self.notes.controller
         for pid in by_kind(self.process.pid, []).get("controller", []):
             send(pid, fault.signal.SIGKILL)
@@ -200,16 +199,16 @@ class Run:
         return False
 
     def _coming(self, restarted: bool = False) -> Iterator[dict[str, Any]]:
-        """Notes as they are written, and the last one again while there is none; until the run is over."""
+        """Yield new log entries, or the last one again if there are none, until the run ends."""
         while True:
-            yield from self.notes.look() or self.notes.all[-1:]
+            yield from self.notes.read_new() or self.notes.all[-1:]
             if not self._tick_while_it_moves():
                 if not restarted or self.process.returncode == 0:
                     return
                 self.start_again()
 
     def _tick_while_it_moves(self) -> bool:
-        """A run that stands still though it had come through all faults is started again by hand, too."""
+        """Restart a run that makes no progress between faults."""
         if time.monotonic() - max(self._began, self.notes.all[-1]["time"] if self.notes.all else 0.0) > self.limit:
             self.stood_still += 1
             self._keep_evidence("stood still")
@@ -220,15 +219,15 @@ class Run:
         time.sleep(_TICK_S)
         return not self.over
 
-    # ---------------------------------------------------------------- following
+    # ---------------------------------------------------------------- recovery
 
-    def _follow(self, outcome: Outcome, hit: Place | None, moment: float, usual_step: float) -> None:
-        """Until the run stands beyond the place where it was hit, or broke its promise."""
+    def _follow(self, outcome: Outcome, hit: Position | None, moment: float, usual_step: float) -> None:
+        """Wait until the run has passed the position of the fault, or violated a guarantee."""
         before, deadline = self.notes.controller, moment + self.limit
         beyond = settled = None
         while True:
-            for note in self.notes.look():
-                place = Place.of(note)
+            for note in self.notes.read_new():
+                place = Position.of(note)
                 if note["pid"] != before:
                     if outcome.how != "restarted":
                         outcome.how, beyond, settled = "restarted", None, None
@@ -243,7 +242,7 @@ class Run:
             if beyond is not None:
                 patience = _UNNOTICED_S if outcome.fault.restarts else _SETTLE_S
                 if settled is not None and outcome.how != "restarted" and now > moment + patience:
-                    # What it lost may have been missed later only: it counts what these steps took longer than usual.
+                    # A loss may take effect later: count the additional time of these steps.
                     outcome.how, late = "went on", settled - moment - _SETTLE_STEPS * usual_step
                     outcome.seconds = max(beyond - moment, late)
                     return
@@ -266,7 +265,7 @@ class Run:
         return self.over and self.process.returncode == 0
 
     def _check_restart(self, outcome: Outcome, alive: set[Any]) -> None:
-        left = [words_of(pid) for pid, began in alive if identity(pid) == (pid, began)]
+        left = [command_line(pid) for pid, began in alive if identity(pid) == (pid, began)]
         if left:
             outcome.broken += f"left running: {', '.join(' '.join(words)[:60] for words in left)}; "
         if outcome.resumed_at is None or outcome.resumed_at < outcome.saved:
@@ -279,23 +278,23 @@ class Run:
     def _keep_evidence(self, what: object) -> None:
         lines = [f"{what}", ""]
         lines += [
-            f"{pid} {state_of(pid)} {' '.join(words_of(pid))[:120]}" for pid in with_descendants(self.process.pid)
+            f"{pid} {state_of(pid)} {' '.join(command_line(pid))[:120]}" for pid in with_descendants(self.process.pid)
         ]
         (self.folder / f"hang-{self.hands}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
 
 
 _RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")
-# The supervisor's, else one of the run itself.
-_SAYS = (re.compile(r"restart \d+ of \d+ in .*"), re.compile(r".*(died|was killed|stopped|hangs|again).*"))
+# The message of the supervisor, otherwise one of the run.
+_MESSAGES = (re.compile(r"restart \d+ of \d+ in .*"), re.compile(r".*(died|was killed|stopped|hangs|again).*"))
 
 
 def _sentence(log: Path, since: int) -> str:
-    """The line after a fault that tells of it."""
+    """The log line that reports a fault."""
     with log.open("rb") as file:
         file.seek(since)
         lines = file.read().decode(errors="replace").splitlines()
     own = [_RAY_PREFIX.sub("", line) for line in lines if "(raylet)" not in line]
-    return next((found[0] for pattern in _SAYS for line in own if (found := pattern.search(line))), "")
+    return next((match[0] for pattern in _MESSAGES for line in own if (match := pattern.search(line))), "")
 
 
 def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> list[str]:
@@ -309,7 +308,7 @@ def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> l
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
         "reward_model.reward_kwargs={num_processes: 2}",
-        f"trainer.cls_path={ROOT / 'benchmarks' / '_chaos_trainer.py'}:NotingTrainer",
+        f"trainer.cls_path={ROOT / 'benchmarks' / '_chaos_trainer.py'}:PhaseLoggingTrainer",
         f"trainer.rollout_data_dir={folder / 'answers'}",
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=1000",

@@ -1,6 +1,6 @@
-"""The trainer of a run under faults: the ordinary one, which also notes the phases it enters, for who aims at them.
+"""A trainer that logs the phases it enters, so that faults can be timed.
 
-Loaded by `trainer.cls_path`. Every line of the file is one JSON object with a time that all processes share.
+Loaded by `trainer.cls_path`. Every line of the log is a JSON object with the monotonic time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-# Methods of the trainer that are phases, in the order of a run and, from `_sync_weights` on, of a step.
+# Trainer methods that are phases, in order; from `_sync_weights` on they belong to a step.
 PHASES = {
     "init_workers": "start",
     "_load_checkpoint": "resume",
-    "_sync_weights": "hand-over",
+    "_sync_weights": "weight sync",
     "_generate": "generation",
     "_compute_reward": "reward",
     "_compute_old_log_prob": "old log-probs",
@@ -32,9 +32,9 @@ PHASES = {
 }
 
 
-def _noted(method: str, phase: str) -> Callable[..., Any]:
-    def call(self: NotingTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.inside is not None:  # validation generates and hands over, too
+def _logged(method: str, phase: str) -> Callable[..., Any]:
+    def call(self: PhaseLoggingTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.inside is not None:  # nested phases: validation also generates and syncs weights
             return getattr(RayPPOTrainer, method)(self, *args, **kwargs)
         self.inside = phase
         self.note(phase=phase, number=list(PHASES.values()).index(phase))
@@ -48,11 +48,11 @@ def _noted(method: str, phase: str) -> Callable[..., Any]:
     return call
 
 
-class NotingTrainer(RayPPOTrainer):
-    """Notes go to `notes.jsonl` beside the folder of the answers."""
+class PhaseLoggingTrainer(RayPPOTrainer):
+    """Appends to `notes.jsonl` next to `trainer.rollout_data_dir`."""
 
     inside: str | None = None
-    vars().update({method: _noted(method, phase) for method, phase in PHASES.items()})
+    vars().update({method: _logged(method, phase) for method, phase in PHASES.items()})
 
     def note(self, **fields: Any) -> None:
         line = {"time": time.monotonic(), "pid": os.getpid(), "step": self.global_steps, **fields}

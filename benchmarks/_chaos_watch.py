@@ -1,4 +1,4 @@
-"""What a run under faults shows from outside: the notes of its trainer, and its checkpoints, verified one by one."""
+"""Observe a run under faults: its phase log, and its checkpoints, each verified when it appears."""
 
 from __future__ import annotations
 
@@ -16,100 +16,100 @@ from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.steps import step_of
 
 _LOOK_S = 0.05
-# What else there is in a step names folders and times.
+# Other files contain paths and times, which differ between runs.
 _TENSORS = (".distcp", ".safetensors")
 STARTING = ("start", "resume")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """Where a run stands: a phase of a step; before all of them while it starts."""
+class Position:
+    """Progress of a run: step and number of the phase."""
 
     step: int
     number: int
 
     @classmethod
-    def of(cls, note: dict[str, Any]) -> Place | None:
-        """None while it starts, and for notes that begin no phase."""
+    def of(cls, note: dict[str, Any]) -> Position | None:
+        """None during the start, and for entries that begin no phase."""
         return cls(note["step"], note["number"]) if note.get("phase", "start") not in STARTING else None
 
 
-class Notes:
-    """The trainer's notes, read as they are written."""
+class PhaseLog:
+    """The phase log of the trainer, read incrementally."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
         self.all: list[dict[str, Any]] = []
 
-    def look(self) -> list[dict[str, Any]]:
-        """Those that are new."""
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the entries written since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._read)
             lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._read += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
+        complete = lines[: lines.rfind(b"\n") + 1]
+        self._read += len(complete)
+        new = [json.loads(line) for line in complete.splitlines()]
         self.all += new
         return new
 
     @property
     def controller(self) -> int | None:
-        """The process that noted last."""
+        """Pid of the process that wrote last."""
         return self.all[-1]["pid"] if self.all else None
 
     def actor_ranks(self) -> list[int] | None:
-        """Of the controller that noted last; None before they have started."""
+        """Pids of the current controller's actor ranks; None before they have started."""
         own = [note for note in self.all if note["pid"] == self.controller and "actor_ranks" in note]
         return own[-1]["actor_ranks"] if own else None
 
     def usual_seconds(self) -> dict[str, float]:
-        """Of each phase, and of a step, the median."""
+        """Median duration of each phase and of a step."""
         taken: dict[str, list[float]] = defaultdict(list)
         phases = [note for note in self.all if "phase" in note]
         for note, after in itertools.pairwise(phases):
             if note["pid"] == after["pid"]:
                 taken[note["phase"]].append(after["time"] - note["time"])
-        steps = [note["time"] for note in phases if note["phase"] == "hand-over"]
+        steps = [note["time"] for note in phases if note["phase"] == "weight sync"]
         taken["step"] = [after - before for before, after in itertools.pairwise(steps)]
         return {phase: statistics.median(seconds) for phase, seconds in taken.items() if seconds}
 
     def answers(self) -> dict[str, list[str]]:
-        """By step: what it was trained on; more than one where that was not the same each time the step was done."""
-        found: dict[str, set[str]] = defaultdict(set)
+        """By step: digests of its training data; several if repetitions of the step differ."""
+        digests: dict[str, set[str]] = defaultdict(set)
         for note in self.all:
             if "answers" in note:
-                found[str(note["step"])].add(note["answers"])
-        return {step: sorted(digests) for step, digests in found.items()}
+                digests[str(note["step"])].add(note["answers"])
+        return {step: sorted(values) for step, values in digests.items()}
 
 
 @dataclass
 class Saved:
-    """A step as it was when it appeared; `tensors`: size and checksum of the files that hold any."""
+    """A saved step when it appeared; `tensors`: size and checksum of its tensor files."""
 
     serial: int
     tensors: dict[str, list[int]]
 
 
 @dataclass
-class Undisturbed:
-    """What a run without faults did: the answers of each step, what it saved, and how long its phases take."""
+class ReferenceRun:
+    """A run without faults: data of each step, saved tensors, and durations of phases."""
 
     answers: dict[str, list[str]]
     tensors: dict[str, dict[str, list[int]]]
     usual_seconds: dict[str, float]
 
     @classmethod
-    def of(cls, notes: Notes, checkpoints: Checkpoints) -> Undisturbed:
-        """By step, as text: JSON knows no other keys."""
-        saved = {str(step): it.tensors for step, it in sorted(checkpoints.saved.items())}
+    def of(cls, notes: PhaseLog, checkpoints: Checkpoints) -> ReferenceRun:
+        """Keys are steps as strings, for JSON."""
+        saved = {str(step): saved.tensors for step, saved in sorted(checkpoints.saved.items())}
         return cls(notes.answers(), saved, notes.usual_seconds())
 
 
 @dataclass
 class Checkpoints:
-    """Verifies every step folder from a thread, as it appears; all that were not whole are in `broken`."""
+    """Verifies every step folder in a thread when it appears; incomplete ones are listed in `broken`."""
 
     root: Path
     saved: dict[int, Saved] = field(default_factory=dict)
@@ -123,13 +123,13 @@ class Checkpoints:
         self._thread.start()
 
     def newest(self, now: bool = True) -> int:
-        """The last whole step that is there (`now`: at this moment, not some milliseconds ago); 0: there is none."""
+        """The newest complete step, 0 if there is none; `now`: check the folder first."""
         if now:
             self._look()
         return max(self.saved, default=0)
 
     def saving(self) -> Path | None:
-        """The folder of a step that is being written now."""
+        """The folder of a step that is being written."""
         return next(iter(self.root.glob(".global_step_*.tmp-*")), None)
 
     def close(self) -> None:
@@ -160,7 +160,9 @@ class Checkpoints:
             problems, files, serial = [str(error)], {}, -1
         if not problems:
             self.verified += 1
-            tensors = {name: [it.size, it.crc32] for name, it in files.items() if Path(name).suffix in _TENSORS}
+            tensors = {
+                name: [entry.size, entry.crc32] for name, entry in files.items() if Path(name).suffix in _TENSORS
+            }
             self.saved[step] = Saved(serial, tensors)
-        elif folder.exists():  # else it was deleted while we looked: older ones go
+        elif folder.exists():  # otherwise it was deleted by the retention during the check
             self.broken |= {f"{folder.name}: {'; '.join(problems)}"}

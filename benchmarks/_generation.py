@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _shapes import matmul_rate, synchronise
+from _shapes import copy_bandwidth, matmul_rate
 
 __all__ = ["Case", "Floors", "cases_for", "dtype_of"]
 
@@ -104,18 +103,3 @@ class Floors:
     def multiply_ms(self, sequences: int) -> float:
         """The products with the weights at the rate of a large one."""
         return 2 * self.multiplied * sequences / self.rate * 1e3
-
-
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read and written, of a large copy."""
-    size = 2**30 if device == "cuda" else 2**27
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(8):
-        synchronise(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronise(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best

@@ -1,4 +1,4 @@
-"""Rollout replicas on a virtual clock: answers of known lengths, decoded as fast as their replica's load allows."""
+"""Rollout replicas on a virtual clock: responses of known lengths, decoded at a speed that depends on the load."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Costs:
-    """What one device takes, measured: a file of `benchmarks/traces`."""
+    """Measured costs of one device: a file of `benchmarks/traces`."""
 
     decode_ms: tuple[tuple[int, float], ...]
-    """(sequences, ms of a decode step), ascending; straight lines between and beyond, the first one below."""
+    """(sequences, ms of a decode step), ascending; interpolated and extrapolated linearly, constant below the first."""
     update_tokens_per_s: float
     log_prob_tokens_per_s: float
-    hand_over_s: float
+    weight_sync_s: float
     rest_s: float
-    """Rewards, advantages and the controller, a step."""
+    """Seconds of rewards, advantages and the controller per step."""
 
     @classmethod
     def read(cls, path: Path) -> Costs:
-        found: dict[str, Any] = json.loads(path.read_text())
-        steps = sorted((int(sequences), float(ms)) for sequences, ms in found.pop("decode_ms").items())
-        return cls(tuple(steps), **{each.name: found[each.name] for each in fields(cls) if each.name in found})
+        values: dict[str, Any] = json.loads(path.read_text())
+        steps = sorted((int(sequences), float(ms)) for sequences, ms in values.pop("decode_ms").items())
+        return cls(tuple(steps), **{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def token_s(self, sequences: int) -> float:
-        """Seconds of a decode step with so many sequences."""
+        """Seconds of a decode step with this number of sequences."""
         points = self.decode_ms
         if sequences <= points[0][0]:
             return points[0][1] / 1e3

@@ -1,4 +1,4 @@
-"""One way to show a benchmark: a table for people and a JSON line, with the machine it ran on, for comparisons."""
+"""Output of all benchmarks: a table, and a JSON line with information about the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(title: str, rows: Sequence[Mapping[str, Any]], json_path: str | os.Pa
 
 
 def machine_info() -> dict[str, Any]:
-    """Cores, architecture, memory and versions: what a reader needs to judge the numbers."""
+    """Cores, architecture, memory and versions: the context of the measurements."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "arch": platform.machine(),
@@ -61,7 +61,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _gpu_name() -> str | None:
-    # Only a benchmark that uses torch pays for it: asking must not import it.
+    # Do not import torch for benchmarks that do not use it.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

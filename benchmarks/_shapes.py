@@ -1,4 +1,4 @@
-"""Shapes of known models with random weights, and how fast this device multiplies matrices."""
+"""Shapes of known models with random weights, and the speed of matrix products and copies on this device."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def shape_config(shape: str, **more: Any) -> Any:
 
 
 def save_random_model(folder: Path, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Random weights (the same for the same device) as `from_pretrained` wants them."""
+    """Random weights (the same for the same device) in the format of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-    if device == "cuda":  # who runs beside this process needs the memory
+    if device == "cuda":  # other processes need the memory
         del model
         torch.cuda.empty_cache()
 
@@ -113,14 +113,29 @@ def matmul_rate(device: str) -> float:
     return 2 * size**3 / best
 
 
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a large copy."""
+    size = 2**30 if device == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        synchronise(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronise(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best
+
+
 def synchronise(device: str) -> None:
-    """Wait until the device has done all it was told."""
+    """Wait until all queued work of the device is finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_each(run: Run, copies: int) -> float:
-    """Of `run(0) … run(copies - 1)`, replayed as one CUDA graph: other data each time, so that none is in a cache."""
+    """Mean seconds of `run(0) … run(copies - 1)` in one CUDA graph; each run uses other data, so none is cached."""
     for index in range(copies):
         run(index)
     torch.cuda.synchronize()
@@ -140,7 +155,7 @@ def seconds_each(run: Run, copies: int) -> float:
 
 
 def write_model(folder: Path, config: Any) -> None:
-    """Random weights in what a run here would compute with, and a tokenizer of characters; once."""
+    """Write random weights in the compute dtype of this machine and a character tokenizer, unless the folder exists."""
     from tests.support.tiny import tiny_tokenizer
 
     if not folder.is_dir():

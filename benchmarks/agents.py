@@ -1,13 +1,13 @@
-"""Agents: many slow tools beside their critical path, and a GRPO step of two turns beside the same tokens in one.
+"""Agents: many slow tools compared with their critical path, and a GRPO step with two turns compared with one turn.
 
     python benchmarks/agents.py                 # 512 trajectories whose tools take 1 ms to 2 s
     python benchmarks/agents.py --gpu           # the GRPO step, Qwen2.5-0.5B's shape; under 3 minutes on an H200
-    python benchmarks/agents.py --parts         # sandbox.py and search.py, which measure what agents stand on
+    python benchmarks/agents.py --parts         # run sandbox.py and search.py
 
-All through `main_ppo` on Ray with the native engine and random weights. The critical path is that of the trajectory
-whose own chain takes longest: the seconds of its tools and of its generation, as it met them. No order of work can be
-faster than the longest chain of tools alone. Two turns sample as many tokens as the single one and have as many in
-all: what the tool says stands in the prompt there.
+All through `main_ppo` on Ray with the native engine and random weights. The critical path is the
+longest sum of measured tool and generation seconds of a trajectory. No schedule can be faster than the longest sum of
+tool seconds alone. Two turns sample as many tokens as the single turn and have the same total: in the single turn the
+tool output is part of the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHIN, OVERHEAD = 1.2, 0.15
 
 
 def agents(loop: str, work: Work, workers: int) -> list[str]:
-    """Overrides: every row is answered by this loop, all of them at a time."""
+    """Overrides that run this loop for every row, all at the same time."""
     return [
         f"{ROLLOUT}.mode=async",
         f"{ROLLOUT}.agent.default_agent_loop={LOOPS}:{loop}",
@@ -63,8 +63,8 @@ def slow_tools(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]
     for step in range(2, work.steps + 1):
         lines = [json.loads(line) for line in (dumps / f"{step}.jsonl").read_text().splitlines()]
         assert len(lines) == work.samples
-        said = [line["agent_metrics"] for line in lines]
-        chains.append(max(one["tool_s"] + one["generate_s"] for one in said))
+        metrics = [line["agent_metrics"] for line in lines]
+        chains.append(max(row["tool_s"] + row["generate_s"] for row in metrics))
         tools.append([sum(latencies(line["index"], line["sample_index"], calls)) for line in lines])
     chain, longest = sum(chains) / len(chains), sum(map(max, tools)) / len(tools)
     return [
@@ -84,7 +84,7 @@ def slow_tools(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]
 
 
 def two_turns(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Whole steps by phase: single-turn answers (`rollout.mode=sync`) and two turns of the same tokens."""
+    """Complete steps by phase: single-turn responses (`rollout.mode=sync`) and two turns with the same tokens."""
     cuda = torch.cuda.is_available()
     shape = options.shape or ("qwen2.5-0.5b" if cuda else "tiny")
     prompts, n, prompt, tokens = (32, 8, 128, 256) if cuda else (4, 4, 32, 32)
@@ -92,37 +92,37 @@ def two_turns(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     os.environ["AGENTS_TOKENS"] = str(tokens)
     single = Work("single-turn", shape, prompts, n, prompt + TOOL_TOKENS, tokens, tokens, options.steps)
     double = Work("two-turn", shape, prompts, n, prompt, tokens + TOOL_TOKENS, tokens + TOOL_TOKENS, options.steps)
-    found, steps = [], {}
+    table, steps = [], {}
     for work, settings in ((single, []), (double, agents("TwoTurns", double, min(options.workers, 2)))):
         work.write(folder)
         rows = run(work, folder, "step", [*base(work, budget, False, cuda), *settings], options.limit, rate)
-        found += [{"case": row["case"], "phase": row["phase"], **row} for row in rows]
+        table += [{"case": row["case"], "phase": row["phase"], **row} for row in rows]
         steps[work.case] = rows[-1].get("s")
     if all(steps.values()):
         more = steps["two-turn"] - steps["single-turn"]
         share = more / steps["single-turn"]
-        found.append({"case": "two turns cost", "phase": "step", "s": more, "overhead %": 100 * share})
-        found[-1] |= {"goal": f"< {100 * OVERHEAD:.0f} %", "met": share < OVERHEAD}
-    return found
+        table.append({"case": "two turns cost", "phase": "step", "s": more, "overhead %": 100 * share})
+        table[-1] |= {"goal": f"< {100 * OVERHEAD:.0f} %", "met": share < OVERHEAD}
+    return table
 
 
 def parts() -> None:
-    """What agents stand on, each measured by its own script."""
+    """Run the benchmarks of sandbox and search."""
     for name in ("sandbox.py", "search.py"):
         subprocess.run([sys.executable, str(Path(__file__).parent / name)], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="the GRPO step; without a GPU tiny, and no figure")
+    parser.add_argument("--gpu", action="store_true", help="the GRPO step; without a GPU a tiny trial run")
     parser.add_argument("--parts", action="store_true", help="run sandbox.py and search.py")
-    parser.add_argument("--shape", help="of the model; default tiny, for the step qwen2.5-0.5b")
+    parser.add_argument("--shape", help="model shape; default: tiny, with --gpu qwen2.5-0.5b")
     parser.add_argument("--trajectories", type=int, default=512)
     parser.add_argument("--calls", type=int, default=6, help="tool calls of each trajectory")
-    parser.add_argument("--tokens", type=int, default=4, help="tokens the model samples between them")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens sampled per turn")
     parser.add_argument("--workers", type=int, default=4, help="rollout.agent.num_workers")
-    parser.add_argument("--steps", type=int, default=4, help="of the GRPO step's runs; the first is not counted")
-    parser.add_argument("--limit", type=float, default=85.0, help="seconds a run may take, with its start")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a run with --gpu; the first is not counted")
+    parser.add_argument("--limit", type=float, default=85.0, help="maximum seconds of a run, including its start")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     parser.add_argument("--json", help="append every table to this file")
     options = parser.parse_args()

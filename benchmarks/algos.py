@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from _report import report
+from _shapes import copy_bandwidth
 
 from verl.algos import estimate_advantages, get_policy_loss_fn, global_share
 from verl.config import ActorConfig, AlgorithmConfig, as_config, names
@@ -58,7 +59,7 @@ class Bench:
         self.small = {k: v[:loop_rows] for k, v in batch.items()}
         self.rows, self.loop_rows = len(batch["index"]), len(self.small["index"])
         self.device = batch["response_mask"].device
-        self.bandwidth = copy_bandwidth(self.device)
+        self.bandwidth = copy_bandwidth(self.device.type)
 
     def estimator(self, name: str) -> dict[str, object]:
         inputs = ["token_level_rewards", "response_mask", "values"][: 3 if name == "gae" else 2]
@@ -239,14 +240,6 @@ def free_bytes(device: str) -> int:
         return torch.cuda.mem_get_info()[0]
     with open("/proc/meminfo") as memory:
         return next(int(line.split()[1]) * 1024 for line in memory if line.startswith("MemAvailable"))
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy far larger than any cache."""
-    source = torch.rand(2**26, device=device)
-    target = torch.empty_like(source)
-    best, _ = measure(lambda: target.copy_(source), 5, device)
-    return 2 * source.nbytes / best
 
 
 if __name__ == "__main__":

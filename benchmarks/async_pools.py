@@ -1,15 +1,14 @@
-"""Which pool sizes, and what asynchronous training gains: the real buffer and admission on a virtual clock.
+"""Pool sizes and speed-up of asynchronous training: the real buffer and admission control on a virtual clock.
 
     python benchmarks/async_pools.py                                    # the tables of docs/asynchronous.md
     python benchmarks/async_pools.py --ranks 16 --staleness 4 --lengths mine.json
     python benchmarks/async_pools.py --count answers.parquet --tokenizer MODEL > mine.json
 
-Devices cost what was measured on one (`--costs`), answers are as long as some were (`--lengths`, files of
-benchmarks/traces); the batch grows with the devices. In the synchronous peer all of them generate, wait for the longest
-answer, then train. Asynchronously some answer and the others train; every batch then also needs a pass for its old
-log-probs. `bound` is the work alone: every device always busy, decoding at full load. Longer tails than were measured:
-`--tail` draws lengths from a lognormal distribution, cut at so many times the mean. Not in it: scaling losses of larger
-groups of ranks.
+Device costs (`--costs`) and response lengths (`--lengths`, files of benchmarks/traces) are measured; the batch size is
+proportional to the number of devices. Synchronous: all devices generate, wait for the longest response, then train.
+Asynchronous: some devices generate and the others train, with an additional pass for old log-probs. `bound`: every
+device always busy, decoding at full load. `--tail` draws lengths from a lognormal distribution truncated at this
+multiple of the mean. Scaling losses of larger groups of ranks are not modelled.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ TRACES = Path(__file__).parent / "traces"
 COSTS = TRACES / "qwen2.5-0.5b_h200.json"
 LENGTHS = sorted(TRACES.glob("answers_*.json"))
 PROMPT_TOKENS = 128
-# The controller looks for finished groups this often.
+# Interval in which the controller collects finished groups.
 COLLECT_S = 0.05
 
 
 @dataclass(frozen=True)
 class Work:
-    """`prompts` per device and step, each with as many answers as its lengths say."""
+    """`prompts` per device and step, each with one response per length."""
 
     prompts: int
     lengths: list[list[int]]
@@ -49,14 +48,14 @@ class Work:
 
     @classmethod
     def lognormal(cls, prompts: int, n: int, mean: int, longest: int, sigma: float) -> Work:
-        """Answers of this mean with a tail that the limit cuts."""
+        """Lognormal lengths with this mean, truncated at `longest`."""
         draw = random.Random(11)
         shares = [draw.lognormvariate(0.0, sigma) for _ in range(4096 * n)]
         low, high = 0.0, float(longest)
-        for _ in range(50):  # the scale at which the cut lengths have the mean
+        for _ in range(50):  # the scale at which the truncated lengths have this mean
             scale = (low + high) / 2
-            found = sum(min(share * scale, longest) for share in shares) / len(shares)
-            low, high = (scale, high) if found < mean else (low, scale)
+            average = sum(min(share * scale, longest) for share in shares) / len(shares)
+            low, high = (scale, high) if average < mean else (low, scale)
         cut = [max(1, min(round(share * scale), longest)) for share in shares]
         groups = [cut[start : start + n] for start in range(0, len(cut), n)]
         return cls(prompts, groups, f"lognormal, cut at {longest / mean:.0f} x mean")
@@ -70,7 +69,7 @@ class Work:
         return max(map(max, self.lengths))
 
     def stream(self) -> Iterator[list[int]]:
-        """Prompts without end, in a seeded order."""
+        """An infinite stream of prompts in a seeded order."""
         draw = random.Random(self.seed)
         while True:
             yield from draw.sample(self.lengths, len(self.lengths))
@@ -78,22 +77,22 @@ class Work:
 
 @dataclass
 class Result:
-    """What a run did after its warm-up."""
+    """Results of a run after its warm-up."""
 
     samples_per_s: float
     trainer_idle: float = 0.0
     rollout_idle: float = 0.0
     staleness: float = 0.0
     dropped: int = 0
-    said: str = ""
+    advice: str = ""
 
 
 def synchronous(work: Work, costs: Costs, ranks: int, steps: int, slots: int) -> Result:
-    """All ranks answer, then all train."""
+    """All ranks generate, then all train."""
     now, samples, waited, prompts = 0.0, 0, 0.0, work.stream()
     for _ in range(steps):
         pool, groups = Pool(costs, ranks, slots), [next(prompts) for _ in range(work.prompts * ranks)]
-        begun = now = now + costs.hand_over_s
+        begun = now = now + costs.weight_sync_s
         pool.add([(tokens, None) for group in groups for tokens in group], now)
         while pool.next_end() < math.inf:
             now = pool.finish()[0]
@@ -105,7 +104,7 @@ def synchronous(work: Work, costs: Costs, ranks: int, steps: int, slots: int) ->
 
 
 class Asynchronous:
-    """`rollout` ranks answer without end, `training` ranks take batches from the buffer."""
+    """`rollout` ranks generate continuously, `training` ranks take batches from the buffer."""
 
     def __init__(
         self, work: Work, costs: Costs, rollout: int, training: int, staleness: int, slots: int, mode: str = "async"
@@ -119,13 +118,13 @@ class Asynchronous:
         self._serial = -1
         self._left: dict[int, int] = {}
         self._at_once = rollout * slots
-        self._utilization = self._clocked()
+        self._utilization = self._new_utilization()
 
     def run(self, steps: int, warm_up: int) -> Result:
         samples, begun, ages = 0, 0.0, []
         for version in range(warm_up + steps):
             if version == warm_up:
-                begun, self._utilization = self._now, self._clocked()
+                begun, self._utilization = self._now, self._new_utilization()
                 self._utilization.set_in_flight(self._pool.load)
             batch, seconds = self._step(version)
             if version >= warm_up:
@@ -150,17 +149,17 @@ class Asynchronous:
             tuning_advice(shares, setup),
         )
 
-    def _clocked(self) -> Utilization:
+    def _new_utilization(self) -> Utilization:
         return Utilization(lambda: self._now, self._at_once)
 
     def _step(self, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
         begun = self._now
-        if self._mode == "one_step_off":  # what is in flight finishes with the weights it began with
+        if self._mode == "one_step_off":  # in-flight responses finish with the weights they started with
             while self._pool.load:
                 self._finish(version - 1)
-        self._pool.pause(self._now, self._costs.hand_over_s)
-        self._now += self._costs.hand_over_s
-        assert not self._buffer.drop_stale(version), "nothing is dropped where batches wait"
+        self._pool.pause(self._now, self._costs.weight_sync_s)
+        self._now += self._costs.weight_sync_s
+        assert not self._buffer.drop_stale(version), "nothing is dropped with the strategy 'wait'"
         self._send(version)
         waiting = self._now
         while (batch := self._buffer.take(version)) is None:
@@ -199,15 +198,15 @@ class Asynchronous:
 
 
 def bound(work: Work, costs: Costs, ranks: int) -> float:
-    """Samples a second if no device ever waited: decoding at the largest load measured, then training."""
+    """Samples per second if no device ever waits: decoding at the largest measured load, then training."""
     load = costs.decode_ms[-1][0]
     tokens = work.mean
-    of_answer = tokens * costs.token_s(load) / load + (tokens + PROMPT_TOKENS) / costs.update_tokens_per_s
-    return ranks / of_answer
+    seconds_per_response = tokens * costs.token_s(load) / load + (tokens + PROMPT_TOKENS) / costs.update_tokens_per_s
+    return ranks / seconds_per_response
 
 
 def splits(work: Work, costs: Costs, ranks: int) -> list[int]:
-    """Numbers of rollout ranks to try: around the one at which both sides have the same work."""
+    """Numbers of rollout ranks to try, around the balanced split."""
     load = costs.decode_ms[-1][0]
     answering = work.mean * costs.token_s(load) / load
     training = (work.mean + PROMPT_TOKENS) * (1 / costs.update_tokens_per_s + 1 / costs.log_prob_tokens_per_s)
@@ -219,17 +218,17 @@ def splits(work: Work, costs: Costs, ranks: int) -> list[int]:
 def best(
     work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.Namespace, mode: str = "async"
 ) -> tuple[int, Result]:
-    """The split that answers and trains most."""
-    found = []
+    """The split with the highest throughput."""
+    results = []
     for rollout in splits(work, costs, ranks):
         run = Asynchronous(work, costs, rollout, ranks - rollout, staleness, options.slots, mode)
-        found.append((rollout, run.run(options.steps, warm_up=staleness + 3)))
-    return max(found, key=lambda each: each[1].samples_per_s)
+        results.append((rollout, run.run(options.steps, warm_up=staleness + 3)))
+    return max(results, key=lambda result: result[1].samples_per_s)
 
 
 def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.Namespace) -> dict[str, Any]:
     sync = synchronous(work, costs, ranks, options.steps, options.slots)
-    rollout, found = best(work, costs, ranks, staleness, options)
+    rollout, result = best(work, costs, ranks, staleness, options)
     _, one = best(work, costs, ranks, 1, options, "one_step_off")
     limit = bound(work, costs, ranks)
     return {
@@ -240,57 +239,61 @@ def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.
         "rollout : trainer": f"{rollout} : {ranks - rollout}",
         "sync samples/s": round(sync.samples_per_s),
         "one_step_off x": round(one.samples_per_s / sync.samples_per_s, 2),
-        "async x": round(found.samples_per_s / sync.samples_per_s, 2),
+        "async x": round(result.samples_per_s / sync.samples_per_s, 2),
         "bound x": round(limit / sync.samples_per_s, 2),
-        "trainer idle": f"{found.trainer_idle:.0%}",
-        "rollout idle": f"{found.rollout_idle:.0%}",
-        "mean staleness": round(found.staleness, 2),
+        "trainer idle": f"{result.trainer_idle:.0%}",
+        "rollout idle": f"{result.rollout_idle:.0%}",
+        "mean staleness": round(result.staleness, 2),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--costs", type=Path, default=COSTS, help="what a device costs")
-    parser.add_argument("--lengths", type=Path, nargs="+", default=LENGTHS, help="measured lengths, one row for each")
+    parser.add_argument("--costs", type=Path, default=COSTS, help="measured costs of a device")
+    parser.add_argument(
+        "--lengths", type=Path, nargs="+", default=LENGTHS, help="files of measured lengths, one row each"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 128, 512])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--prompts", type=int, default=8, help="a device and step")
-    parser.add_argument("--n", type=int, default=8, help="answers a prompt")
-    parser.add_argument("--tail", type=int, nargs="*", default=[], help="instead: lognormal, longest answer over mean")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per device and step")
+    parser.add_argument("--n", type=int, default=8, help="responses per prompt")
+    parser.add_argument(
+        "--tail", type=int, nargs="*", default=[], help="instead of --lengths: lognormal lengths, longest / mean"
+    )
     parser.add_argument("--mean", type=int, default=512, help="for --tail")
     parser.add_argument("--sigma", type=float, default=1.0, help="for --tail")
     parser.add_argument("--slots", type=int, default=512, help="rollout.max_num_seqs")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--count", type=Path, help="print the lengths of these answers, and end")
+    parser.add_argument("--count", type=Path, help="print the lengths of these responses and exit")
     parser.add_argument("--tokenizer", help="for texts: the folder of a model")
-    parser.add_argument("--fields", nargs="+", default=FIELDS, help="for texts: where answers are")
+    parser.add_argument("--fields", nargs="+", default=FIELDS, help="for texts: fields of the responses")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
     if options.count:
-        found = read_lengths(options.count, options.tokenizer, tuple(options.fields))
-        print(json.dumps({"what": f"{options.count.name}, {options.tokenizer}", "answers": found}))
+        lengths = read_lengths(options.count, options.tokenizer, tuple(options.fields))
+        print(json.dumps({"what": f"{options.count.name}, {options.tokenizer}", "answers": lengths}))
         return
     tables(works(options), Costs.read(options.costs), options)
 
 
 def works(options: argparse.Namespace) -> list[Work]:
-    """With lengths that were measured, or with tails that were not; the longest tail last."""
+    """Workloads with measured or lognormal lengths, the longest tail last."""
     if options.tail:
         tails = [options.mean * tail for tail in options.tail]
         return [Work.lognormal(options.prompts, options.n, options.mean, tail, options.sigma) for tail in tails]
-    found = []
+    workloads = []
     for path in options.lengths:
         lengths = read_lengths(path, options.tokenizer, tuple(options.fields))
-        found.append(Work(options.prompts, in_groups(lengths, options.n), path.stem.removeprefix("answers_")))
-    return sorted(found, key=lambda work: work.longest / work.mean)
+        workloads.append(Work(options.prompts, in_groups(lengths, options.n), path.stem.removeprefix("answers_")))
+    return sorted(workloads, key=lambda work: work.longest / work.mean)
 
 
-def tables(found: list[Work], costs: Costs, options: argparse.Namespace) -> None:
+def tables(workloads: list[Work], costs: Costs, options: argparse.Namespace) -> None:
     """By lengths, at the middle number of devices; for the longest tail also by devices and by staleness."""
-    middle, staleness, longest = options.ranks[len(options.ranks) // 2], options.staleness[-1], found[-1]
-    report("by lengths", [row(work, costs, middle, staleness, options) for work in found], options.json)
-    by_age = [row(longest, costs, middle, each, options) for each in options.staleness]
-    report("by max_staleness: where the longest answer is the limit", by_age, options.json)
+    middle, staleness, longest = options.ranks[len(options.ranks) // 2], options.staleness[-1], workloads[-1]
+    report("by lengths", [row(work, costs, middle, staleness, options) for work in workloads], options.json)
+    by_staleness = [row(longest, costs, middle, value, options) for value in options.staleness]
+    report("by max_staleness, for the longest tail", by_staleness, options.json)
     by_ranks = [row(longest, costs, ranks, staleness, options) for ranks in options.ranks]
     report("by devices", by_ranks, options.json)
 

@@ -1,17 +1,17 @@
-"""Training that does not wait: samples per second of `trainer.mode` sync, one_step_off and async on one device, through
-`main_ppo` on Ray with the native engine, one after the other in one run.
+"""Asynchronous training: samples per second of `trainer.mode` sync, one_step_off and async on one device, by `main_ppo`
+on Ray with the native engine, one after the other.
 
     python benchmarks/asynchronous.py --json FILE                        # 0.5B, case (b) of training_step.py
     python benchmarks/asynchronous.py --profile --modes async --json FILE   # what the device does during an update
     python benchmarks/asynchronous.py --shape qwen2.5-7b --modes sync --json FILE    # 64 samples of up to 4,096 tokens
     python benchmarks/asynchronous.py --shape qwen2.5-7b --modes async --json FILE
     python benchmarks/asynchronous.py --learn MODEL DATA --seeds 1 --json FILE   # SmolLM2: accuracy by wall-clock time
-    python benchmarks/asynchronous.py --summary --json FILE              # all of FILE side by side, times sync
+    python benchmarks/asynchronous.py --summary --json FILE              # all results of FILE relative to sync
 
-Work and lengths are `_training_work`'s: the same answers have the same lengths in every mode. What is counted lies
-between two steps in the middle of a run: before the first of them compilers and graphs are warm and the stream is full;
-after the last of them prompts still go out. `--learn` needs the folders of examples/smollm2 (its README says how they
-are made) and runs that example's script. Without a GPU everything is tiny: it can be tried, the figures mean nothing.
+Work and lengths are those of `_training_work`: responses have the same lengths in every mode. The measurement covers
+the middle of a run: compilation and CUDA graphs are finished and the queue is full before it, and prompts are still
+submitted after it. `--learn` runs examples/smollm2 and needs its model and data folders (see its README). Without a GPU
+everything is tiny: this only tests the script.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ MODES: dict[str, list[str]] = {
     "async": ["trainer.mode=async"],
     "async, not weighed": ["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"],
     "async, kept KV": ["trainer.mode=async", "trainer.partial_kv=keep"],
-    # The log-probs that answers were drawn with are the old ones: no pass of the trainer's for them.
+    # The log-probs of the rollout are the old log-probs: no pass of the trainer.
     "async, bypass": [
         "trainer.mode=async",
         "algorithm.rollout_correction.bypass_mode=True",
         f"{ACTOR}.old_log_prob_from_update=False",
     ],
 }
-# What shows of a step, by metric; shares as they are, seconds as means.
+# Columns and their metrics, averaged over steps.
 _SHOWN = {
     "wait s": "timing_s/gen",
-    "hand over s": "timing_s/update_weights",
+    "weight sync s": "timing_s/update_weights",
     "old log-probs s": "timing_s/old_log_prob",
     "update s": "timing_s/update_actor",
     "trainer idle": "trainer/idle_ratio",
     "rollout idle": "rollouter/idle_ratio",
     "partial": "fully_async/partial/partial_ratio",
 }
-# A model of 7B fits on one device with these, in every mode.
+# Required for a 7B model on one device, in every mode.
 _LARGE = [
     f"{ACTOR}.optim.state_dtype=bf16",
     f"{ACTOR}.fsdp_config.optimizer_offload=True",
@@ -75,13 +75,13 @@ def work_of(shape: str, steps: int) -> Work:
 
 
 def window(steps: int, warm: int, ahead: int) -> tuple[int, int]:
-    """The steps (0 is the first) whose ends the measurement lies between."""
+    """The steps (from 0) whose ends delimit the measurement."""
     first, last = min(warm, steps - 2) - 1, steps - 1 - ahead
     return max(0, first), max(first + 1, last, 1)
 
 
-def measured(records: Sequence[Mapping[str, Any]], samples: int, warm: int, ahead: int) -> dict[str, Any]:
-    """A row of what a run's log says: `records` have `time` and `data` of every step."""
+def summarize_run(records: Sequence[Mapping[str, Any]], samples: int, warm: int, ahead: int) -> dict[str, Any]:
+    """The table row of a run; `records` have `time` and `data` of every step."""
     first, last = window(len(records), warm, ahead)
     inside = [record["data"] for record in records[first + 1 : last + 1]]
     seconds = records[last]["time"] - records[first]["time"]
@@ -98,7 +98,7 @@ def measured(records: Sequence[Mapping[str, Any]], samples: int, warm: int, ahea
 
 
 def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -> dict[str, Any]:
-    """One run, in a process of its own with a time limit; its row."""
+    """Run one mode in a process with a time limit; return its row."""
     name = _name(mode)
     profile = folder / f"{name}-profile.json"
     overrides = [*base(work, options.budget, options.checkpointing, options.compile), *MODES[mode], *options.more]
@@ -119,20 +119,24 @@ def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -
         return head | {"note": problem or "fewer than three steps"}
     if profile.exists():
         _show_profile(mode, json.loads(profile.read_text()), options.json)
-    return head | measured(records, work.samples, options.warm, options.ahead) | ({"note": problem} if problem else {})
+    return (
+        head
+        | summarize_run(records, work.samples, options.warm, options.ahead)
+        | ({"note": problem} if problem else {})
+    )
 
 
 def records_of(metrics: Path, key: str) -> list[dict[str, Any]]:
-    """Of a run's log, the lines that have `key`."""
+    """Records of a metrics file that contain `key`."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [record for record in map(json.loads, lines) if key in record["data"]]
 
 
 def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
-    """SmolLM2's example in one mode: when it reached which accuracy, on a clock that starts before the first step."""
+    """Run examples/smollm2 in one mode; seconds until each accuracy, counted from before the first step."""
     model, data = (Path(path).resolve() for path in options.learn)
     name = f"{_name(mode)}-{seed}"
-    given = [
+    overrides = [
         *MODES[mode],
         f"data.seed={seed}",
         f"trainer.total_training_steps={options.steps}",
@@ -148,16 +152,16 @@ def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> di
     ]
     environment = _environment() | {"MODEL": str(model), "DATA": str(data)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    script = ["bash", str(HERE.parent / "examples" / "smollm2" / "run.sh"), *given]
+    script = ["bash", str(HERE.parent / "examples" / "smollm2" / "run.sh"), *overrides]
     metrics = folder / "runs" / "smollm2" / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     problem = run_limited(script, folder, environment, folder / f"{name}.log", options.limit)
     head = {"mode": mode, "seed": seed}
-    found = reached(records_of(metrics, _ACCURACY))
-    return head | (found or {"note": "no validation was logged"}) | ({"note": problem} if problem else {})
+    row = time_to_accuracy(records_of(metrics, _ACCURACY))
+    return head | (row or {"note": "no validation was logged"}) | ({"note": problem} if problem else {})
 
 
-def reached(records: Sequence[Mapping[str, Any]], goals: Sequence[float] = (0.5, 0.8)) -> dict[str, Any]:
+def time_to_accuracy(records: Sequence[Mapping[str, Any]], goals: Sequence[float] = (0.5, 0.8)) -> dict[str, Any]:
     """Seconds from the first validation to each goal (None: never), and where the run ended."""
     if len(records) < 2:
         return {}
@@ -170,29 +174,29 @@ def reached(records: Sequence[Mapping[str, Any]], goals: Sequence[float] = (0.5,
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every mode beside sync of the same shape; of a measurement taken again, the last."""
-    found = {(row["shape"], row["mode"]): row for row in rows if "samples/s" in row and "shape" in row}
+    """Every mode relative to sync of the same shape; of repeated measurements the last one."""
+    latest = {(row["shape"], row["mode"]): row for row in rows if "samples/s" in row and "shape" in row}
     table = []
-    for (shape, mode), row in found.items():
-        sync = found.get((shape, "sync"))
+    for (shape, mode), row in latest.items():
+        sync = latest.get((shape, "sync"))
         times = row["samples/s"] / sync["samples/s"] if sync else None
         table.append({"shape": shape, "mode": mode, "samples/s": row["samples/s"], "times sync": times})
     return table
 
 
-def _show_profile(mode: str, found: Mapping[str, Any], path: str | None) -> None:
+def _show_profile(mode: str, profile: Mapping[str, Any], path: str | None) -> None:
     """Shares of an update's time: any stream busy, several at once, and each stream with its costliest kernel."""
-    wall = found["wall s"]
+    wall = profile["wall s"]
     rows: list[dict[str, Any]] = [
         {"what": "update", "s": wall, "share": 1.0},
-        {"what": "device busy", "s": found["busy s"], "share": found["busy s"] / wall},
+        {"what": "device busy", "s": profile["busy s"], "share": profile["busy s"] / wall},
         {
             "what": "several streams at once",
-            "s": found["several at once s"],
-            "share": found["several at once s"] / wall,
+            "s": profile["several at once s"],
+            "share": profile["several at once s"] / wall,
         },
     ]
-    for stream in found["streams"][:6]:
+    for stream in profile["streams"][:6]:
         costliest = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stream["kernels"][:3])
         row = {"what": f"stream {stream['stream']}", "s": stream["s"], "share": stream["s"] / wall}
         rows.append({**row, "events": stream["events"], "costliest": costliest})
@@ -214,19 +218,19 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", choices=("qwen2.5-0.5b", "qwen2.5-7b", "tiny"), default="qwen2.5-0.5b" if cuda else "tiny")
     add("--modes", nargs="+", choices=list(MODES), default=["sync", "one_step_off", "async"])
-    add("--steps", type=int, help="of a run; default 14 (7B: 5; --learn: 60; without a GPU: 5)")
+    add("--steps", type=int, help="steps of a run; default 14 (7B: 5; --learn: 60; without a GPU: 5)")
     add("--warm", type=int, default=4, help="steps that are not counted at the beginning")
     add("--ahead", type=int, default=2, help="steps that are not counted at the end")
     add("--budget", type=int, default=8192 if cuda else 256, help="tokens of a micro-batch")
     add("--checkpointing", action="store_true", help="checkpoint activations (always with 7B)")
     add("--no-compile", dest="compile", action="store_false", help="without torch.compile")
-    add("--profile", action="store_true", help="and what the device does during one update")
+    add("--profile", action="store_true", help="also profile the device during one update")
     add("--learn", nargs=2, metavar=("MODEL", "DATA"), help="accuracy by time, with these folders of examples/smollm2")
-    add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of --learn")
-    add("--limit", type=float, default=280.0, help="seconds a run may take")
+    add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of --learn")
+    add("--limit", type=float, default=280.0, help="maximum seconds of a run")
     add("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     add("--more", nargs="+", default=[], help="overrides for every run: trainer.max_staleness=2 …")
-    add("--summary", action="store_true", help="nothing but the comparison, from --json")
+    add("--summary", action="store_true", help="print only the comparison, from --json")
     add("--json", help="append every table to this file")
     return parser
 
@@ -256,7 +260,7 @@ def main() -> None:
     if options.json and Path(options.json).exists():
         lines = [json.loads(line)["rows"] for line in Path(options.json).read_text().splitlines()]
         if table := summary([row for rows in lines for row in rows]):
-            report("samples per second beside sync", table)
+            report("samples per second relative to sync", table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache, with each way of launching it, beside reading the keys and values once.
+"""Decode attention on the paged cache for each launch configuration, compared with reading the KV once.
 
     python benchmarks/attention.py --shape 7b --cases 256x272 512x272 32x2048
 
@@ -12,9 +12,8 @@ import itertools
 from typing import Any
 
 import torch
-from _generation import copy_bandwidth
 from _report import report
-from _shapes import SHAPES, seconds_each
+from _shapes import SHAPES, copy_bandwidth, seconds_each
 
 _BLOCK = 16
 
@@ -38,7 +37,7 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
 
     launch_of, usual = paged_attention.decode_launch, {}
     paged_attention.decode_launch = lambda *sizes: usual.update(launch_of(*sizes)) or usual
-    found, reference = [], run(0)
+    results, reference = [], run(0)
     for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
         launch = {"TILE": tile, "num_warps": warps, "num_stages": stages}
         paged_attention.decode_launch = lambda *_, launch=launch: launch  # type: ignore[assignment]
@@ -47,12 +46,12 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
             row["us"] = us = seconds_each(run, copies) * 1e6
             row |= {"read us": read / bandwidth * 1e6, "x": us / (read / bandwidth * 1e6)}
             assert torch.allclose(run(0), reference, atol=2e-2, rtol=2e-2)
-        except Exception as error:  # noqa: BLE001 - what does not fit is a row that says so
+        except Exception as error:  # noqa: BLE001 - an unsupported configuration becomes a row
             row["why not"] = f"{type(error).__name__}: {str(error)[:60]}"
-        found.append(row)
+        results.append(row)
     paged_attention.decode_launch = launch_of
-    found.sort(key=lambda row: row.get("us", 1e9))
-    return [row for number, row in enumerate(found) if number < 6 or row["usual"]]
+    results.sort(key=lambda row: row.get("us", 1e9))
+    return [row for number, row in enumerate(results) if number < 6 or row["usual"]]
 
 
 def main() -> None:
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("attention: there is no GPU here")
+        print("attention: no GPU found")
         return
     shape = args.shape if args.shape in SHAPES else f"qwen2.5-{args.shape}"
     bandwidth = copy_bandwidth("cuda")

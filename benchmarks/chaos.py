@@ -1,21 +1,21 @@
-"""Random kills and stops of every process of a training run, which must come through by itself, with the same weights.
+"""Kill and stop random processes of a training run, which must recover by itself with bit-identical weights.
 
     python benchmarks/chaos.py [--faults 100] [--seed 0] [--out results/] [--limit 120]
 
 The real command (`python -m verl.trainer.main_ppo`, a tiny model on a CPU, checkpoints every second step) is hit by
-SIGKILL and SIGSTOP: ranks, rollout replicas, scorers and their fork server, the controller, the driver, Ray's own
-processes, whoever writes a checkpoint, whoever starts or resumes. A fault comes at a random point of a random phase,
-after the run has saved something new. Seconds are those from the fault until the run stands beyond the place where it
-was hit. Beside it the same run goes undisturbed, once per layout. Promised, and counted where broken:
+SIGKILL and SIGSTOP: ranks, rollout replicas, scorers and their fork server, the controller, the driver, Ray's
+processes, processes that write a checkpoint, start or resume. A fault occurs at a random time of a random phase, after
+the run has saved a new step. Seconds are measured from the fault until the run has passed the position of the fault.
+A reference run without faults is done once per layout. Guarantees, whose violations are counted:
 
-- every fault is over within the limit, without a hand touching the run;
-- a restart resumes from the newest step that was whole when the fault came, and nothing of the old attempt is left;
-- every `global_step_N` that ever appears is whole, file by file;
-- every step, each time it is done, has the prompts, answers and scores of the undisturbed run;
-- all saved weights and optimizer states, the last ones included, are those of the undisturbed run, bit for bit;
+- the run recovers from every fault within the limit, without intervention;
+- a restart resumes from the newest step that was complete at the fault, and no process of the old attempt is left;
+- every `global_step_N` that appears is complete, file by file;
+- every step, also when repeated, has the prompts, responses and scores of the reference run;
+- all saved weights and optimizer states are bit-identical to those of the reference run;
 - at the end no process, shared memory or temporary file is left.
 
-Parts add up: with the same `--out`, the tables are those of all faults in it. Exits with 1 where a promise was broken.
+Results accumulate: with the same `--out`, the tables cover all faults in it. Exits with 1 after a violation.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _chaos_faults import KINDS, LAYOUTS, SIGNALS, planned
-from _chaos_processes import left_of
+from _chaos_faults import KINDS, LAYOUTS, SIGNALS, plan_faults
+from _chaos_processes import leftover_processes
 from _chaos_run import REWARD, ROOT, SAVE_FREQ, Run
-from _chaos_watch import Undisturbed
+from _chaos_watch import ReferenceRun
 from _report import report
 
 from verl.utils.process_tree import adopt_orphans
 
 _STEPS_PER_FAULT = 6
-_GOING_S = 5.0
+_EXIT_S = 5.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-run", type=int, default=20, help="faults of one run; runs take turns in their layout")
+    parser.add_argument("--per-run", type=int, default=20, help="faults per run; runs alternate between layouts")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--signals", nargs="+", default=list(SIGNALS), choices=list(SIGNALS))
     parser.add_argument(
         "--kinds", nargs="+", default=(), choices=sorted({kind for all_of in KINDS.values() for kind in all_of})
     )
-    parser.add_argument("--limit", type=float, default=120, help="seconds in which a fault must be over")
+    parser.add_argument("--limit", type=float, default=120, help="maximum seconds of a recovery")
     parser.add_argument("--hang-timeout", type=float, default=20, help="trainer.hang_timeout of the disturbed runs")
-    parser.add_argument("--out", default=None, help="folder whose results these are added to")
+    parser.add_argument("--out", default=None, help="folder to which the results are added")
     parser.add_argument("--json", default=None, help="append the JSON lines of the tables to this file")
     args = parser.parse_args()
     adopt_orphans()
     out = Path(args.out or tempfile.mkdtemp(prefix="chaos-")).absolute()
     work = out / f"runs-{args.seed}-{os.getpid()}"
     work.mkdir(parents=True)
-    broken = injected(args, work, out)
+    broken = inject_faults(args, work, out)
     show(out, args.json)
     if not broken:
         shutil.rmtree(work)
     if any(json.loads(line)["broken"] for line in (out / "runs.jsonl").read_text().splitlines()):
-        sys.exit(f"promises were broken; logs are in {out}")
+        sys.exit(f"guarantees were violated; logs are in {out}")
 
 
-def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
-    """All faults, in as many runs as they need; whether one of them broke a promise."""
+def inject_faults(args: argparse.Namespace, work: Path, out: Path) -> bool:
+    """Inject all faults, in as many runs as needed; return whether a guarantee was violated."""
     sys.path.insert(0, str(ROOT))
     from tests.support.training_harness import make_task
 
@@ -82,15 +82,15 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     task = make_task(out / "task")
     Path(task["reward"]).write_text(REWARD)
     rng, left, number, broken = random.Random(args.seed), args.faults, 0, False
-    plans = {layout: planned(layout, rng, args.kinds, args.signals) for layout in args.layouts}
+    plans = {layout: plan_faults(layout, rng, args.kinds, args.signals) for layout in args.layouts}
     steps = min(args.per_run, args.faults) * _STEPS_PER_FAULT // SAVE_FREQ * SAVE_FREQ
     while left > 0:
         layout = args.layouts[number % len(args.layouts)]
-        reference = without_faults(task, out / f"undisturbed-{layout}-{steps}.json", work, layout, steps, args.limit)
+        reference = reference_run(task, out / f"undisturbed-{layout}-{steps}.json", work, layout, steps, args.limit)
         settings = [f"trainer.hang_timeout={args.hang_timeout}"]
         run = Run(task, work / f"{layout}-{number}", layout, steps, args.limit, settings)
         try:
-            count = disturbed(run, reference, plans[layout], min(left, args.per_run), rng, out)
+            count = disturb(run, reference, plans[layout], min(left, args.per_run), rng, out)
             broken |= not finished(run, reference, out)
         finally:
             run.close()
@@ -100,10 +100,10 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     return broken
 
 
-def without_faults(task: dict[str, str], known: Path, work: Path, layout: str, steps: int, limit: float) -> Undisturbed:
-    """Done once for all parts that share a folder."""
+def reference_run(task: dict[str, str], known: Path, work: Path, layout: str, steps: int, limit: float) -> ReferenceRun:
+    """The reference run, done once per output folder."""
     if known.exists():
-        return Undisturbed(**json.loads(known.read_text()))
+        return ReferenceRun(**json.loads(known.read_text()))
     began = time.monotonic()
     run = Run(task, work / layout, layout, steps, limit)
     try:
@@ -112,21 +112,21 @@ def without_faults(task: dict[str, str], known: Path, work: Path, layout: str, s
         run.close()
     if code != 0:
         raise SystemExit(f"the undisturbed run ended with {code}: see {run.log}")
-    say(f"{layout}: {steps} steps undisturbed in {time.monotonic() - began:.0f} s")
-    found = Undisturbed.of(run.notes, run.checkpoints)
+    log(f"{layout}: {steps} steps undisturbed in {time.monotonic() - began:.0f} s")
+    found = ReferenceRun.of(run.notes, run.checkpoints)
     known.write_text(json.dumps(asdict(found)))
     return found
 
 
-def disturbed(run: Run, reference: Undisturbed, plan: Any, count: int, rng: random.Random, out: Path) -> int:
-    """How many faults the run took before it came to its end."""
+def disturb(run: Run, reference: ReferenceRun, plan: Any, count: int, rng: random.Random, out: Path) -> int:
+    """Inject up to `count` faults; return the number injected before the run ended."""
     for taken in range(count):
         fault = next(plan)
         outcome = run.hit(fault, reference.usual_seconds, rng)
         if outcome is None:
             return taken
         append(out / "faults.jsonl", outcome.row())
-        say(
+        log(
             f"{run.layout} step {outcome.step} {outcome.phase}: {fault.kind} ({fault.target}) {fault.done}: "
             f"{outcome.how} after {outcome.seconds:.1f} s, {outcome.redone} steps again"
             + (f"  BROKEN: {outcome.broken}" if outcome.broken else "")
@@ -135,54 +135,54 @@ def disturbed(run: Run, reference: Undisturbed, plan: Any, count: int, rng: rand
     return count
 
 
-# ---------------------------------------------------------------- what a run must have kept
+# ---------------------------------------------------------------- checks
 
 
-def finished(run: Run, reference: Undisturbed, out: Path) -> bool:
-    """Wait for its end and note what it broke."""
+def finished(run: Run, reference: ReferenceRun, out: Path) -> bool:
+    """Wait for the end of the run and record its violations."""
     code = run.wait()
     run.close()
-    gone_by = time.monotonic() + _GOING_S
-    while left_of([run.process.pid]) and time.monotonic() < gone_by:
+    gone_by = time.monotonic() + _EXIT_S
+    while leftover_processes([run.process.pid]) and time.monotonic() < gone_by:
         time.sleep(0.2)
     problems = [] if code == 0 else [f"the run ended with {code}"]
     problems += [f"by hand: started again {run.hands} times"] if run.hands else []
     problems += [f"no recovery: it stood still {run.stood_still} times between faults"] if run.stood_still else []
     problems += [f"half a checkpoint: {text}" for text in sorted(run.checkpoints.broken)]
     problems += differing_answers(run, reference) + differing_weights(run, reference)
-    problems += [f"left running: {text}" for text in left_of([run.process.pid])]
+    problems += [f"left running: {text}" for text in leftover_processes([run.process.pid])]
     problems += left_behind(run)
     checked = {"checkpoints": run.checkpoints.verified, "steps": run.steps}
     append(out / "runs.jsonl", {"layout": run.layout, **checked, "broken": problems})
     for problem in problems:
-        say(f"{run.layout} BROKEN: {problem}")
+        log(f"{run.layout} BROKEN: {problem}")
     return not problems
 
 
-def differing_answers(run: Run, reference: Undisturbed) -> list[str]:
-    """Steps that were trained on other prompts, answers or scores than those of the undisturbed run."""
-    found = run.notes.answers()
+def differing_answers(run: Run, reference: ReferenceRun) -> list[str]:
+    """Steps with other prompts, responses or scores than in the reference run."""
+    answers = run.notes.answers()
     return [
         f"prompts, answers or scores differ at {step}"
-        for step, it in reference.answers.items()
-        if found.get(step) != it
+        for step, expected in reference.answers.items()
+        if answers.get(step) != expected
     ]
 
 
-def differing_weights(run: Run, reference: Undisturbed) -> list[str]:
-    """Saved steps whose weights or optimizer are not those of the undisturbed run."""
+def differing_weights(run: Run, reference: ReferenceRun) -> list[str]:
+    """Saved steps whose weights or optimizer differ from the reference run."""
     problems = []
     for step, expected in reference.tensors.items():
-        found = run.checkpoints.saved.get(int(step))
-        if found is None:
+        saved = run.checkpoints.saved.get(int(step))
+        if saved is None:
             problems.append(f"step {step} was never saved")
-        elif differing := [name for name in expected if found.tensors.get(name) != expected[name]]:
+        elif differing := [name for name in expected if saved.tensors.get(name) != expected[name]]:
             problems.append(f"step {step}: {', '.join(differing)} differ")
     return problems
 
 
 def left_behind(run: Run) -> list[str]:
-    """Shared memory and temporary files; Ray keeps its logs, which is its way."""
+    """Leftover shared memory and temporary files; Ray's logs are expected."""
     held = "\n".join(_maps())
     shared = [name for name in os.listdir("/dev/shm") if name not in run.shared_before and name not in held]
     temporary = [str(path.relative_to(run.folder)) for path in (run.folder / "tmp").rglob("*") if path.is_file()]
@@ -192,21 +192,21 @@ def left_behind(run: Run) -> list[str]:
 
 
 def _maps() -> list[str]:
-    """What processes have mapped, as far as we may see it."""
-    found = []
+    """Memory maps of all readable processes."""
+    maps = []
     for process in Path("/proc").glob("[0-9]*/maps"):
         try:
-            found.append(process.read_text())
+            maps.append(process.read_text())
         except OSError:
             continue
-    return found
+    return maps
 
 
-# ---------------------------------------------------------------- showing it
+# ---------------------------------------------------------------- tables
 
 
 def show(out: Path, json_path: str | None) -> None:
-    """The tables of all that is in the folder."""
+    """Print the tables of all results in the folder."""
     faults, runs = (
         [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()] for name in ("faults", "runs")
     )
@@ -216,10 +216,10 @@ def show(out: Path, json_path: str | None) -> None:
     rows = [{"fault": " ".join(name), **_figures(members)} for name, members in sorted(groups.items())]
     rows.append({"fault": "all", **_figures(faults)})
     report(f"{len(faults)} faults in {len(runs)} runs", rows, json_path)
-    print("\nwhat the run said")
+    print("\nmessages of the run")
     for (kind, done), members in sorted(groups.items()):
-        print(f"  {kind} {done}: {next((fault['said'] for fault in members if fault['said']), '(nothing)')}")
-    report("promises", [*_promises(faults, runs)], json_path)
+        print(f"  {kind} {done}: {next((fault['said'] for fault in members if fault['said']), '(none)')}")
+    report("guarantees", [*_guarantees(faults, runs)], json_path)
 
 
 def _figures(faults: list[dict[str, Any]]) -> dict[str, Any]:
@@ -234,13 +234,13 @@ def _figures(faults: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _promises(faults: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was promised, of how many, and how often it was not so."""
+def _guarantees(faults: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number of checks and violations per guarantee."""
     hit = [fault["broken"] for fault in faults]
     problems = [problem for run in runs for problem in run["broken"]]
 
-    def row(promise: str, of: int, word: str, said: list[str]) -> dict[str, Any]:
-        return {"promise": promise, "of": of, "broken": sum(word in text for text in said)}
+    def row(guarantee: str, of: int, word: str, messages: list[str]) -> dict[str, Any]:
+        return {"guarantee": guarantee, "of": of, "broken": sum(word in text for text in messages)}
 
     steps = sum(run["steps"] for run in runs)
     return [
@@ -249,7 +249,7 @@ def _promises(faults: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[
         row("no saved step lost", len(faults), "though", hit),
         row("nothing left running at a restart", len(faults), "left running", hit),
         row("no half checkpoint", sum(run["checkpoints"] for run in runs), "half a checkpoint", problems),
-        row("the same prompts, answers and scores", steps, "prompts, answers", problems),
+        row("the same prompts, responses and scores", steps, "prompts, answers", problems),
         row("the same weights and optimizer", steps // SAVE_FREQ, "step ", problems),
         row("nothing left at the end", len(runs), "left ", problems),
     ]
@@ -260,7 +260,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
         out.write(json.dumps(row) + "\n")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""What a checkpoint costs a run: seconds it blocks, seconds until it is written, host memory, generation beside it.
+"""Cost of a checkpoint: blocking seconds, seconds until it is written, host memory, slow-down of generation.
 
-One rank, the training engine alone, random weights made on the device; a loop of matrix products and small copies
-stands in for the generation of the next step. Each of `--saves` saves: begin, generate for `--generation` seconds, one
-optimizer step, finish. An engine that knows only `save` (an older tree on PYTHONPATH) is measured by that.
+One rank, the training engine alone, random weights; a loop of matrix products and small copies simulates the generation
+of the next step. Each of `--saves` saves: begin, generate for `--generation` seconds, one optimizer step, finish. An
+engine that only has `save` (an older tree on PYTHONPATH) is measured by that.
 
     python benchmarks/checkpoint.py --size tiny
     python benchmarks/checkpoint.py --size qwen2.5-7b --optimizer-offload --state-dtype bf16 --sink count
@@ -36,19 +36,19 @@ _LARGE = (".distcp", ".safetensors")
 
 
 class CountingSink:
-    """In place of the large files of a checkpoint: their bytes are counted, their checksums taken, nothing is kept."""
+    """Replaces the large files of a checkpoint: counts bytes and computes checksums, stores nothing."""
 
     def __init__(self) -> None:
         self.bytes = 0
         real, sink = ChecksumRecorder.open, self
 
-        def opened(recorder: ChecksumRecorder, name: Any) -> Any:
-            return _Counted(sink) if str(name).endswith(_LARGE) else real(recorder, name)
+        def open_counting(recorder: ChecksumRecorder, name: Any) -> Any:
+            return _CountingFile(sink) if str(name).endswith(_LARGE) else real(recorder, name)
 
-        ChecksumRecorder.open = opened  # type: ignore[method-assign]
+        ChecksumRecorder.open = open_counting  # type: ignore[method-assign]
 
 
-class _Counted(io.BufferedIOBase):
+class _CountingFile(io.BufferedIOBase):
     def __init__(self, sink: CountingSink) -> None:
         self._sink, self._size, self._crc = sink, 0, 0
 
@@ -67,7 +67,7 @@ class _Counted(io.BufferedIOBase):
 
 
 class HostMemory:
-    """The largest values while a block runs: what this process has resident, and what its container counts."""
+    """Peak resident memory of this process and memory of its container during a block."""
 
     def __enter__(self) -> HostMemory:
         self._done = threading.Event()
@@ -81,10 +81,10 @@ class HostMemory:
         self._thread.join()
 
     def columns(self) -> dict[str, float]:
-        """Resident beyond what was there before; of the container the whole, and how much of it is cached files."""
-        found = {"resident more GB": (self.most["resident"] - self.before["resident"]) / GB}
-        found |= {f"{name} GB": self.most[name] / GB for name in ("container", "cached files") if name in self.most}
-        return found
+        """Increase of the resident memory; memory of the container, and its cached files."""
+        columns = {"resident more GB": (self.most["resident"] - self.before["resident"]) / GB}
+        columns |= {f"{name} GB": self.most[name] / GB for name in ("container", "cached files") if name in self.most}
+        return columns
 
     def _watch(self) -> None:
         while not self._done.wait(0.05):
@@ -92,23 +92,23 @@ class HostMemory:
 
     def _now(self) -> dict[str, float]:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        found = {"resident": float(status["VmRSS"].split()[0]) * 1024}
+        values = {"resident": float(status["VmRSS"].split()[0]) * 1024}
         group = Path("/sys/fs/cgroup")
         if (group / "memory.current").exists():
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            found |= {"container": float((group / "memory.current").read_text()), "cached files": float(stat["file"])}
-        return found
+            values |= {"container": float((group / "memory.current").read_text()), "cached files": float(stat["file"])}
+        return values
 
 
 class Generation:
-    """A stand-in: per token a few matrix products, their result fetched by the host, and a little Python."""
+    """Simulated generation: per token a few matrix products, a copy of the result to the host, and some Python."""
 
     def __init__(self, device: str) -> None:
         size, dtype = (4096, torch.bfloat16) if device == "cuda" else (256, torch.float32)
         self._left, self._right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second over so many seconds."""
+        """Tokens per second, measured for `seconds`."""
         begin, tokens = time.perf_counter(), 0
         while (spent := time.perf_counter() - begin) < seconds:
             for _ in range(4):
@@ -155,7 +155,7 @@ def rows() -> DataProto:
 
 
 def update(engine: FSDPEngine, device: str) -> float:
-    """One optimizer step as a role takes it; returns the seconds of the step alone."""
+    """Forward, backward and optimizer step; returns the seconds of the optimizer step."""
 
     def loss(fields: dict[str, torch.Tensor], batch: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return -fields["log_probs"].mean(), {}
@@ -172,7 +172,7 @@ def update(engine: FSDPEngine, device: str) -> float:
 def save(
     engine: FSDPEngine, folder: Path, contents: list[str], device: str, seconds: float, usual: float, behind: bool
 ) -> dict:
-    """Figures of one save with a generation and an optimizer step after its beginning."""
+    """Measure one save with generation and an optimizer step after its start."""
     generation = Generation(device)
     with HostMemory() as memory:
         begin = time.perf_counter()
@@ -195,7 +195,7 @@ def save(
 
 
 def limits(folder: Path, device: str, size: int) -> dict[str, float]:
-    """GB per second of the disk (brought to it), of a checksum, and of a copy from the device to page-locked memory."""
+    """GB per second of the disk (with fsync), of a checksum, and of a copy from the device to pinned memory."""
     data = torch.randint(0, 255, (size,), dtype=torch.uint8)
     seconds = {}
     begin = time.perf_counter()
@@ -222,9 +222,9 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")
     parser.add_argument("--contents", nargs="+", default=["model", "optimizer", "extra", "hf_model"])
     parser.add_argument("--sink", choices=["disk", "count"], default="disk", help="count: large files are not kept")
-    parser.add_argument("--folder", default=None, help="where files go (and are deleted again)")
-    parser.add_argument("--saves", type=int, default=2, help="the first one also takes the memory for the copy")
-    parser.add_argument("--generation", type=float, default=None, help="seconds of generation behind a save")
+    parser.add_argument("--folder", default=None, help="folder for the files, which are deleted at the end")
+    parser.add_argument("--saves", type=int, default=2, help="number of saves; the first also allocates the copy")
+    parser.add_argument("--generation", type=float, default=None, help="seconds of generation during a save")
     parser.add_argument("--param-offload", action="store_true")
     parser.add_argument("--optimizer-offload", action="store_true")
     parser.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32")
@@ -247,11 +247,11 @@ def main() -> None:
     try:
         table.append({"save": "limits"} | limits(folder, device, 2**30 if device == "cuda" else 2**26))
         for number in range(1, options.saves + 1):
-            found = save(engine, folder / str(number), options.contents, device, seconds, usual, not options.at_once)
+            figures = save(engine, folder / str(number), options.contents, device, seconds, usual, not options.at_once)
             written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if sink is not None:
                 written, sink.bytes = written + sink.bytes, 0
-            table.append({"save": number} | found | {"tokens/s alone": alone, "GB": written / GB})
+            table.append({"save": number} | figures | {"tokens/s alone": alone, "GB": written / GB})
             shutil.rmtree(folder / str(number))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""Samples that a code reward scores per second, beside an earlier commit and the bare sandbox, in the same run.
+"""Samples per second of code rewards, compared with an earlier commit and with bare sandbox runs.
 
     python benchmarks/code_rewards.py [--before e2070c9] [--threads 4] [--samples 16] [--rounds 8] [--json …]
 
 Tasks in the styles of MBPP (three assertions), HumanEval (one `check` of seven) and of programs that read stdin (three
-tests), `threads` samples at once. Each tree of the repository has a worker process; they take turns, and medians over
-the rounds are compared.
+tests), `threads` samples at once. Each source tree has a worker process; they alternate, and medians over the
+rounds are compared.
 `e2070c9` is the last commit that executed assertions in the process of the solution. The limit: bare sandbox runs per
 second, the least that a sample costs. The last row: the share of the tests of a corpus (`tests/support/code_rewards`)
 that still have to be executed in the process of the solution.
@@ -123,7 +123,7 @@ def _forgeable_share() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default=None, help="a commit to compare with")
+    parser.add_argument("--before", default=None, help="commit to compare with")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=8)

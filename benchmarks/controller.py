@@ -1,7 +1,7 @@
-"""What the controller costs: calls per second, bytes per second, growth with batch and ranks, and chains by reference.
+"""Cost of the controller: calls per second, bytes per second, scaling with batch and ranks, and chains by reference.
 
-Beside each figure stand the plain way (Ray actors called by hand, values through the driver) and the physical limit (a
-memory copy of the same bytes).
+Each is compared with plain Ray actors (values through the driver) and with the physical limit (a memory copy of the
+same bytes).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MB = 2**20
 
 
 class Bench(Worker):
-    """Methods that do nothing but move data."""
+    """Methods that only move data."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, tp: int) -> None:
@@ -57,7 +57,7 @@ class Bench(Worker):
 
 @ray.remote(num_cpus=0)
 class PlainActor:
-    """The same by hand: values through the driver."""
+    """The same with plain Ray: values through the driver."""
 
     def nothing(self) -> None:
         pass
@@ -218,8 +218,8 @@ def chains(group: RayWorkerGroup, plain: list[Any], rows: int, prompt: int, resp
                 "% of token bytes": 100 * moved / token_bytes,
             }
         )
-    made = median_seconds(lambda: rollout(rows, prompt, response), 3)
-    table.append({"generate → balance → union → update": "(making the batch alone)", "ms": made * 1e3})
+    creation = median_seconds(lambda: rollout(rows, prompt, response), 3)
+    table.append({"generate → balance → union → update": "(creating the batch only)", "ms": creation * 1e3})
     return table
 
 

@@ -1,10 +1,10 @@
-"""A larger tiny model distilled into a smaller one: on-policy distillation beside SFT on the teacher's answers.
+"""On-policy distillation compared with SFT on teacher responses, with tiny models.
 
     python benchmarks/distillation.py [--folder runs/distillation] [--steps 150] [--lr 2e-3] [--modes k3 …]
 
-The task, the models and the settings are those of `examples/distillation`. All students begin as the same warm start
-and take the same number of steps on the same number of answers; `answer tokens` is what each learned from. Measured on
-256 new questions, over the whole vocabulary. The trainer runs in this process, without Ray.
+The task, the models and the settings are those of `examples/distillation`. All students start from the same
+checkpoint and train for the same number of steps and responses; `answer tokens` is the number of trained tokens.
+Measured on 256 new questions, over the whole vocabulary. The trainer runs in this process, without Ray.
 """
 
 from __future__ import annotations
@@ -29,48 +29,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--steps", type=int, default=distill.STEPS)
-    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4, 2e-3], help="the best of them is told for each")
+    parser.add_argument(
+        "--lr", type=float, nargs="+", default=[5e-4, 2e-3], help="the best of them is reported for each mode"
+    )
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--json", type=Path, default=None, help="append the result to this file")
     options = parser.parse_args()
     folder = options.folder.resolve()
     files, teacher, teacher_data, start = distill.prepare(folder)
     rows: list[Mapping[str, Any]] = [{"student": "before", **distill.measure(start, teacher, files)}]
-    found = []
+    candidates = []
     for lr in options.lr:
         name = f"sft-{lr:g}"
         begin = time.perf_counter()
         overrides = distill.sft_overrides(teacher_data, start, folder, name, options.steps, lr)
         sft = distill.run_once("verl.trainer.main_sft", overrides, folder, name, options.steps)
         tokens = distill.BATCH * options.steps * distill.count_tokens(teacher_data) / distill.QUESTIONS
-        found.append(_row("SFT", lr, sft, teacher, files, tokens, time.perf_counter() - begin))
-    rows.append(_nearest(found))
+        candidates.append(_row("SFT", lr, sft, teacher, files, tokens, time.perf_counter() - begin))
+    rows.append(_best(candidates))
     for mode in options.modes:
-        found = []
+        candidates = []
         for lr in options.lr:
             begin = time.perf_counter()
-            checkpoint, tokens = _distilled(files, start, teacher, folder, mode, lr, options.steps)
-            found.append(_row(mode, lr, checkpoint, teacher, files, tokens, time.perf_counter() - begin))
-        rows.append(_nearest(found))
-    report("on-policy distillation beside SFT on the teacher's answers", rows, options.json)
+            checkpoint, tokens = _distill(files, start, teacher, folder, mode, lr, options.steps)
+            candidates.append(_row(mode, lr, checkpoint, teacher, files, tokens, time.perf_counter() - begin))
+        rows.append(_best(candidates))
+    report("on-policy distillation and SFT on teacher responses", rows, options.json)
 
 
 def _row(
     name: str, lr: float, checkpoint: Path, teacher: Path, files: Mapping[str, Path], tokens: float, seconds: float
 ) -> Mapping[str, Any]:
     measured = distill.measure(checkpoint, teacher, files)
-    print(f"{name}, lr {lr:g}: " + ", ".join(f"{what} {value:.3f}" for what, value in measured.items()), flush=True)
+    print(f"{name}, lr {lr:g}: " + ", ".join(f"{metric} {value:.3f}" for metric, value in measured.items()), flush=True)
     return {"student": name, **measured, "answer tokens": int(tokens), "lr": lr, "seconds": round(seconds)}
 
 
-def _nearest(rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _best(rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(rows, key=lambda row: row["KL to the teacher"])
 
 
-def _distilled(
+def _distill(
     files: Mapping[str, Path], start: Path, teacher: Path, folder: Path, mode: str, lr: float, steps: int
 ) -> tuple[Path, float]:
-    """The checkpoint of a run in this process, and how many answer tokens it learned from."""
+    """Run a distillation in this process; return its checkpoint and the number of trained tokens."""
     from verl.config import load_config
     from verl.single_controller.local import LocalWorkerGroup
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
@@ -82,7 +84,7 @@ def _distilled(
         files, start, teacher, folder, name, mode.removesuffix(AS_REWARD), steps, lr
     )
     if mode.endswith(AS_REWARD):
-        # Each token answers for itself: summed up, the shortest answer would be the nearest to the teacher's.
+        # gamma 0: rewards per token. With summed rewards the shortest response would be closest to the teacher.
         overrides += ["distillation.distillation_loss.as_reward=True", "algorithm.adv_estimator=reinforce_plus_plus"]
         overrides += ["algorithm.gamma=0"]
     config = load_config(None, [*overrides, "trainer.used_dir=move_aside", "trainer.resume_mode=disable"])

@@ -1,13 +1,13 @@
-"""Log-probs and entropies from hidden states: the fused head beside full logits and checkpointed chunks.
+"""Log-probs and entropies from hidden states: the fused head compared with full logits and checkpointed chunks.
 
     python benchmarks/fused_head.py [--tokens 8192] [--more-tokens 32768] [--sizes 896 1536] [--vocab 151936] [--json F]
 
-Three ways: `fused` (verl.models.fused_head), `full logits` (linear, float32, log_softmax: what one would first write)
-and `checkpointed` (the same on chunks of rows under torch.utils.checkpoint). Peak is what is allocated beyond inputs.
+Three implementations: `fused` (verl.models.fused_head), `full logits` (linear, float32, log_softmax) and `checkpointed`
+(the same on chunks of rows under torch.utils.checkpoint). Peak is the memory allocated in addition to the inputs.
 `of_matmul` is the time that the matmuls alone need (one for the forward pass, three with the backward pass, at the
-rate measured here) as a share of the time taken; whoever holds no logits computes them twice, and can reach 75 % with
-the backward pass. `rounding` is the distance of the weight's gradient from float64's on 512 rows, relative.
-On CUDA a second table gives the bandwidth of the two kernels beside that of a copy.
+rate measured here) as a share of the time taken; an implementation that does not store logits computes them twice and
+can reach 75 % with the backward pass. `rounding` is the relative difference of the weight's gradient from float64 on
+512 rows. On CUDA a second table compares the bandwidth of the two kernels with that of a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 from _report import report
-from algos import copy_bandwidth, measure, peak_bytes
+from _shapes import copy_bandwidth
+from algos import measure, peak_bytes
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.fused_head import label_statistics, rows_per_chunk
@@ -70,8 +71,8 @@ def full_logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 def checkpointed(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Statistics:
     rows = rows_per_chunk(len(hidden), len(weight), hidden.element_size(), hidden.device.type)
     parts = [
-        checkpoint(full_logits, some, weight, targets, use_reentrant=False, preserve_rng_state=False)
-        for some, targets in zip(hidden.split(rows), labels.split(rows), strict=True)
+        checkpoint(full_logits, chunk, weight, targets, use_reentrant=False, preserve_rng_state=False)
+        for chunk, targets in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     log_probs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return log_probs, entropy
@@ -96,10 +97,10 @@ class Case:
         self.weight = (torch.randn(vocab, size, device=self.device) * 3 * size**-0.5).to(dtype).requires_grad_()
         self.labels = torch.randint(0, vocab, (tokens,), device=self.device)
         rows = rows_per_chunk(tokens, vocab, self.hidden.element_size(), self.device.type)
-        some, place = self.hidden.detach()[:rows], self.hidden.new_empty(min(rows, tokens), vocab)
-        multiply = lambda: torch.mm(some, self.weight.detach().t(), out=place)  # noqa: E731
+        chunk, output = self.hidden.detach()[:rows], self.hidden.new_empty(min(rows, tokens), vocab)
+        multiply = lambda: torch.mm(chunk, self.weight.detach().t(), out=output)  # noqa: E731
         multiply()
-        self.matmul_s = measure(multiply, 2 * repeats, self.device)[0] * tokens / len(some)
+        self.matmul_s = measure(multiply, 2 * repeats, self.device)[0] * tokens / len(chunk)
 
     def rows(self, name: str, way: Callable[..., Statistics]) -> list[dict[str, object]]:
         inputs = (self.hidden, self.weight, self.labels)
@@ -138,7 +139,7 @@ class Case:
         def gradient(way: Callable[..., Statistics], dtype: torch.dtype) -> torch.Tensor:
             hidden, weight = (value.detach().to(dtype).requires_grad_() for value in (self.hidden[:rows], self.weight))
             log_probs, entropy = way(hidden, weight, self.labels[:rows])
-            # Advantages of either sign, as training has them.
+            # Advantages of both signs, as in training.
             signs = torch.linspace(-1.0, 1.0, rows, device=self.device)
             return torch.autograd.grad((log_probs * signs + 0.01 * entropy).sum(), weight)[0].double()
 
@@ -157,7 +158,7 @@ def kernel_rows(vocab: int, repeats: int) -> list[dict[str, object]]:
     labels = torch.randint(0, vocab, (rows,), device=device)
     planes = torch.empty(4, rows, device=device)
     ones = torch.ones(rows, device=device)
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(device.type)
     table = []
     for with_entropy in (False, True):
         d_entropy = ones if with_entropy else None

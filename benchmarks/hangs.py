@@ -1,9 +1,9 @@
-"""How soon a run that hangs says who waits for whom: one rank stopped in generation, update and hand-over of weights,
-and a reward function that waits for itself.
+"""Time until a hanging run reports its diagnosis: a rank stopped in generation, update and weight sync, and a reward
+function in a deadlock.
 
-Real runs of `main_ppo` on Ray, two ranks on CPU, a tiny model. A trainer of ours stops the rank (SIGSTOP) in the middle
-of the phase; the clock runs from there to the line in the run's own output that names it, and to the run's end after
-`trainer.hang_timeout`. Then what watching costs a step of a run in which nothing is wrong.
+Real runs of `main_ppo` on Ray, two ranks on CPU, a tiny model. A trainer subclass stops the rank (SIGSTOP) during
+the phase; measured are the seconds until the run's output names it, and until the run ends after
+`trainer.hang_timeout`. In addition: the cost of hang detection per step of a healthy run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """A run in which, by the files of the folder, something may go wrong in its second step."""
+    """Start a run; a `trainer.py` in the folder may cause a hang in the second step."""
     command = [
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=3",
@@ -101,30 +101,30 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any]:
-    """One run: what it said of the hang, and when."""
+    """Run one case; return its diagnosis and times."""
     folder.mkdir()
     more = [f"trainer.hang_timeout={timeout}"]
     if name in PHASES:
         after = 0 if name == "update_weights" else 0.2
         (folder / "trainer.py").write_text(TRAINER.format(method=PHASES[name], after=after))
-        said = re.compile(r"(\w+ of step \d+ waits for .*is stopped.*)")
+        pattern = re.compile(r"(\w+ of step \d+ waits for .*is stopped.*)")
     else:
         reward = folder / "deadlock.py"
         reward.write_text(REWARD)
         (folder / "trainer.py").write_text(STEPPING)
         more += ["reward_model.reward_kwargs.num_processes=0", f"custom_reward_function.path={reward}"]
-        said = re.compile(r"(\w+ of step \d+ (?:waits|hangs) for .*compute_score.*)")
-    return {"hang": name, "hang_timeout s": timeout, **follow(start(folder, *more), said, limit)}
+        pattern = re.compile(r"(\w+ of step \d+ (?:waits|hangs) for .*compute_score.*)")
+    return {"hang": name, "hang_timeout s": timeout, **follow(start(folder, *more), pattern, limit)}
 
 
-def follow(process: subprocess.Popen[str], said: re.Pattern[str], limit: float) -> dict[str, Any]:
-    """From the moment of the stop to the line that names it, and to the end."""
+def follow(process: subprocess.Popen[str], pattern: re.Pattern[str], limit: float) -> dict[str, Any]:
+    """Seconds from the stop to the line that names it, and to the end of the run."""
     stopped, named, sentence, lines = None, None, None, []
     for line in output_of(process, limit):
         lines.append(line)
-        if (found := re.search(r"STOPPED ([\d.]+)", line)) is not None:
-            stopped = float(found[1])
-        if named is None and (match := said.search(line)) is not None:
+        if (stop := re.search(r"STOPPED ([\d.]+)", line)) is not None:
+            stopped = float(stop[1])
+        if named is None and (match := pattern.search(line)) is not None:
             named, sentence = time.time(), match[1]
     if stopped is None or named is None:
         sys.stderr.write("".join(lines[-60:]))
@@ -134,31 +134,31 @@ def follow(process: subprocess.Popen[str], said: re.Pattern[str], limit: float) 
 
 
 def cost(folder: Path, limit: float) -> dict[str, Any]:
-    """Processor time of the thread that watches, in a run of long phases in which nothing is wrong."""
+    """CPU time of the hang detector per step, in a healthy run with long phases."""
     folder.mkdir()
     (folder / "trainer.py").write_text(WATCHED)
     process = start(folder, "data.max_response_length=384", "actor_rollout_ref.rollout.ignore_eos=True")
-    told = [
-        found for line in output_of(process, limit) if (found := re.search(r"WATCHED ([\d.]+) ms in ([\d.]+)", line))
+    matches = [
+        match for line in output_of(process, limit) if (match := re.search(r"WATCHED ([\d.]+) ms in ([\d.]+)", line))
     ]
-    rate = {"watching, ms per step": float(told[-1][1]), "step s": float(told[-1][2])} if told else {}
+    rate = {"hang detection, ms per step": float(matches[-1][1]), "step s": float(matches[-1][2])} if matches else {}
     return {"ranks": 2, **rate, "exit code": process.wait()}
 
 
 def output_of(process: subprocess.Popen[str], limit: float) -> Iterator[str]:
-    """Its lines as they come; after the limit it is killed."""
-    over = threading.Timer(limit, process.kill)
-    over.start()
+    """Yield the lines of its output; kill it after `limit` seconds."""
+    timer = threading.Timer(limit, process.kill)
+    timer.start()
     assert process.stdout is not None
     yield from process.stdout
-    over.cancel()
+    timer.cancel()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--timeout", type=float, default=20.0, help="trainer.hang_timeout")
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds a run may take")
+    parser.add_argument("--limit", type=float, default=400.0, help="maximum seconds of a run")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -166,9 +166,12 @@ def main() -> None:
         names = [name for name in options.only if name != "cost"]
         rows = [hang(Path(folder) / name, name, options.timeout, options.limit) for name in names]
         costs = [cost(Path(folder) / "cost", options.limit)] if "cost" in options.only else []
-    for title, found in {"Hangs: seconds from the stop to the sentence": rows, "What watching costs": costs}.items():
-        if found:
-            report(title, found, options.json)
+    for title, table in {
+        "Hangs: seconds from the stop to the diagnosis": rows,
+        "Cost of hang detection": costs,
+    }.items():
+        if table:
+            report(title, table, options.json)
 
 
 if __name__ == "__main__":

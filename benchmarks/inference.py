@@ -1,12 +1,12 @@
-"""Generation: the embedded engine beside vLLM, SGLang and HF `generate`, in one run.
+"""Generation: the native engine compared with vLLM, SGLang and HF `generate`.
 
     python benchmarks/inference.py --systems native vllm --shapes 0.5b 1.5b 7b --json inference.jsonl
 
 tokens/s = generated tokens / (first submit → last finish), prefill included. Weights are random (throughput does not
-need trained ones) and lengths are forced. Each engine runs in a process of its own, so that its memory is given back,
-and takes all workloads with one set of settings. "read" is the bandwidth floor of a decode step: weights and KV read
-once at the speed of a large copy, measured here. "least" also knows that weights are multiplied, at best at the rate of
-a large product: the longer of reading and multiplying them, and reading the KV.
+need trained ones) and lengths are forced. Each engine runs in its own process, so that its memory is released,
+with the same settings for all workloads. "read" is the bandwidth floor of a decode step: weights and KV read
+once at the speed of a large copy, measured here. "least" also considers the matrix products, at the rate of a
+large product: the longer of reading and multiplying the weights, plus reading the KV.
 
 Without arguments: on a GPU Qwen2.5-0.5B's shape in bf16, on a CPU SmolLM2-135M's in fp32.
 """
@@ -50,7 +50,7 @@ def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> 
             for case in cases:
                 yield _row(engine, system, case, floors, slots, repeats)
             if system == "native":
-                yield _hand_over(engine, floors, device)
+                yield _weight_sync(engine, floors, device)
         finally:
             engine.close()
 
@@ -73,7 +73,7 @@ def _row(engine: Any, system: str, case: Case, floors: Floors, slots: int, repea
     return row
 
 
-def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
+def _weight_sync(engine: Any, floors: Floors, device: str) -> Row:
     """Weights of another copy into the engine with the fingerprint check, and sleep and wake, in one process."""
     from verl.utils.weight_fingerprint import fingerprints
 
@@ -98,7 +98,7 @@ def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
     synchronise(device)
     asleep += time.perf_counter() - begun
     size = numbers * (4 + rollout.weight_dtype.itemsize)
-    what = "hand-over (fp32 in this process)"
+    what = "weight sync (fp32 in this process)"
     return {
         "case": what, "system": "native", "seconds": min(times), "sleep + wake s": asleep,
         "floor s": size / floors.bandwidth,
@@ -106,7 +106,7 @@ def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
 
 
 def side_by_side(rows: list[Row]) -> list[Row]:
-    """One row per workload: everybody's tokens per second, how many times each other's native makes, native's step."""
+    """One row per workload: tokens per second of all systems, ratios of native to each, and native's step time."""
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
         if "tokens/s" in row:
@@ -123,8 +123,8 @@ def side_by_side(rows: list[Row]) -> list[Row]:
     return table
 
 
-def in_a_process(system: str, shape: str, args: argparse.Namespace) -> list[Row]:
-    """`measure` in a process of its own. An engine that cannot run here is a row that says so."""
+def measure_in_process(system: str, shape: str, args: argparse.Namespace) -> list[Row]:
+    """Run `measure` in a child process; a failure becomes a row."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as found:
         command = [sys.executable, __file__, "--child", found.name, "--systems", system, "--shapes", shape]
         command += ["--device", args.device, "--repeats", str(args.repeats)] + ["--quick"] * args.quick
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["native", "generic", "hf"])
     parser.add_argument("--shapes", nargs="+", help=f"of {', '.join(SHAPES)}; 7b means qwen2.5-7b")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller workloads")
-    parser.add_argument("--repeats", type=int, default=2 if on_gpu else 1, help="the fastest of them counts")
+    parser.add_argument("--repeats", type=int, default=2 if on_gpu else 1, help="number of runs; the fastest counts")
     parser.add_argument("--json", help="append the result to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -155,7 +155,7 @@ def main() -> None:
                 print(json.dumps(row), file=out, flush=True)
         return
     for shape in shapes:
-        rows = [row for system in args.systems for row in in_a_process(system, shape, args)]
+        rows = [row for system in args.systems for row in measure_in_process(system, shape, args)]
         report(f"generation, {shape} shape", rows, args.json)
         if compared := side_by_side(rows):
             report(f"generation, {shape} shape, side by side", compared, args.json)

@@ -1,8 +1,8 @@
-"""The matmuls of a decode step one by one: as torch runs them (cuBLAS's first choice) and by cuBLAS's other choices.
+"""The matrix products of a decode step: by torch (the first choice of cuBLAS) and by other cuBLAS algorithms.
 
     python benchmarks/matmuls.py --shape 7b --rows 256 512 1024
 
-Each is timed over as many weights as there are layers, so that none comes from a cache, in one CUDA graph. GPU only.
+Each is timed in one CUDA graph over different weights, so that none is cached. GPU only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from _cublas_lt import CublasLt
-from _generation import copy_bandwidth
 from _report import report
-from _shapes import SHAPES, Run, matmul_rate, seconds_each
+from _shapes import SHAPES, Run, copy_bandwidth, matmul_rate, seconds_each
 from torch.nn.functional import linear
 
 
@@ -40,7 +39,7 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
     wide = name == "head"
     expected = linear(x, weights[0]).float()
     read, multiply = out_size * inner * 2 / bandwidth * 1e6, 2 * rows * out_size * inner / rate * 1e6
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def add(how: str, run: Run, result: torch.Tensor | None = None) -> None:
         us = seconds_each(run, copies) * 1e6
@@ -50,7 +49,7 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
         if result is not None:
             run(0)
             row["error"] = ((result.float() - expected).norm() / expected.norm()).item()
-        found.append(row)
+        results.append(row)
 
     if not wide:
         add("torch", lambda i: linear(x, weights[i]))
@@ -63,7 +62,7 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
     for number, choice in enumerate(library.choices(12)):
         how = f"cuBLASLt's choice {number} (waves {choice.waves:.2f}, workspace {choice.workspace >> 10} KB)"
         add(how, lambda i, choice=choice: library.run(choice, x, weights[i], out), out)
-    return found
+    return results
 
 
 def main() -> None:
@@ -73,15 +72,15 @@ def main() -> None:
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("matmuls: there is no GPU here")
+        print("matmuls: no GPU found")
         return
     shape = args.shape if args.shape in SHAPES else f"qwen2.5-{args.shape}"
     bandwidth, rate = copy_bandwidth("cuda"), matmul_rate("cuda")
     for name, size in weights_of(shape).items():
         for rows in args.rows:
-            found = rows_of(name, rows, size, bandwidth, rate)
-            first, rest = found[0], sorted(found[1:], key=lambda row: row["us"])
-            report(f"{name} {list(size)}, {rows} rows", [first, *rest[:5]], args.json)
+            results = rows_of(name, rows, size, bandwidth, rate)
+            first, others = results[0], sorted(results[1:], key=lambda row: row["us"])
+            report(f"{name} {list(size)}, {rows} rows", [first, *others[:5]], args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The merger: seconds and peak memory, beside transformers' load and save, and what the disk allows.
+"""The merger: seconds and peak memory, compared with load and save by transformers and the speed of the disk.
 
-A checkpoint of random float32 weights as FSDP ranks write it (`model_world_size_W_rank_R.pt`) becomes a bf16 model. The
-other way, in the same run, is the one people take whose memory allows it: load that model whole, and save it. Each runs
-in a process of its own; memory is what it has resident beyond its imports.
+A checkpoint of random float32 weights as FSDP ranks write it (`model_world_size_W_rank_R.pt`) becomes a bf16 model.
+For comparison the result is loaded completely by transformers and saved. Each runs in its own process; memory is the
+peak resident memory minus that after imports.
 
     python benchmarks/merger.py --shape smollm2-135m
     python benchmarks/merger.py --shape qwen2.5-7b --ranks 8
@@ -34,7 +34,7 @@ GB = 1e9
 
 
 def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
-    """Of each rank a file; returns the bytes of the largest tensor of the model."""
+    """Write one file per rank; return the bytes of the largest tensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -50,8 +50,8 @@ def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         mesh, parts = init_device_mesh("cpu", (ranks,)), {}
         for name, like in state.items():
-            each = math.ceil(like.shape[0] / ranks)
-            rows = max(0, min(like.shape[0] - rank * each, each))
+            chunk = math.ceil(like.shape[0] / ranks)
+            rows = max(0, min(like.shape[0] - rank * chunk, chunk))
             local = torch.empty(rows, *like.shape[1:]).uniform_(-0.02, 0.02)
             size, stride = like.shape, like.stride()
             parts[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
@@ -60,24 +60,24 @@ def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
     return max(value.numel() for value in state.values()) * 2
 
 
-def merged(source: Path, target: Path) -> None:
+def merge(source: Path, target: Path) -> None:
     from verl.model_merger.__main__ import main
 
     assert main(["merge", "--backend", "fsdp", "--local_dir", str(source), "--target_dir", str(target)]) == 0
 
 
-def loaded_and_saved(source: Path, target: Path) -> None:
+def load_and_save(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(target)
     _to_disk(target)
 
 
-WAYS: dict[str, Callable[[Path, Path], None]] = {"merger": merged, "transformers": loaded_and_saved}
+WAYS: dict[str, Callable[[Path, Path], None]] = {"merger": merge, "transformers": load_and_save}
 
 
-def measured(way: str, source: Path, target: Path) -> dict[str, Any]:
-    """In a process of its own."""
+def measure_in_process(way: str, source: Path, target: Path) -> dict[str, Any]:
+    """Run `measure` in a child process."""
     command = [sys.executable, __file__, "--measure", way, str(source), str(target)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
@@ -97,20 +97,20 @@ def measure(way: str, source: Path, target: Path) -> None:
 
 
 def _resident(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def _to_disk(folder: Path) -> None:
-    """As the merger does it: what is not on the disk yet is not done."""
+    """Flush all files to disk, as the merger does."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def disk(folder: Path, size: int) -> dict[str, float]:
-    """GB per second: written and brought to disk, and read again from there."""
+    """GB per second: write with fsync, and read from disk."""
     data, path = os.urandom(2**20) * (size // 2**20), folder / "disk.bin"
     begin = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -134,9 +134,9 @@ def size_of(folder: Path, pattern: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, "7b"], default="tiny", help="7b: qwen2.5-7b")
-    parser.add_argument("--ranks", type=int, default=8, help="how many wrote the checkpoint")
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks of the checkpoint")
     parser.add_argument(
-        "--folder", default=None, help="where files go (and are deleted again): 8 bytes for each weight"
+        "--folder", default=None, help="folder for the files (8 bytes per weight), which are deleted at the end"
     )
     parser.add_argument("--measure", nargs=3, metavar=("WAY", "FROM", "TO"), help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None)
@@ -151,14 +151,14 @@ def main() -> None:
         source.mkdir()
         largest = write_checkpoint(shape, source, options.ranks)
         limit = disk(folder, 2**30 if size_of(source, "*.pt") > 1 else 2**26)
-        read, row = size_of(source, "*.pt"), measured("merger", source, folder / "merged")
+        read, row = size_of(source, "*.pt"), measure_in_process("merger", source, folder / "merged")
         written = size_of(folder / "merged", "*.safetensors")
         shutil.rmtree(source)
         table = [
             {"way": "merger", **row, "2 x largest tensor GB": 2 * largest / GB, "GB read": read, "GB written": written},
             {
                 "way": "transformers load + save of the result",
-                **measured("transformers", folder / "merged", folder / "saved"),
+                **measure_in_process("transformers", folder / "merged", folder / "saved"),
                 "GB read": written,
                 "GB written": written,
             },

@@ -1,11 +1,11 @@
-"""Killable processes: ours (verl/utils/process_pool) beside pebble and loky, with the same calls in the same run.
+"""Killable processes: ours (verl/utils/process_pool) compared with pebble and loky.
 
     python benchmarks/process_pool.py [--calls 4000] [--pools ours pebble loky] [--json results.jsonl]   (needs both)
 
 Two workers each, in a process that has torch and Ray loaded, as a trainer has. pebble runs on multiprocessing's fork
-server, its fastest start that does not fork this process; loky has no time limits, so for it a hanging call means to
-kill the executor, with all that it was doing, and to start another. Rows that say "lost" count calls of others that got
-no result; rows about processes look for eight seconds.
+server, its fastest start that does not fork this process; loky has no time limits, so a
+hanging call requires killing the executor with all its calls and starting another. Rows with "lost" count other calls
+without a result; rows about processes wait up to eight seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE = 8.0
 
 
 class Pool(Protocol):
-    """What all three can do; `limit` is None where there are no time limits."""
+    """Common interface of the pools; `limit` None: no time limit."""
 
     def submit(self, function: Callable[..., Any], *arguments: Any, limit: float | None = None) -> Future[Any]: ...
     def close(self) -> None: ...
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000, help="small rewards for the throughput")
     parser.add_argument("--pools", nargs="+", default=list(POOLS), choices=list(POOLS))
     parser.add_argument("--json", default=None, help="append the JSON line to this file")
-    parser.add_argument("--hang-as", choices=list(POOLS), help="(what the orphan test runs)")
+    parser.add_argument("--hang-as", choices=list(POOLS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.hang_as:
         hang(POOLS[args.hang_as]())
@@ -103,13 +103,13 @@ def main() -> None:
     import ray  # noqa: F401
     import torch
 
-    torch.ones(64, 64) @ torch.ones(64, 64)  # its threads are there
-    found = {name: measured(name, args.calls) for name in args.pools}
-    rows = [{"measured": key, **{name: found[name][key] for name in found}} for key in next(iter(found.values()))]
+    torch.ones(64, 64) @ torch.ones(64, 64)  # starts its threads
+    results = {name: measure_pool(name, args.calls) for name in args.pools}
+    rows = [{"measured": key, **{name: results[name][key] for name in results}} for key in next(iter(results.values()))]
     report(f"process pools, {WORKERS} workers", rows, args.json)
 
 
-def measured(name: str, calls: int) -> dict[str, Any]:
+def measure_pool(name: str, calls: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     began = time.perf_counter()
     pool = POOLS[name]()

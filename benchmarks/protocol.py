@@ -1,9 +1,9 @@
-"""What DataProto costs: each operation against a plain memory copy of the same bytes and against a dict of tensors.
+"""Cost of DataProto operations, compared with a memory copy of the same bytes and with a dict of tensors.
 
 `python benchmarks/protocol.py [--rows 16384 --tokens 4096 --fields 6 --repeats 5 --json PATH]`. The rows are halved
 until the batch takes at most 1/16 of the memory and of the free shared memory. All times are medians after a warm-up.
-There are two limits: `clone` of flat tensors (fresh memory, as any result that is not a view needs), and `copy_` into
-memory that exists (what a warm object store can offer).
+There are two limits: `clone` of flat tensors (fresh memory, required by any result that is not a view), and `copy_`
+into existing memory (possible with a warm object store).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class Limits:
-    """Medians of the plain copies, taken again before each group of measurements since the machine may be shared."""
+    """Medians of the plain copies, repeated before each group of measurements because the machine may be shared."""
 
     def __init__(self, size: int, repeats: int) -> None:
         self._size, self._repeats = size, repeats
@@ -65,8 +65,8 @@ class Limits:
         """Time both copies now."""
         source, target = torch.ones(self._size, dtype=torch.uint8), torch.zeros(self._size, dtype=torch.uint8)
         self.copy = median_seconds(lambda: target.copy_(source), self._repeats)
-        # In pieces: allocators hand a block of 1 GiB and more back to the system each time, and faulting its pages in
-        # again costs several times the copy. That would flatter everything measured against it.
+        # In pieces: allocators return blocks of 1 GiB and more to the system each time, and page faults cost several
+        # times the copy, which would make the limit too slow.
         pieces = source.split(PIECE)
         self.clone = median_seconds(lambda: [piece.clone() for piece in pieces], self._repeats)
 
@@ -90,7 +90,7 @@ class Limits:
 
 
 def in_process(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, Any]]:
-    """Views, gathers and pickles, each beside what one would write on a dict of tensors."""
+    """Views, gathers and pickles, compared with the same on a dict of tensors."""
     plain = dict(data.batch.items())
     twin = data.select(deepcopy=True)
     order = torch.randperm(len(data))
@@ -130,7 +130,7 @@ def in_process(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, 
 
 
 def on_disk(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, Any]]:
-    """Saving (with fsync) and loading, beside torch.save of a dict of tensors with the same fsync."""
+    """Saving (with fsync) and loading, compared with torch.save of a dict of tensors."""
     plain = dict(data.batch.items())
     limits.measure()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
-"""Scoring 16,384 answers on 2 cores, 1 % of which hang for ever: the scorer pool beside the plain ways.
+"""Scoring 16,384 answers on 2 cores, 1 % of which hang: the scorer pool compared with simple methods.
 
     python benchmarks/rewards.py [--answers 16384] [--hanging 0.01] [--timeout 1] [--processes 2] [--json results.jsonl]
 
 Answers in the style of GSM8K (a regular expression: microseconds each) and of MATH (math-verify: milliseconds each, an
-eighth as many). "waiting" answers sleep for ever, "computing" ones keep a core busy for ever. The plain ways are a loop
-in the trainer, which ends only where nothing hangs, and multiprocessing.Pool with an alarm in each call, which catches
-only what lets Python run signal handlers; with hanging answers it is measured on a part of them and scaled up.
+eighth as many). "waiting" answers sleep forever, "computing" ones keep a core busy forever. The simple methods are a
+loop in the trainer, which requires that nothing hangs, and multiprocessing.Pool with an alarm in each call, which only
+works while Python runs signal handlers; with hanging answers it is measured on a part of them and scaled up.
 
-The limit is what no method can beat: the work of the function itself on all cores, and for the hanging ones a time
-limit side by side (waiting), or hanging × timeout / processes (computing, which takes the core each of them has).
+The limit is a lower bound for any method: the time of the function itself on all cores, and for hanging answers one
+timeout (waiting), or hanging × timeout / processes (computing, since each occupies a core).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=1.0, help="seconds per answer")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
-        "--plain-part", type=float, default=1 / 16, help="share on which plain ways are tried with hanging"
+        "--plain-part", type=float, default=1 / 16, help="share of answers for the simple methods with hanging answers"
     )
     parser.add_argument("--tasks", nargs="+", default=["gsm8k", "math"], choices=["gsm8k", "math"])
-    parser.add_argument("--kinds", nargs="+", default=list(MARKS), choices=list(MARKS), help="of hanging")
+    parser.add_argument("--kinds", nargs="+", default=list(MARKS), choices=list(MARKS), help="kinds of hanging answers")
     parser.add_argument("--json", default=None, help="append the JSON line to this file")
     args = parser.parse_args()
     rows = []
@@ -60,7 +60,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     every = round(1 / args.hanging)
     hanging = set() if kind == "none" else set(range(every // 2, len(samples), every))
-    asked = [hang(sample, MARKS[kind]) if i in hanging else sample for i, sample in enumerate(samples)]
+    answers = [hang(sample, MARKS[kind]) if i in hanging else sample for i, sample in enumerate(samples)]
     limit = {
         "none": work,
         "waiting": max(work, args.timeout),
@@ -69,18 +69,18 @@ def compare(
     name = f"{len(hanging)} {kind}" if hanging else "none"
     rows = []
     with ScorerPool(compute_score, args.processes, args.timeout) as pool:
-        pool.score(samples[: 4 * args.processes])  # started, and what it needs imported
-        seconds, scores = timed(lambda: pool.score(asked))
+        pool.score(samples[: 4 * args.processes])  # starts the workers and their imports
+        seconds, scores = timed(lambda: pool.score(answers))
     check(scores, expected, hanging)
-    rows.append({"task": task, "hanging": name, "method": "scorer pool (used)", **figures(seconds, asked, limit)})
-    part = asked[: max(every, round(len(asked) * args.plain_part)) if hanging else None]
+    rows.append({"task": task, "hanging": name, "method": "scorer pool (used)", **figures(seconds, answers, limit)})
+    part = answers[: max(every, round(len(answers) * args.plain_part)) if hanging else None]
     with multiprocessing.get_context("spawn").Pool(args.processes) as plain:
         call = functools.partial(score_with_alarm, args.timeout)
         plain.map(functools.partial(score_with_alarm, 60.0), samples[: 4 * args.processes], chunksize=1)
         seconds, _ = timed(lambda: list(plain.imap(call, part, chunksize=1 if hanging else 64)))
-    method = "multiprocessing.Pool, alarm" + (f" (on {len(part)}, scaled)" if len(part) < len(asked) else "")
+    method = "multiprocessing.Pool, alarm" + (f" (on {len(part)}, scaled)" if len(part) < len(answers) else "")
     rows.append(
-        {"task": task, "hanging": name, "method": method, **figures(seconds * len(asked) / len(part), asked, limit)}
+        {"task": task, "hanging": name, "method": method, **figures(seconds * len(answers) / len(part), answers, limit)}
     )
     return rows
 
@@ -95,7 +95,7 @@ def figures(seconds: float, samples: list[Sample], limit: float | None = None) -
 
 
 def check(scores: list[Score], expected: list[float], hanging: set[int]) -> None:
-    """Speed is worth nothing without the right scores."""
+    """Check that the scores are correct."""
     for i, (score, value) in enumerate(zip(scores, expected, strict=True)):
         right = score.kind == "timeout" if i in hanging else (score.error is None and score.value == value)
         assert right, f"answer {i}: {score}, expected {'a timeout' if i in hanging else value}"
@@ -117,7 +117,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def score_with_alarm(timeout: float, sample: Sample) -> float | None:
-    signal.signal(signal.SIGALRM, ring)
+    signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
         return compute_score(**vars(sample))
@@ -127,7 +127,7 @@ def score_with_alarm(timeout: float, sample: Sample) -> float | None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def ring(number: int, frame: Any) -> None:
+def raise_timeout(number: int, frame: Any) -> None:
     raise TimeoutError
 
 

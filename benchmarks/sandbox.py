@@ -1,10 +1,10 @@
-"""How long a program in the sandbox takes to start, beside a plain subprocess and a bare fork, in the same run.
+"""Start-up time of a program in the sandbox, compared with a subprocess and a bare fork.
 
     python benchmarks/sandbox.py [--runs 200] [--threads 2] [--json results.jsonl]
 
-The program prints one number. Warm: an isolated process waits (a pause between the runs lets the next one get ready);
-back to back: none does, so that what makes one ready counts, too; cold: the sandbox itself starts. The peer isolates
-nothing. The limit: fork, end and wait of a small process, without any Python in it.
+The program prints one number. Warm: an isolated process is ready (a pause between runs prepares the next one);
+back to back: none is ready, so its preparation counts; cold: the sandbox itself starts. The peer has no isolation. The
+limit: fork, exit and wait of a small process without Python.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", default=None)
     arguments = parser.parse_args()
-    report("Sandbox: how long until a program has run", measure(arguments.runs, arguments.threads), arguments.json)
+    report("Sandbox: time until a program has run", measure(arguments.runs, arguments.threads), arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Supervised fine-tuning: tokens/s and MFU of ours beside TRL's SFTTrainer in one run, both packed, the same tokens.
+"""Supervised fine-tuning: tokens/s and MFU of ours and of TRL's SFTTrainer, both packed, with the same tokens.
 
     python benchmarks/sft.py --shapes qwen2.5-0.5b qwen2.5-1.5b --json FILE
     python benchmarks/sft.py --systems ours --checkpointing --json FILE
 
 Models have random weights of a known shape; rows are ragged (lognormal, mean 512, up to 2048 tokens) and the loss falls
 on three quarters of each. Both sides have float32 master weights and compute in bf16, take one optimizer step per step
-over about as many tokens, and checkpoint activations or not alike. TRL packs rows to 4096 tokens in two ways: `bfd`
+over about the same number of tokens, and use the same activation checkpointing. TRL packs rows to 4096 tokens: `bfd`
 keeps them apart (its attention then needs a dense mask, unless flash-attn is installed), `wrapped` lets tokens attend
-across rows, which is not the same training but its fastest. Ours keeps rows apart always. MFU counts what an update
-needs at least (`SFTWork.update_flops_per_token`), against the matmul rate measured here. Peak memory is what torch took
-from the device, used what tensors had of it. Each system runs in a process of its own with a time limit; of its steps
-the first two are not counted.
+across rows, which is not the same training but its fastest. Ours keeps rows apart always. MFU is the minimal
+work of an update (`SFTWork.update_flops_per_token`) relative to the matmul rate measured here. Peak memory is reserved
+by torch, used memory allocated by tensors. Each system runs in a process with a time limit; the first two steps are not
+counted.
 
-Without a GPU everything is tiny: the script can be tried, the figures mean nothing.
+Without a GPU everything is tiny: this only tests the script.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ NOT_COUNTED = 2
 VARIANTS = {"ours": ("packed",), "trl": ("wrapped", "bfd")}
 
 
-def measured(options: argparse.Namespace, work: SFTWork, folder: Path, rate: float, system: str, variant: str) -> Any:
-    """One row of the table; TRL gets a smaller forward pass where one does not fit."""
+def measure_system(
+    options: argparse.Namespace, work: SFTWork, folder: Path, rate: float, system: str, variant: str
+) -> Any:
+    """One row of the table; after an out-of-memory error a smaller forward pass is tried."""
     head = {"system": system, "variant": variant, "shape": work.shape}
     budget, least = options.budget, work.packed if system == "trl" else work.longest
     while True:
@@ -74,7 +76,7 @@ def _figures(work: SFTWork, steps: list[dict[str, Any]], rate: float) -> dict[st
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours beside each of the others of the same shape."""
+    """Ours relative to each TRL variant of the same shape."""
     own = {row["shape"]: row["tokens/s"] for row in rows if row["system"] == "ours" and "tokens/s" in row}
     return [
         {
@@ -97,14 +99,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384 if cuda else 256, help="tokens of a forward pass")
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint activations, in all systems")
     parser.add_argument("--steps", type=int, default=10, help=f"the first {NOT_COUNTED} are not counted")
-    parser.add_argument("--limit", type=float, default=200.0, help="seconds a system may take")
+    parser.add_argument("--limit", type=float, default=200.0, help="maximum seconds per system")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     parser.add_argument("--json", help="append every table to this file")
     options = parser.parse_args()
     rate = matmul_rate("cuda" if cuda else "cpu")
     report("matrix product", [{"what": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
     if "trl" in options.systems and importlib.util.find_spec("trl") is None:
-        print("TRL is not installed here: left out", flush=True)
+        print("TRL is not installed: skipped", flush=True)
         options.systems = ["ours"]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -112,15 +114,15 @@ def main() -> None:
             sizes = (128, 512, 2048, 4096) if cuda else (8, 48, 128, 256)
             work = SFTWork(shape, *sizes, options.steps)
             folder = work.write(((options.folder or Path(scratch)) / shape).resolve())
-            found = [
-                measured(options, work, folder, rate, system, variant)
+            results = [
+                measure_system(options, work, folder, rate, system, variant)
                 for system in options.systems
                 for variant in VARIANTS[system]
             ]
-            report(work.title(), found, options.json)
-            rows += found
+            report(work.title(), results, options.json)
+            rows += results
     if ratios(rows):
-        report("beside TRL", ratios(rows), options.json)
+        report("relative to TRL", ratios(rows), options.json)
 
 
 if __name__ == "__main__":

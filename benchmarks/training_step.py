@@ -1,17 +1,17 @@
-"""A GRPO step: ours through `main_ppo` on Ray beside TRL's in one run, and ours with each feature off in turn.
+"""A GRPO step: ours by `main_ppo` on Ray compared with TRL, and ours with single features disabled.
 
     python benchmarks/training_step.py --engine-only --json FILE                    # the training engine by variant
-    python benchmarks/training_step.py --systems ours trl --cases a b --json FILE   # whole steps beside TRL
+    python benchmarks/training_step.py --systems ours trl --cases a b --json FILE   # complete steps and TRL
     python benchmarks/training_step.py --systems ours --features "everything off" --cases b --json FILE
-    python benchmarks/training_step.py --summary --json FILE                        # targets, from all that FILE holds
+    python benchmarks/training_step.py --summary --json FILE                        # targets, from all results in FILE
 
-Models have random weights of a known shape; 32 prompts × 8 answers; (a) 128 + 256 tokens each, (b) 128 + ragged ones of
-mean 256 and max 2048. The length of every answer is forced in all systems by one seeded schedule (`_training_work`).
-Both sides have float32 master weights and compute in bf16, take one optimizer step, and checkpoint activations or not
-alike. MFU counts what a pass needs at least (`Work.forward_flops`), against the matmul rate measured here. Whole steps
-run in processes of their own with a time limit; every table is printed and written as soon as it is there.
+Models have random weights of a known shape; 32 prompts × 8 responses; (a) 128 + 256 tokens each, (b) 128 + ragged
+lengths of mean 256 and max 2048. The length of every response is forced by one seeded schedule (`_training_work`).
+Both sides have float32 master weights and compute in bf16, take one optimizer step, and use the same
+activation checkpointing. MFU is the minimal work of a pass (`Work.forward_flops`) relative to the matmul rate measured
+here. Complete steps run in processes with a time limit; every table is printed and written immediately.
 
-Without a GPU everything is tiny: the script can be tried, the figures mean nothing.
+Without a GPU everything is tiny: this only tests the script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from _training_work import Work
 from _variants import ENGINE_VARIANTS, chosen, variants
 
 ENGINE = "verl engine"
-# (system, variant, case, phase) of ours and of what it is compared with; how many times longer that must take.
+# (system, variant, case, phase) of ours and of the comparison; minimum ratio of their times.
 RATIOS = (
     ("step (a), times TRL's", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
     ("step (b), times TRL's", ("verl", "all on", "b", "step"), ("trl", "float32", "b", "step"), 12.0),
@@ -51,7 +51,7 @@ RATIOS = (
         1.2,
     ),
 )
-# (shape, measurement, column, limit): at least the limit, or at most where it is negative.
+# (shape, measurement, column, limit): a minimum if positive, a maximum if negative.
 LIMITS = (
     ("qwen2.5-0.5b", (ENGINE, "all on", "a", "update_actor"), "tokens/s", 110_000),
     ("qwen2.5-0.5b", (ENGINE, "all on", "a", "update_actor"), "peak GB", -20),
@@ -69,7 +69,7 @@ def work_of(case: str, shape: str, steps: int, small: bool) -> Work:
 
 
 def ours(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
-    """Whole steps through `main_ppo`, by variant; only "all on" unless features are named."""
+    """Complete steps by `main_ppo` for each variant; only "all on" unless --features is set."""
     found = variants(work, options.budget, options.checkpointing, options.compile)
     for name, overrides in chosen(found, options.features or ["all on"]).items():
         rows = run(work, folder, name, overrides, options.limit, rate)
@@ -94,7 +94,7 @@ def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: flo
 
 
 def trl(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
-    """TRL's GRPOTrainer on the same work; a smaller micro-batch is tried when one does not fit."""
+    """TRL's GRPOTrainer on the same work; after an out-of-memory error a smaller micro-batch is tried."""
     micro = min(options.trl_micro or (32 if work.case == "a" else 8), work.samples)
     variant = options.trl_dtype + (", beta" if options.trl_beta else "")
     head = {"system": "trl", "variant": variant, "case": work.case, "shape": work.shape}
@@ -136,7 +136,7 @@ def _trl_command(options: argparse.Namespace, work: Work, folder: Path, micro: i
 
 
 def _trl_rows(work: Work, steps: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """Means over steps: generation, rewards, what else comes before the update (the reference), the update."""
+    """Means over steps: generation, rewards, the time between them and the update (the reference), the update."""
     count = len(steps)
     forward = sum(work.forward_flops(s["step"]) for s in steps) / count
     sampled = sum(int(work.lengths(s["step"]).sum()) for s in steps) / count
@@ -164,7 +164,7 @@ def _trl_rows(work: Work, steps: list[dict[str, Any]], rate: float) -> list[dict
 
 
 def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
-    """The targets beside what was found; of a measurement taken again, the last."""
+    """Targets and measurements; of repeated measurements the last one."""
     found = {(r["system"], r["variant"], r["case"], r["phase"]): r for r in rows if r["shape"] == shape and "s" in r}
     table: list[dict[str, Any]] = []
     for what, mine, other, least in RATIOS:
@@ -205,11 +205,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of ours, the first of which is not counted")
     parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL; the first is a short warm-up")
     parser.add_argument("--trl-micro", type=int, help="its per-device batch; default 32 in (a), 8 in (b)")
-    parser.add_argument("--trl-dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights")
+    parser.add_argument(
+        "--trl-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of TRL's weights"
+    )
     parser.add_argument("--trl-beta", type=float, default=0.0, help="above 0: with a reference")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds a sub-run may take")
+    parser.add_argument("--limit", type=float, default=240.0, help="maximum seconds of a run")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
-    parser.add_argument("--summary", action="store_true", help="nothing but the targets, from --json")
+    parser.add_argument("--summary", action="store_true", help="print only the targets, from --json")
     parser.add_argument("--json", help="append every table to this file")
     options = parser.parse_args()
     if not options.summary:
@@ -237,7 +239,7 @@ def measure(options: argparse.Namespace, folder: Path, small: bool) -> None:
                 if _has_trl():
                     trl(options, work, place, rate)
                 else:
-                    print("TRL is not installed here: left out", flush=True)
+                    print("TRL is not installed: skipped", flush=True)
 
 
 def _has_trl() -> bool:

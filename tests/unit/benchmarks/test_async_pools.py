@@ -18,7 +18,9 @@ from tests.support.tiny import tiny_tokenizer
 
 MATH = next(path for path in LENGTHS if "math500" in path.name)
 # A step of one sequence takes a second, and half a second more for every other one.
-COSTS = Costs(((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, hand_over_s=1.0, rest_s=0)
+COSTS = Costs(
+    ((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, weight_sync_s=1.0, rest_s=0
+)
 
 
 def test_answers_slow_each_other_down_and_wait_for_a_slot():
@@ -52,7 +54,7 @@ def test_no_schedule_beats_the_work_and_no_answer_is_too_old(tail):
         gains.append(found.samples_per_s / sync)
     assert gains[0] < gains[1] < gains[2]
     one = Asynchronous(work, costs, 2, 2, 1, slots=512, mode="one_step_off").run(steps=8, warm_up=4).samples_per_s
-    assert one <= gains[1] * sync * 1.01, "it waits at hand-overs"
+    assert one <= gains[1] * sync * 1.01, "it waits for weight syncs"
 
 
 def test_lengths_that_were_measured_gain_what_the_docs_say():
@@ -82,7 +84,7 @@ def test_what_the_verdict_advises_helps(rollout: int, staleness: int, named: str
         Asynchronous(work, costs, answering, 16 - answering, age, slots=512).run(steps=8, warm_up=age + 3)
         for answering, age in ((rollout, staleness), then)
     )
-    assert named in before.said
+    assert named in before.advice
     assert after.samples_per_s > 1.2 * before.samples_per_s
 
 

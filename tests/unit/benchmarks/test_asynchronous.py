@@ -9,13 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _overlap_profile import summarised
-from asynchronous import measured, reached, summary, window
+from asynchronous import summarize_run, summary, time_to_accuracy, window
 
 
 def test_the_first_and_the_last_steps_of_a_run_are_not_counted():
     assert window(steps=14, warm=4, ahead=2) == (3, 11)
     records = [{"time": 10.0 + 2 * n + 5 * (n < 4), "data": {"timing_s/gen": 1.0 * (n > 3)}} for n in range(14)]
-    row = measured(records, samples=256, warm=4, ahead=2)
+    row = summarize_run(records, samples=256, warm=4, ahead=2)
     assert row["steps"] == 8
     assert row["samples/s"] == pytest.approx(256 * 8 / (32.0 - 21.0))
     assert row["wait s"] == 1.0
@@ -31,7 +31,7 @@ def test_accuracy_by_the_clock():
     records = [
         {"time": 5.0 + t, "step": t, "data": {"val/two_step/accuracy": a}} for t, a in ((0, 0.1), (9, 0.6), (20, 0.7))
     ]
-    assert reached(records) == {"s to 50%": 9.0, "s to 80%": None, "accuracy": 0.7, "steps": 20, "s": 20.0}
+    assert time_to_accuracy(records) == {"s to 50%": 9.0, "s to 80%": None, "accuracy": 0.7, "steps": 20, "s": 20.0}
 
 
 def test_a_profile_tells_what_streams_did_at_once():

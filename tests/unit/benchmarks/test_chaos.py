@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _chaos_faults import KINDS, SIGNALS, planned
-from _chaos_processes import by_kind, left_of
-from _chaos_watch import Checkpoints, Notes, Place, Undisturbed
+from _chaos_faults import KINDS, SIGNALS, plan_faults
+from _chaos_processes import by_kind, leftover_processes
+from _chaos_watch import Checkpoints, PhaseLog, Position, ReferenceRun
 from chaos import differing_answers, differing_weights
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
@@ -42,10 +42,10 @@ def save(root: Path, step: int, weights: str) -> Path:
 @pytest.mark.parametrize("layout", KINDS)
 def test_every_kind_is_killed_and_stopped_before_one_comes_again_and_a_seed_gives_one_plan(layout):
     deck = len(KINDS[layout]) * len(SIGNALS)
-    faults = list(islice(planned(layout, random.Random(3)), deck))
+    faults = list(islice(plan_faults(layout, random.Random(3)), deck))
     assert {(fault.kind, fault.done) for fault in faults} == {(k, done) for k in KINDS[layout] for done in SIGNALS}
-    assert faults == list(islice(planned(layout, random.Random(3)), deck))
-    assert faults != list(islice(planned(layout, random.Random(4)), deck))
+    assert faults == list(islice(plan_faults(layout, random.Random(3)), deck))
+    assert faults != list(islice(plan_faults(layout, random.Random(4)), deck))
 
 
 def test_a_whole_step_is_the_newest_and_half_a_step_under_a_steps_name_is_noticed(tmp_path, checkpoints):
@@ -69,7 +69,7 @@ def test_other_weights_and_a_step_that_was_never_saved_are_noticed(tmp_path):
         watched.close()
         runs.append(SimpleNamespace(checkpoints=watched))
     _, same, other = runs
-    undisturbed = Undisturbed.of(Notes(tmp_path / "none"), runs[0].checkpoints)
+    undisturbed = ReferenceRun.of(PhaseLog(tmp_path / "none"), runs[0].checkpoints)
     assert differing_weights(same, undisturbed) == []
     assert differing_weights(other, undisturbed) == ["step 2: actor/0.distcp differ", "step 3 was never saved"]
 
@@ -78,27 +78,29 @@ def test_a_step_done_again_with_other_prompts_is_noticed_though_its_last_time_wa
     def noted(name: str, answers: list[tuple[int, str]]) -> SimpleNamespace:
         lines = [json.dumps({"pid": 1, "step": step, "answers": digest}) for step, digest in answers]
         (tmp_path / name).write_text("\n".join(lines) + "\n")
-        notes = Notes(tmp_path / name)
-        notes.look()
+        notes = PhaseLog(tmp_path / name)
+        notes.read_new()
         return SimpleNamespace(notes=notes)
 
     plain = noted("undisturbed", [(1, "p"), (2, "q"), (3, "r")])
-    undisturbed = Undisturbed(plain.notes.answers(), {}, {})
+    undisturbed = ReferenceRun(plain.notes.answers(), {}, {})
     assert differing_answers(noted("again", [(1, "p"), (2, "q"), (2, "q"), (3, "r")]), undisturbed) == []
     found = differing_answers(noted("wrong", [(1, "p"), (2, "r"), (2, "q")]), undisturbed)
     assert [problem.rpartition(" ")[2] for problem in found] == ["2", "3"]
 
 
 def test_notes_are_read_line_by_line_and_places_follow_the_order_of_a_step(tmp_path):
-    path, notes = tmp_path / "notes.jsonl", Notes(tmp_path / "notes.jsonl")
-    assert notes.look() == []
+    path, notes = tmp_path / "notes.jsonl", PhaseLog(tmp_path / "notes.jsonl")
+    assert notes.read_new() == []
     path.write_text('{"pid": 7, "step": 1, "phase": "update", "number": 7}\n{"pid": 7, "st')
-    (update,) = notes.look()
+    (update,) = notes.read_new()
     with path.open("a") as out:
-        out.write('ep": 2, "phase": "hand-over", "number": 2}\n{"pid": 7, "step": 0, "phase": "resume", "number": 1}\n')
-    following, resume = notes.look()
-    assert Place.of(following) > Place.of(update)
-    assert Place.of(resume) is None
+        out.write(
+            'ep": 2, "phase": "weight sync", "number": 2}\n{"pid": 7, "step": 0, "phase": "resume", "number": 1}\n'
+        )
+    following, resume = notes.read_new()
+    assert Position.of(following) > Position.of(update)
+    assert Position.of(resume) is None
 
 
 def test_processes_are_told_apart_by_what_they_run_and_what_is_left_of_them_is_found():
@@ -113,7 +115,7 @@ def test_processes_are_told_apart_by_what_they_run_and_what_is_left_of_them_is_f
         (pid,) = found["fork server"]
         try:
             assert found["driver"] == [parent.pid]
-            assert any(line.startswith(f"{pid} ") for line in left_of([]))
-            assert not any(line.startswith(f"{pid} ") for line in left_of([parent.pid]))
+            assert any(line.startswith(f"{pid} ") for line in leftover_processes([]))
+            assert not any(line.startswith(f"{pid} ") for line in leftover_processes([parent.pid]))
         finally:
             os.kill(pid, signal.SIGKILL)
