@@ -102,7 +102,7 @@ def test_a_reward_model_is_given_the_messages_of_each_rows_own_context(two: Agen
     judged = replace(two, config=copy.deepcopy(two.config))
     judged.config.reward_model.enable, judged.config.custom_reward_function.path = True, None
     judged.agents = loop_worker(judged.config, LOOPS)
-    answers = judged.answer(prompts)
+    answers = judged.generate(prompts)
     said = hf_tokenizer(task["model"]).batch_decode(answers.batch["responses"], skip_special_tokens=True)
     assert [list(row) for row in answers.non_tensor_batch["agent_messages"]] == [
         [{"role": "user", "content": "Say"}, {"role": "assistant", "content": said[0]}],
