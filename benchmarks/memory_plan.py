@@ -1,14 +1,14 @@
-"""The memory plan against the machine: planned and measured peak of every phase of a GRPO step, by shape.
+"""Planned and measured peak memory of every phase of a GRPO step, by model shape.
 
     python benchmarks/memory_plan.py                    # 0.5B, 1.5B and 7B with random weights: 5 minutes on one H200
-    python benchmarks/memory_plan.py --cases tiny       # what a machine without a GPU runs: proves that it works
+    python benchmarks/memory_plan.py --cases tiny       # without a GPU: checks that the benchmark runs
 
-The worker is the one that `main_ppo` starts, with the same configuration, in a process per case without Ray; rows have
-full length. A device's measure is what torch allocated and the rollout engine mapped, as `memory_gb/<phase>` has it,
-the plan's the same without context and slack; "reserved" is what torch took of the device, to hold against the plan's
-total. The host's measure is how much less memory was available than before the worker was built (the plan's is in the
-table printed before). On a CPU the
-allocations of torch are added up (those of the rollout engine's own thread are not seen).
+The worker is that of `main_ppo`, with the same configuration, in a process per case without Ray; rows have the maximum
+length. Measured on a device: memory allocated by torch and mapped by the rollout engine, as in `memory_gb/<phase>`,
+compared with the plan without context and fragmentation; "reserved" is the memory reserved by torch, comparable with
+the plan's total. Measured on the host: the decrease of available memory since before the worker was created (the plan
+is in the table printed before). On a CPU the allocations of torch are summed (without those of the rollout engine's
+thread).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and its settings; `save`: a checkpoint is written, too; `answers`: how far generation really goes."""
+    """A model shape and its settings; `save`: also write a checkpoint; `new_tokens`: tokens that are generated."""
 
     shape: str
     overrides: tuple[str, ...] = ()
     prompts: int = 32
     n: int = 8
     lengths: tuple[int, int] = (256, 512)
-    answers: int = 24
+    new_tokens: int = 24
     save: bool = False
 
 
@@ -72,22 +72,24 @@ CASES = {
     "0.5b, no checkpointing": Case("qwen2.5-0.5b", _PLAIN),
     "1.5b": Case("qwen2.5-1.5b"),
     "7b": Case("qwen2.5-7b", _BUDGET),
-    "tiny": Case("tiny", prompts=8, n=4, lengths=(16, 32), answers=8, save=True),
+    "tiny": Case("tiny", prompts=8, n=4, lengths=(16, 32), new_tokens=8, save=True),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=None, help="which (default: all that fit here)")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=None, help="names of cases (default: all for a GPU, tiny without)"
+    )
     parser.add_argument("--json", default=None, help="append the result to this file")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    wanted = options.cases or ([name for name in CASES if name != "tiny"] if torch.cuda.is_available() else ["tiny"])
+    names = options.cases or ([name for name in CASES if name != "tiny"] if torch.cuda.is_available() else ["tiny"])
     if options.alone:
-        print("ROWS " + json.dumps(rows_of(wanted[0])), flush=True)
+        print("ROWS " + json.dumps(rows_of(names[0])), flush=True)
         return
     rows: list[dict[str, Any]] = []
-    for name in wanted:  # what one case leaves behind is no part of the next
+    for name in names:  # in a new process, so that cases do not affect each other
         begin = time.monotonic()
         command = [sys.executable, __file__, "--alone", "--cases", name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -101,7 +103,7 @@ def main() -> None:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """Every phase of one case; what cannot be run is a row that says so."""
+    """Return a row per phase of a case; if it fails, also a row with the error."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +114,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         measure = Measure(torch.device(device))
         try:
             with measure:
-                walk(config, case, Path(folder), measure)
+                run_steps(config, case, Path(folder), measure)
         except (RuntimeError, MemoryError) as error:
             print(error, file=sys.stderr, flush=True)
             measure.note("failed", str(error).splitlines()[0][:80])
@@ -120,8 +122,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, MemoryPlan]:
-    """The configuration, with the changes that make its plan fit where it does not; and that plan."""
-    given = [
+    """Return the configuration, with the changes that make its plan fit, and the plan."""
+    overrides = [
         "algorithm.adv_estimator=grpo",
         "data.train_files=x",
         f"data.train_batch_size={case.prompts}",
@@ -135,11 +137,11 @@ def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, Memory
         f"trainer.device={device}",
         *case.overrides,
     ]
-    config = load_config(None, given, check_files=False)
+    config = load_config(None, overrides, check_files=False)
     shape = ModelShape.from_folder(str(folder / "model"), config.actor_rollout_ref.model)
     assert shape is not None
-    found = gpu_memory() if device == "cuda" else (host_memory_available(), "host memory")
-    memory = None if found is None else DeviceMemory(device, *found)
+    available = gpu_memory() if device == "cuda" else (host_memory_available(), "host memory")
+    memory = None if available is None else DeviceMemory(device, *available)
 
     def plan_of(changed: PPOConfig) -> MemoryPlan:
         return memory_plan(changed, {"actor": shape}, memory, HostMemory(host_memory_available()))
@@ -151,8 +153,8 @@ def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, Memory
     return config, plan_of(config)
 
 
-def walk(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
-    """Two steps: from the second update on everything that a run holds is there."""
+def run_steps(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
+    """Run two steps: all memory of a run is allocated from the second update on."""
     policy = config.actor_rollout_ref
     with measure("load"):
         group: Any = LocalWorkerGroup(
@@ -166,12 +168,12 @@ def walk(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
     )
     prompts.meta_info = {"step": 1, "seed": 1, "eos_token_id": [1], "pad_token_id": 0}
     update = data.select([key for key in data.batch.keys() if key != "prompt_mask"])
-    with steps_apart(measure):
+    with optimizer_steps_measured(measure):
         for step in range(2):
             with measure("update_weights"):
                 group.update_rollout_weights(step)
             with measure("gen"):
-                group.generate_sequences(prompts, max_new_tokens=case.answers)
+                group.generate_sequences(prompts, max_new_tokens=case.new_tokens)
             if policy.rollout.free_weights:
                 group.free_rollout_weights()
             with measure("old_log_prob"):
@@ -185,25 +187,25 @@ def walk(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
 
 
 @contextmanager
-def steps_apart(measure: Measure) -> Iterator[None]:
-    """Within it the optimizer's steps are measured as a phase of their own inside `update_actor`."""
-    plain: Callable[..., Any] = FSDPEngine.optimizer_step
+def optimizer_steps_measured(measure: Measure) -> Iterator[None]:
+    """Context in which optimizer steps are measured separately from the passes of `update_actor`."""
+    original: Callable[..., Any] = FSDPEngine.optimizer_step
 
     def step(self: FSDPEngine) -> dict[str, float]:
         measure.mark("update_actor: passes")
-        found = plain(self)
+        metrics = original(self)
         measure.mark("update_actor: step")
-        return found
+        return metrics
 
     FSDPEngine.optimizer_step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FSDPEngine.optimizer_step = plain  # type: ignore[method-assign]
+        FSDPEngine.optimizer_step = original  # type: ignore[method-assign]
 
 
 def batch(case: Case, vocabulary: int) -> DataProto:
-    """A step's rows, all of full length, as the trainer sends them."""
+    """Return the rows of a step, all of maximum length, as the trainer sends them."""
     rows, (before, after) = case.prompts * case.n, case.lengths
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(2, vocabulary, (rows, before + after), generator=draw)
@@ -223,7 +225,7 @@ def batch(case: Case, vocabulary: int) -> DataProto:
 
 
 class Measure:
-    """Peaks by phase, the largest of all rounds: of the device, of what torch reserved there, and of the host."""
+    """Peak memory by phase over all steps: on the device, reserved by torch, and on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -233,8 +235,8 @@ class Measure:
         self._host_peak: dict[str, float] = {}
         self._after: dict[str, float] = {}
         self._notes: dict[str, str] = {}
-        self._inside: list[str] = []  # parts of the phase that runs
-        self._host = _HostWatch()
+        self._inside: list[str] = []  # parts of the current phase
+        self._host = _HostMonitor()
         self._profiler: Any = nullcontext()
         if not self._cuda:
             self._profiler = torch.profiler.profile(
@@ -259,14 +261,14 @@ class Measure:
         with torch.profiler.record_function(f"phase:{phase}"):
             yield
         self.mark(phase)
-        for part in self._inside:  # the peak of the whole is that of its fullest part
-            for found in (self._device_peak, self._reserved, self._host_peak):
-                found[phase] = max(found.get(phase, 0.0), found.get(part, 0.0))
+        for part in self._inside:  # the peak of a phase is that of its largest part
+            for peaks in (self._device_peak, self._reserved, self._host_peak):
+                peaks[phase] = max(peaks.get(phase, 0.0), peaks.get(part, 0.0))
         if self._cuda:
             self._after[phase] = memory_in_use(self._device)[1]
 
     def mark(self, name: str) -> None:
-        """What happened since the last mark is called so."""
+        """Record the peaks since the last mark under `name`."""
         self._inside.append(name)
         if self._cuda:
             torch.cuda.synchronize()
@@ -275,14 +277,14 @@ class Measure:
             reserved = torch.cuda.max_memory_reserved() + mapped
             self._device_peak[name] = max(self._device_peak.get(name, 0.0), peak)
             self._reserved[name] = max(self._reserved.get(name, 0.0), reserved)
-        self._host_peak[name] = max(self._host_peak.get(name, 0.0), self._host.most())
+        self._host_peak[name] = max(self._host_peak.get(name, 0.0), self._host.peak())
         self._reset()
 
     def note(self, phase: str, text: str) -> None:
         self._notes[phase] = text
 
     def rows(self, plan: MemoryPlan) -> list[dict[str, Any]]:
-        """One per phase: planned beside measured."""
+        """Return one row per phase with planned and measured memory."""
         planned = {phase.phase: phase for phase in plan.phases if not phase.on_host}
         names = [*self._host_peak, *(name for name in self._notes if name not in self._host_peak)]
         return [self._row(name, planned.get(name)) for name in names]
@@ -311,54 +313,54 @@ class Measure:
             memory_in_use(self._device, reset=True)
 
 
-class _HostWatch:
-    """How much less of the host's memory is available than at the start, at most; looked at twenty times a second."""
+class _HostMonitor:
+    """Maximum decrease of available host memory since the start, sampled twenty times per second."""
 
     def __init__(self) -> None:
         self._before = host_memory_available()
-        self._least = self._before
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._lowest = self._before
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def start(self) -> None:
-        self._before = self._least = host_memory_available()
+        self._before = self._lowest = host_memory_available()
         self._thread.start()
 
-    def most(self) -> float:
-        self._least = min(self._least, host_memory_available())
-        return float(self._before - self._least)
+    def peak(self) -> float:
+        self._lowest = min(self._lowest, host_memory_available())
+        return float(self._before - self._lowest)
 
     def reset(self) -> None:
-        self._least = host_memory_available()
+        self._lowest = host_memory_available()
 
     def close(self) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(0.05):
-            self._least = min(self._least, host_memory_available())
+    def _sample(self) -> None:
+        while not self._stopped.wait(0.05):
+            self._lowest = min(self._lowest, host_memory_available())
 
 
 def _peaks_by_mark(profiler: Any) -> dict[str, float]:
-    """The most that torch had allocated on the CPU within each phase, from a profile of the whole run."""
+    """Return the peak of torch's CPU allocations in each phase, from a profile of the whole run."""
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix("phase:"))
         for event in events
         if event.name().startswith("phase:")
     ]
-    found: dict[str, float] = {}
-    held = 0
+    peaks: dict[str, float] = {}
+    allocated = 0
     for event in events:
         if event.name() != "[memory]":
             continue
-        held += event.nbytes()
+        allocated += event.nbytes()
         at = event.start_ns()
         phase = next((name for begin, end, name in spans if begin <= at <= end), None)
         if phase is not None:
-            found[phase] = max(found.get(phase, 0.0), held)
-    return found
+            peaks[phase] = max(peaks.get(phase, 0.0), allocated)
+    return peaks
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 python benchmarks/scaling_layouts.py [--device-gb 80] [--length 4096] [--sequences 512]
 
-Of every model and number of GPUs: fsdp over all of them, and the megatron layout that fits and is quickest by the
-estimate below. Everything is calculated; nothing runs.
+For every model and number of GPUs: fsdp over all of them, and the megatron layout that fits and is fastest by the
+estimate below. Everything is calculated; nothing is executed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-# What one GPU does, for the choice of a layout only: FLOP/s reached, bytes/s within a node and between nodes.
+# Assumptions for selecting a layout: FLOP/s of a GPU, bytes/s within a node and between nodes, GPUs per node.
 SPEED, INSIDE, BETWEEN, NODE = 400e12, 350e9, 40e9, 8
 CONTEXT = 1.0 * GB
 
 
 def dense(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> CoreShape:
-    """Of Qwen2.5: heads of 128, biases of queries, keys and values."""
+    """Return the shape of a Qwen2.5 model: head size 128, biases for queries, keys and values."""
     query, key = 128 * heads, 128 * kv_heads
     attention = (2 * query + 2 * key) * hidden + query + 2 * key
     return CoreShape(layers, hidden, heads, query, key, ffn, vocab, False, attention, 2 * hidden)
@@ -43,7 +43,7 @@ MODELS = {
         **{"vocab": 151936, "tied": False, "attention": (2 * 8192 + 2 * 512) * 4096, "replicated": 2 * 4096 + 256},
         **{"head_norms": True, "sparse": (True,) * 94, "experts": 128, "per_token": 8, "expert_ffn": 1536},
     ),
-    # Queries, keys and values as latent attention expands them; what tensor ranks do not divide is in `replicated`.
+    # Queries, keys and values as expanded by latent attention; `replicated`: not divided over tensor-parallel ranks.
     "DeepSeek-V3-671B": CoreShape(
         **{"layers": 61, "hidden": 7168, "heads": 128, "query_width": 20480, "key_width": 20480, "ffn": 18432},
         **{"vocab": 129280, "tied": False, "attention": 128 * (1536 * 192 + 512 * 256 + 128 * 7168)},
@@ -55,16 +55,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """One update."""
+    """The workload: one update."""
 
     length: int
     sequences: int
-    room: float
+    capacity: float
+    """Usable bytes of a GPU."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout: what a rank holds at the fullest moment of an update, and sends in one."""
+    """One layout: peak memory of a rank in an update, and the bytes that it sends."""
 
     name: str
     micro: int
@@ -90,7 +91,7 @@ def model_shape(core: CoreShape) -> ModelShape:
 
 
 def active_parameters(core: CoreShape) -> int:
-    """Those that a token goes through."""
+    """Return the number of parameters that process a token."""
     return replace(core, experts=core.per_token).parameters if core.experts else core.parameters
 
 
@@ -98,15 +99,15 @@ def fsdp_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
     shape = model_shape(core)
     model = FSDPModelMemory(shape, shards=world, compiled=True)
     for micro in (1, 2, 4):
-        passes = work.sequences / (micro * world)
-        if passes < 1:
+        micro_batches = work.sequences / (micro * world)
+        if micro_batches < 1:
             continue
         tokens = micro * work.length
-        held = {"weights": model.weights(), "optimizer": model.moments()}
-        parts = held | model.update(tokens, tokens, math.ceil(passes))
-        # Of every micro-batch: the weights of each layer twice in the compute dtype, the gradients once in float32.
-        sent = {"data": passes * (2 * 2 + 4) * shape.parameters * (world - 1) / world}
-        seconds = sent["data"] / (INSIDE if world <= NODE else BETWEEN)  # overlaps with compute where it is shorter
+        state = {"weights": model.weights(), "optimizer": model.moments()}
+        parts = state | model.update(tokens, tokens, math.ceil(micro_batches))
+        # Per micro-batch: the weights of each layer twice in the compute dtype, the gradients once in float32.
+        sent = {"data": micro_batches * (2 * 2 + 4) * shape.parameters * (world - 1) / world}
+        seconds = sent["data"] / (INSIDE if world <= NODE else BETWEEN)  # overlaps with compute
         compute = compute_seconds(core, world, work)
         yield Row("fsdp", micro, parts, sent, 0.0, max(compute, seconds) + 0.1 * min(compute, seconds))
 
@@ -123,41 +124,43 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         if not even and split is None:
             continue
         first, last = split or (None, None)
-        sizes = MegatronLayout(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
-        passes = work.sequences / (micro * sizes.dp)
-        if passes < 1:
+        layout = MegatronLayout(world=world, tp=tp, pp=pp, ep=ep, etp=etp, first=first, last=last)
+        micro_batches = work.sequences / (micro * layout.dp)
+        if micro_batches < 1:
             continue
-        model = MegatronModelMemory(shape=model_shape(core), core=core, layout=sizes, recompute=FULL)
+        model = MegatronModelMemory(shape=model_shape(core), core=core, layout=layout, recompute=FULL)
         tokens = micro * work.length
-        held = {"weights": model.weights(), "optimizer": model.moments()}
-        parts = held | model.update(tokens, tokens, math.ceil(passes))
-        sent = model.communication(work.sequences * work.length / sizes.dp)
-        bubble = sizes.bubble(math.ceil(passes))
+        state = {"weights": model.weights(), "optimizer": model.moments()}
+        parts = state | model.update(tokens, tokens, math.ceil(micro_batches))
+        sent = model.communication(work.sequences * work.length / layout.dp)
+        bubble = layout.bubble(math.ceil(micro_batches))
         near = {"tensor": tp, "expert": ep * etp, "data": world, "pipeline": 2 * NODE, "context": 1}
         links = {kind: INSIDE if near[kind] <= NODE else BETWEEN for kind in sent}
-        waits = (
+        waiting = (
             sum(sent[kind] / links[kind] for kind in ("tensor", "expert", "pipeline")) + sent["data"] / links["data"]
         )
-        seconds = (compute_seconds(core, world, work) + waits) / (1 - bubble)
-        yield Row(layout_name(sizes), micro, parts, sent, bubble, seconds)
+        seconds = (compute_seconds(core, world, work) + waiting) / (1 - bubble)
+        yield Row(layout_name(layout), micro, parts, sent, bubble, seconds)
 
 
-def layout_name(sizes: MegatronLayout) -> str:
-    named = {"TP": sizes.tp, "PP": sizes.pp, "EP": sizes.ep, "DP": sizes.dp}
+def layout_name(layout: MegatronLayout) -> str:
+    named = {"TP": layout.tp, "PP": layout.pp, "EP": layout.ep, "DP": layout.dp}
     text = " × ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "DP 1"
-    return text if sizes.first is None else f"{text} (first {sizes.first}, last {sizes.last} layers)"
+    return text if layout.first is None else f"{text} (first {layout.first}, last {layout.last} layers)"
 
 
 def compute_seconds(core: CoreShape, world: int, work: Work) -> float:
-    """Forward, forward again, backward: 8 FLOP for each parameter that a token goes through."""
+    """Forward, recomputed forward and backward pass: 8 FLOP per active parameter and token."""
     return 8 * active_parameters(core) * work.sequences * work.length / world / SPEED
 
 
-def best(rows: Iterator[Row], room: float) -> Row | None:
-    """The quickest that fits; where none does, the smallest."""
-    found = list(rows)
-    fitting = [row for row in found if row.total <= room]
-    return min(fitting, key=lambda row: row.seconds) if fitting else min(found, key=lambda row: row.total, default=None)
+def best(rows: Iterator[Row], capacity: float) -> Row | None:
+    """Return the fastest layout that fits; if none does, the smallest."""
+    candidates = list(rows)
+    fitting = [row for row in candidates if row.total <= capacity]
+    if fitting:
+        return min(fitting, key=lambda row: row.seconds)
+    return min(candidates, key=lambda row: row.total, default=None)
 
 
 def table(core: CoreShape, work: Work) -> Iterator[str]:
@@ -167,23 +170,23 @@ def table(core: CoreShape, work: Work) -> Iterator[str]:
     yield "|---:|---|---:" + "|---:" * (len(memory) + len(kinds) + 2) + "|"
     for world in WORLDS:
         for rows in (fsdp_rows, megatron_rows):
-            row = best(rows(core, world, work), work.room)
+            row = best(rows(core, world, work), work.capacity)
             if row is None:
                 continue
             parts = row.parts | {"activations": row.parts["activations"] + row.parts["gathered"]}
-            total = f"{row.total / GB:.1f}" if row.total <= work.room else f"**{row.total / GB:.0f}: no**"
-            held = " | ".join(f"{parts[name] / GB:.1f}" for name in memory)
+            total = f"{row.total / GB:.1f}" if row.total <= work.capacity else f"**{row.total / GB:.0f}: no**"
+            memory_cells = " | ".join(f"{parts[name] / GB:.1f}" for name in memory)
             sent = " | ".join(f"{row.sent.get(kind, 0.0) / 1e9:.0f}" for kind in kinds)
-            yield f"| {world} | {row.name} | {row.micro} | {held} | {total} | {sent} | {row.bubble:.0%} |"
+            yield f"| {world} | {row.name} | {row.micro} | {memory_cells} | {total} | {sent} | {row.bubble:.0%} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device-gb", type=float, default=80, help="memory of one GPU")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=512, help="of one optimizer step")
-    given = parser.parse_args()
-    work = Work(given.length, given.sequences, 0.9 * given.device_gb * GB)
+    parser.add_argument("--sequences", type=int, default=512, help="sequences of one optimizer step")
+    options = parser.parse_args()
+    work = Work(options.length, options.sequences, 0.9 * options.device_gb * GB)
     for name, core in MODELS.items():
         active = f", {active_parameters(core) / 1e9:.1f} of them for each token" if core.experts else ""
         print(f"\n### {name}: {core.parameters / 1e9:.1f} billion parameters{active}\n")

@@ -26,8 +26,8 @@ UNKNOWN: Any = object()
 """The value of a key that the configuration does not have."""
 # Parts of key names, and the cost of changing these keys.
 _COSTS = (
-    ("micro_batch_size", "smaller passes"),
-    ("max_token_len", "smaller passes"),
+    ("micro_batch_size", "smaller micro-batches"),
+    ("max_token_len", "smaller micro-batches"),
     ("checkpointing", "a third more compute"),
     ("reshard", "weights are cast layer by layer"),
     ("offload", "transfers every step"),
