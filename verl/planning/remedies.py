@@ -31,11 +31,11 @@ _COSTS = (
     ("checkpointing", "a third more compute"),
     ("reshard", "weights are cast layer by layer"),
     ("offload", "transfers every step"),
-    ("state_dtype", "moments are rounded at random"),
+    ("state_dtype", "moments in bf16 with stochastic rounding"),
     ("parallel_size", "traffic between devices"),
     ("gpu_memory", "fewer sequences at once"),
     ("max_num", "fewer sequences at once"),
-    ("_length", "another training"),
+    ("_length", "changes the training"),
     ("save_contents", "no Hugging Face model in the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )

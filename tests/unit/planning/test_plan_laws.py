@@ -139,7 +139,7 @@ def test_7b_on_one_120_gb_gpu_starts_by_itself_and_says_at_what_cost():
     (change,) = apply_cheapest_changes(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
     assert config.actor_rollout_ref.actor.optim.state_dtype == "bf16"
     assert "fp32 -> bf16" in change.log_text()
-    assert "moments are rounded at random" in change.log_text()
+    assert "stochastic rounding" in change.log_text()
     assert not plan_of(config, "7b", small, HostMemory(119 * GB)).excess
     assert check_fits(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB))) == []
 
