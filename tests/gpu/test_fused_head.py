@@ -137,16 +137,16 @@ def test_several_labels_of_nearly_certain_rows_are_as_exact_as_rounding_once_all
     found, entropy = label_statistics(
         hidden, weight, labels, temperature, True, bias=bias, adjust=adjust, chunk_rows=64
     )
-    told = labels >= 0
-    ours = torch.autograd.grad((found * shares)[told].sum() + entropy.sum(), (hidden, weight, bias))
+    inside = labels >= 0
+    ours = torch.autograd.grad((found * shares)[inside].sum() + entropy.sum(), (hidden, weight, bias))
 
     inputs = [value.detach().double().requires_grad_() for value in (hidden, weight, bias)]
     log_p = torch.log_softmax(adjust(torch.nn.functional.linear(*inputs)) / temperature, dim=-1)
     true = log_p.gather(1, labels.clamp(min=0))
     surprise = -(log_p.exp() * log_p).sum(dim=-1)
-    wanted = torch.autograd.grad((true * shares)[told].sum() + surprise.sum(), inputs)
-    torch.testing.assert_close(found[told].double(), true[told].detach(), rtol=1e-4, atol=1e-4)
-    assert found[~told].isneginf().all()
+    wanted = torch.autograd.grad((true * shares)[inside].sum() + surprise.sum(), inputs)
+    torch.testing.assert_close(found[inside].double(), true[inside].detach(), rtol=1e-4, atol=1e-4)
+    assert found[~inside].isneginf().all()
     for mine, theirs in zip(ours, wanted, strict=True):
         error = (mine.double() - theirs).norm() / theirs.norm()
         assert error < max(ROUNDING[dtype], 1e-4), f"relative error {error:.2e}"

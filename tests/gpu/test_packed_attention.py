@@ -1,4 +1,4 @@
-"""Packed attention and packed passes on a real GPU: equal to exact attention, and nobody waits for the device."""
+"""Packed attention and packed passes on a real GPU: equal to exact attention, and without waiting for the device."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_the_mean_is_over_what_rejection_leaves():
 
 
 def test_a_sequence_is_judged_by_the_tokens_that_are_known():
-    """One of ratio e among three of which nobody knows what they were drawn with: their mean is e, not its root."""
+    """One token with ratio e among three with unknown log-probs: the mean is e, not its root."""
     rollout = torch.tensor([[-2.0, NAN, NAN, NAN]])
     rule = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
     result = correct_rollout(torch.full((1, 4), -1.0), rollout, torch.ones(1, 4), rule)

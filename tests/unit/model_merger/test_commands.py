@@ -45,7 +45,7 @@ def test_all_differences_are_listed_at_once(actor, model, tmp_path, capsys):
     save_file(state, tmp_path / "model.safetensors")
     capsys.readouterr()
     assert main(compare) == 1
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for words in (
         "lm_head.weight: 2 of 16896 values differ, by 0.5 at most",
         "model.norm.weight: float32, in the other bfloat16",
@@ -53,8 +53,8 @@ def test_all_differences_are_listed_at_once(actor, model, tmp_path, capsys):
         "more: only in the other",
         "model.embed_tokens.weight: missing in the other",
     ):
-        assert words in told
-    assert len(told.strip().splitlines()) == 5
+        assert words in output
+    assert len(output.strip().splitlines()) == 5
     only = {"lm_head.weight": tensors(tmp_path)["lm_head.weight"]}
     for tolerance, code in (("0.6", 0), ("0.4", 1)):
         (tmp_path / tolerance).mkdir()
@@ -154,17 +154,17 @@ def test_a_merge_takes_two_of_the_largest_tensors_of_memory(actor, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("merge",), "merge requires --target_dir"),
         (("merge", "--target_dir", "t", "--private"), "--private requires --hf_upload_path"),
         (("test", "--test_hf_dir", "t", "--hf_upload_path", "a/b"), "test writes nothing"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(options, said, capsys):
+def test_options_that_would_do_nothing_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         main([*options, "--backend", "fsdp", "--local_dir", "x"])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_has_the_tensors_that_its_index_lists(tmp_path):

@@ -35,8 +35,8 @@ def described(folder, config):
     return folder
 
 
-def said(capsys):
-    """Since the last time."""
+def stderr_of(capsys):
+    """Return the output on stderr since the last call."""
     return capsys.readouterr().err
 
 
@@ -92,7 +92,7 @@ def adapted():
 def test_adapters_in_shards_are_merged_or_kept(adapted, tmp_path, capsys):
     folder = described(write_dtensors(adapted.state_dict(), tmp_path / "actor"), adapted.config)
     assert merge(folder, tmp_path / "merged") == 1
-    assert "Set --lora-alpha." in said(capsys)
+    assert "Set --lora-alpha." in stderr_of(capsys)
     assert merge(folder, tmp_path / "merged", "--lora-alpha", "8") == 0
     kept = ["--lora", "adapter", "--lora-alpha", "8", "--base-model", str(tmp_path / "merged")]
     assert merge(folder, tmp_path / "kept", *kept) == 0
@@ -125,11 +125,11 @@ def test_tied_heads_and_padded_vocabularies(model, tmp_path, capsys):
     assert merge(folder, tmp_path / "cut") == 0
     assert_holds(tmp_path / "cut", state)
     assert merge(folder, tmp_path / "not tied", "--tie-word-embedding") == 1
-    assert "lm_head.weight" in said(capsys)
+    assert "lm_head.weight" in stderr_of(capsys)
     alone = {name: value for name, value in state.items() if name != "lm_head.weight"}
     folder = described(write_dtensors(alone, tmp_path / "alone"), model.config)
     assert merge(folder, tmp_path / "no head") == 1
-    assert "lm_head.weight" in said(capsys)
+    assert "lm_head.weight" in stderr_of(capsys)
     assert merge(folder, tmp_path / "tied", "--tie-word-embedding") == 0
     assert_holds(tmp_path / "tied", alone)
     assert json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"] is True
@@ -156,17 +156,17 @@ def test_what_is_missing_or_damaged_is_named(model, tmp_path, capsys):
         if change is not None:
             file.write_bytes(change)
         assert merge(folder, tmp_path / "merged") == 1
-        told = said(capsys)
-        assert words in told
-        assert file.name in told
+        output = stderr_of(capsys)
+        assert words in output
+        assert file.name in output
     file.write_bytes(content)
     wrong = tiny_model(num_hidden_layers=2, intermediate_size=96).config
     assert merge(described(folder, wrong), tmp_path / "merged") == 1
-    told = said(capsys)
-    assert "only in the model: model.layers.1" in told
-    assert "is [96, 64] here and [128, 64] there" in told
+    output = stderr_of(capsys)
+    assert "only in the model: model.layers.1" in output
+    assert "is [96, 64] here and [128, 64] there" in output
     assert merge(folder, tmp_path / "merged", backend="megatron") == 1
-    assert "Set --backend fsdp" in said(capsys)
+    assert "Set --backend fsdp" in stderr_of(capsys)
     assert merge(folder.parent, tmp_path / "merged") == 1
-    assert "Use one of its folders actor" in said(capsys)
+    assert "Use one of its folders actor" in stderr_of(capsys)
     assert not (tmp_path / "merged").exists()

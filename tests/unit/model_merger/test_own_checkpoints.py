@@ -71,8 +71,8 @@ def test_a_checkpoint_of_any_kind_becomes_what_its_engine_exports(case, tmp_path
     assert_same(found, tmp_path / "exported")
     _, loading = auto.from_pretrained(found, output_loading_info=True)
     assert not any(loading.values()), loading
-    said = [json.loads((folder / "config.json").read_text()) for folder in (found, tmp_path / "exported")]
-    assert said[0] == said[1]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (found, tmp_path / "exported")]
+    assert configs[0] == configs[1]
     assert main(["test", "--backend", "fsdp", "--local_dir", str(local), "--test_hf_dir", str(found)]) == 0
 
 

@@ -289,13 +289,13 @@ def test_gradients_at_labels_are_those_that_all_logits_have_there(adjust, with_e
     labels = torch.randint(-2, 11, (40, 6), generator=draw)  # some twice, some in another part of the vocabulary
     pulls, others = torch.randn(40, 6, generator=draw), torch.randn(3, 40, generator=draw)
     log_total, entropy, d_entropy = others[0] + 9.0, others[1], others[2] if with_entropy else None
-    asked = (labels, log_total, entropy, pulls, d_entropy, 0.7, adjust or LogitAdjustment())
+    arguments = (labels, log_total, entropy, pulls, d_entropy, 0.7, adjust or LogitAdjustment())
     before = logits.clone()
-    columns, found = gradients_at_labels(logits, *asked)
+    columns, found = gradients_at_labels(logits, *arguments)
     assert torch.equal(logits, before)
-    wanted = chunk_gradients_(before, *asked)
+    wanted = chunk_gradients_(before, *arguments)
     torch.testing.assert_close(found, wanted.gather(1, columns), rtol=1e-5, atol=1e-6)
-    without = chunk_gradients_(logits.clone(), torch.full_like(labels, -1), *asked[1:])
+    without = chunk_gradients_(logits.clone(), torch.full_like(labels, -1), *arguments[1:])
     torch.testing.assert_close(without.scatter(1, columns, found), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -304,9 +304,9 @@ def test_a_nearly_certain_label_among_several_has_its_gradient_rounded_after_the
     log_p = logits.log_softmax(-1)
     pulls = log_p.exp().gather(1, labels)
     none = torch.full_like(labels, -1)
-    asked = (torch.logsumexp(logits, 1), None, pulls, None, 1.0, LogitAdjustment())
-    columns, found = gradients_at_labels(logits, labels, *asked)
-    gradient = chunk_gradients_(logits.clone(), none, *asked).bfloat16().scatter(1, columns, found.bfloat16())
+    arguments = (torch.logsumexp(logits, 1), None, pulls, None, 1.0, LogitAdjustment())
+    columns, found = gradients_at_labels(logits, labels, *arguments)
+    gradient = chunk_gradients_(logits.clone(), none, *arguments).bfloat16().scatter(1, columns, found.bfloat16())
     p = log_p.double().exp()
     wanted = torch.zeros(1, 4, dtype=torch.double).scatter_add(1, labels, pulls.double()) - p * pulls.double().sum()
     torch.testing.assert_close(gradient.double(), wanted, rtol=2.0**-8, atol=0.0)
@@ -315,11 +315,11 @@ def test_a_nearly_certain_label_among_several_has_its_gradient_rounded_after_the
 @pytest.mark.parametrize("adjust", ADJUSTMENTS)
 def test_the_likeliest_tokens_are_those_of_all_logits_at_once(adjust):
     case = Case()
-    asked = (case.hidden, case.weight, case.labels, 0.7)
-    found = top_tokens(*asked, 5, bias=case.bias, adjust=adjust, chunk_rows=4)
+    arguments = (case.hidden, case.weight, case.labels, 0.7)
+    found = top_tokens(*arguments, 5, bias=case.bias, adjust=adjust, chunk_rows=4)
     logits = torch.nn.functional.linear(case.hidden, case.weight, case.bias)
     log_p = ((logits if adjust is None else adjust(logits)) / 0.7).log_softmax(-1)
     torch.testing.assert_close(found.top_log_probs, log_p.topk(5).values.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(log_p.gather(1, found.ids).detach(), found.top_log_probs, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(found.log_probs, case.plain(0.7, adjust)[0].detach(), rtol=1e-11, atol=1e-11)
-    assert top_tokens(*asked, 99).ids.shape == (11, 29), "there are no more"
+    assert top_tokens(*arguments, 99).ids.shape == (11, 29), "there are no more"

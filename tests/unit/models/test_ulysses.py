@@ -19,8 +19,8 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     rows, prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
     mask = torch.zeros(rows, prompt + response, dtype=torch.long)
     for row in range(rows):
-        asked, said = draw(st.integers(0, prompt)), draw(st.integers(0, response))
-        mask[row, prompt - asked : prompt + (said if asked else 0)] = 1
+        prompt_length, response_length = draw(st.integers(0, prompt)), draw(st.integers(0, response))
+        mask[row, prompt - prompt_length : prompt + (response_length if prompt_length else 0)] = 1
     ids = torch.arange(mask.numel()).view_as(mask) + 1
     return ids, mask, response
 

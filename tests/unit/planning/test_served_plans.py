@@ -103,8 +103,8 @@ def test_a_judge_that_names_no_longest_sequence_is_refused_by_the_key_that_sets_
     shapes = {"actor": SHAPE, "judge": replace(SHAPE, positions=None)}
     with pytest.raises(ValueError, match=r"^reward_model\.rollout\.max_model_len: .* Set it\."):
         memory_plan(load(*JUDGE), shapes, GPU)
-    asked = memory_plan(load(*JUDGE, "reward_model.rollout.max_model_len=4096"), shapes, GPU)
-    assert asked.phase("judge").parts["judge"] > 2 * SHAPE.parameters
+    with_limit = memory_plan(load(*JUDGE, "reward_model.rollout.max_model_len=4096"), shapes, GPU)
+    assert with_limit.phase("judge").parts["judge"] > 2 * SHAPE.parameters
 
 
 def test_the_plan_of_a_judge_on_this_machine_is_logged(tmp_path, caplog):

@@ -41,9 +41,9 @@ def test_a_function_that_takes_any_mention_for_an_answer_fails():
     def contains(data_source, solution_str, ground_truth, extra_info):
         return float(ground_truth in solution_str)
 
-    report, told = verdicts(contains)
-    assert told["answer with every number"] == "failed"
-    assert told["ground truth as the answer"] == told["empty answer"] == "ok"
+    report, verdict_of = verdicts(contains)
+    assert verdict_of["answer with every number"] == "failed"
+    assert verdict_of["ground truth as the answer"] == verdict_of["empty answer"] == "ok"
     assert report.failed
     assert "gets full score (1)" in report.findings[-1].answer
 
@@ -54,8 +54,8 @@ def test_a_function_that_depends_on_order_fails():
     def moody(data_source, solution_str, ground_truth, extra_info):
         return next(calls) % 7 / 7
 
-    report, told = verdicts(moody)
-    assert told["same answer, same score"] == "failed"
+    report, verdict_of = verdicts(moody)
+    assert verdict_of["same answer, same score"] == "failed"
     assert report.failed
 
 
@@ -76,19 +76,19 @@ def test_a_function_with_a_format_of_its_own_is_only_doubted():
     def own_format(data_source, solution_str, ground_truth, extra_info):
         return float(solution_str == f"result={ground_truth}")
 
-    report, told = verdicts(own_format)
-    assert told["ground truth as the answer"] == "warning"
+    report, verdict_of = verdicts(own_format)
+    assert verdict_of["ground truth as the answer"] == "warning"
     assert not report.failed
-    report, told = verdicts(own_format, is_user_function=False)
-    assert told["ground truth as the answer"] == "failed"
+    report, verdict_of = verdicts(own_format, is_user_function=False)
+    assert verdict_of["ground truth as the answer"] == "failed"
 
 
 def test_failing_calls_are_counted_and_shown_and_no_score_at_all_is_fatal():
     def sometimes(data_source, solution_str, ground_truth, extra_info):
         return 1 / len(solution_str)
 
-    report, told = verdicts(sometimes)
-    assert told["failed calls"] == "failed"
+    report, verdict_of = verdicts(sometimes)
+    assert verdict_of["failed calls"] == "failed"
     assert "ZeroDivisionError" in report.findings[0].answer
     assert report.fatal_error is None
 
@@ -101,8 +101,8 @@ def test_failing_calls_are_counted_and_shown_and_no_score_at_all_is_fatal():
 
 
 def test_ground_truths_that_cannot_be_compared_with_are_told():
-    report, told = verdicts(default_compute_score, [*ROWS, RewardRow("math", "", {})], is_user_function=False)
-    assert told["ground truths"] == "failed"
+    report, verdict_of = verdicts(default_compute_score, [*ROWS, RewardRow("math", "", {})], is_user_function=False)
+    assert verdict_of["ground truths"] == "failed"
     assert "is empty" in report.findings[0].answer
 
 

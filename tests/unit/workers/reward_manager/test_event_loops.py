@@ -103,13 +103,13 @@ def test_an_answer_that_cannot_be_read_here_costs_its_own_sample(function):
 @pytest.mark.parametrize("lost", [False, True])
 def test_calls_for_which_no_process_can_be_had_are_told_so(tmp_path, function, lost):
     """The process that starts loops goes, and cannot be started again; where calls were under way, or none."""
-    marker, outcomes, told = tmp_path / "gone", [], threading.Semaphore(0)
+    marker, outcomes, finished = tmp_path / "gone", [], threading.Semaphore(0)
     load_unless = load_user_object(function.__globals__["__file__"], "load_unless", key="custom_reward_function.path")
     pool = ProcessPool(1, initializer=functools.partial(load_unless, str(marker)))
 
     def done(number, value, error):
         outcomes.append((value, error))
-        told.release()
+        finished.release()
 
     def alone(call):
         raise OSError("the model's files are gone")
@@ -118,14 +118,14 @@ def test_calls_for_which_no_process_can_be_had_are_told_so(tmp_path, function, l
     loops = EventLoops(pool, 1, 60.0, alone)
     try:
         loops.enqueue([row], done)
-        assert told.acquire(timeout=200)
+        assert finished.acquire(timeout=200)
         if lost:
             loops.enqueue([{**row, "solution_str": "wait"}] * 3, done)
         marker.touch()
         pool.close()
         loops.enqueue([row] * 2, done)
         for _ in range(5 if lost else 2):
-            assert told.acquire(timeout=200), "they wait for ever"
+            assert finished.acquire(timeout=200), "they wait for ever"
     finally:
         loops.close()
     assert outcomes.pop(0)[0][0] == 0.5
@@ -147,7 +147,7 @@ async def score_lists(solution_strs, ground_truths):
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Says the last part of what was asked for, and keeps the connection."""
+    """Sends the last part of the response and keeps the connection open."""
 
     protocol_version = "HTTP/1.1"
     clients: ClassVar[set[tuple[str, int]]] = set()

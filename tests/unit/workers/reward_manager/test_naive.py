@@ -48,11 +48,11 @@ def test_the_function_sees_only_the_tokens_that_are_there(naive, batch):
 
 def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(naive, batch):
     def compute_score(data_source, solution_str, ground_truth):
-        return {"score": 0.0, "told": (data_source, ground_truth)}
+        return {"score": 0.0, "arguments": (data_source, ground_truth)}
 
     data = batch(["x"], reward_model=[{"style": "rule"}], ground_truth=["7"], task=["sums"])
     manager = naive(compute_score, reward_fn_key="task", num_processes=0)
-    assert manager(data, return_dict=True)["reward_extra_info"]["told"] == [("sums", "7")]
+    assert manager(data, return_dict=True)["reward_extra_info"]["arguments"] == [("sums", "7")]
     with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'level'"):
         naive(None, reward_fn_key="level", num_processes=0)(data)
 

@@ -1,4 +1,4 @@
-"""The prime manager: limits on time and memory, set without being asked for, that hold in real processes.
+"""The prime manager: limits on time and memory, set by default, that hold in real processes.
 
 Scorer processes import this file for the function in it: it imports nothing heavy.
 """

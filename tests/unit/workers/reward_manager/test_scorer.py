@@ -312,11 +312,11 @@ def test_what_a_function_leaves_running_ends_with_the_pool(function, tmp_path):
 
 def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function):
     pool = ScorerPool(function, processes=2, timeout=60.0)
-    told = pool.submit(sample("pid")).result().extra
+    processes = pool.submit(sample("pid")).result().extra
     hanging = pool.submit(sample("spin"))
     time.sleep(0.1)
     pool.close()
-    wait_until(lambda: not alive(told["pid"]) and not alive(told["server"]))
+    wait_until(lambda: not alive(processes["pid"]) and not alive(processes["server"]))
     with pytest.raises(RuntimeError, match="the process pool was closed"):
         hanging.result()
     assert pool.submit(sample("fine")).result().value == 0.5
