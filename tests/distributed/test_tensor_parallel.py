@@ -12,7 +12,7 @@ import torch
 from tests.support.engine_cases import fork_ranks
 from tests.support.tensor_parallel_ranks import generate, make_rollout, run_rank, weights_of
 from tests.support.tiny import save_tiny_model, tiny_config
-from verl.inference.models.layout import Layout
+from verl.inference.models.fused import Layout
 from verl.inference.tensor_parallel import TensorParallel
 from verl.utils.weight_fingerprint import fingerprints
 

@@ -11,7 +11,7 @@ from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.kv_memory import KVMemory
+from verl.inference.memory import KVMemory
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
@@ -30,7 +30,7 @@ class Versions:
     """An engine whose routers change, and the models of transformers of each version."""
 
     def __init__(self, num_blocks: int) -> None:
-        from verl.inference.attention.triton_attention import TritonAttention  # triton exists only beside a GPU
+        from verl.inference.kernels.paged_attention import TritonAttention  # triton exists only beside a GPU
 
         model = GenericModel(moe_model("qwen3_moe"), MAX_LENGTH, device="cuda:0")
         kv = KVMemory(model, num_blocks, BLOCK)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.inference.attention.base import AttentionStep
-from verl.inference.attention.torch_attention import TorchAttention
+from verl.inference.attention import AttentionStep, TorchAttention
 
 
 class PagedDriver:

@@ -1,7 +1,7 @@
-"""AsyncEngine: an engine driven by a thread of its own. Requests come from any thread or event loop, and wait there.
+"""AsyncEngine: drives an engine from a thread of its own. Requests come from any thread or event loop.
 
-Sequences join at the next step and leave when they finish. Between two steps the thread stands still for whoever asked
-it to (`halt`): a pause, a weight update, a release of memory.
+Sequences join at the next step and leave when they finish. `halt` stops the thread between two steps, for a pause, a
+weight update or a release of memory.
 """
 
 from __future__ import annotations
@@ -15,55 +15,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from verl.inference.answer_rules import AnswerRules
+from verl.inference.constraints import AnswerRules
+from verl.inference.engine import StepEngine
 from verl.inference.sequence import Sequence
-from verl.inference.token_streams import TokenStream, since, wake
 from verl.types.request import Output, Request, SamplingParams
 
-__all__ = ["AsyncEngine", "StepEngine"]
+__all__ = ["AsyncEngine", "TokenStream", "since", "wake"]
 
 _PAUSE = "pause"
 _FAILING = "failing"
-
-
-class StepEngine(Protocol):
-    """What is driven. Its methods are called by one thread at a time."""
-
-    version: int
-
-    def check(self, request: Request) -> None:
-        """Raise ValueError for a request that can never be answered."""
-
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue sequences, in order."""
-
-    def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget these."""
-
-    def step(self) -> list[Sequence]:
-        """Go on by a step; returns who is finished. One that moves something says `pulse()`."""
-
-    @property
-    def has_work(self) -> bool:
-        """`step` has something to do."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Steps were launched whose tokens have not been taken."""
-
-    def drain(self) -> list[Sequence]:
-        """Take them; returns who is finished."""
-
-    def requeue_all(self) -> None:
-        """Drop all KV; what runs is computed again and goes on."""
-
-    def forget_prefixes(self) -> None:
-        """Whoever comes later takes over nobody's KV."""
-
-    def clear(self) -> None:
-        """Forget everybody."""
 
 
 class AsyncEngine:
@@ -388,3 +350,44 @@ def _answer(sequence: Sequence, error: BaseException | None = None) -> None:
             sequence.future.set_exception(error)
         else:
             sequence.future.set_result(sequence.output)
+
+
+class TokenStream:
+    """For one request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.more = asyncio.Event()
+        """There may be more tokens, or the answer is finished."""
+
+
+def wake(streams: list[TokenStream]) -> None:
+    """From any thread: one call into each event loop, however many wait there."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[TokenStream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream.loop, []).append(stream)
+    for loop, waiting in by_loop.items():
+        # A loop that was closed has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set_all, waiting)
+
+
+def since(output: Output, position: int, finish_reason: str = "") -> Output:
+    """What came after `position`. The engine may be appending: the versions are written last."""
+    here = slice(position, len(output.versions))
+    return Output(
+        output.token_ids[here],
+        output.log_probs[here],
+        output.versions[here],
+        finish_reason,
+        output.raw_log_probs[here],
+        output.sampled_log_probs[here],
+        output.top_log_probs[here],
+        output.prompt_log_probs,
+        output.prompt_top_log_probs,
+    )
+
+
+def _set_all(streams: list[TokenStream]) -> None:
+    for stream in streams:
+        stream.more.set()

@@ -12,7 +12,7 @@ from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import Request
 from verl.utils.progress import pulse
 
-__all__ = ["Engine", "Pending", "Runner"]
+__all__ = ["Engine", "Pending", "Runner", "StepEngine"]
 
 Results = tuple[list[int], list[float], list[float], list[float]]
 
@@ -38,6 +38,44 @@ class Runner(Protocol):
         """Steps that are launched before the results of an earlier one are read: 1 keeps a GPU busy, 0 is for CPUs."""
 
     def launch(self, plan: StepPlan) -> Pending: ...
+
+
+class StepEngine(Protocol):
+    """What is driven. Its methods are called by one thread at a time."""
+
+    version: int
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never be answered."""
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences, in order."""
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Forget these."""
+
+    def step(self) -> list[Sequence]:
+        """Go on by a step; returns who is finished. One that moves something says `pulse()`."""
+
+    @property
+    def has_work(self) -> bool:
+        """`step` has something to do."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Steps were launched whose tokens have not been taken."""
+
+    def drain(self) -> list[Sequence]:
+        """Take them; returns who is finished."""
+
+    def requeue_all(self) -> None:
+        """Drop all KV; what runs is computed again and goes on."""
+
+    def forget_prefixes(self) -> None:
+        """Whoever comes later takes over nobody's KV."""
+
+    def clear(self) -> None:
+        """Forget everybody."""
 
 
 class Engine:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl.inference.step_inputs import StepInputs
+if TYPE_CHECKING:
+    from verl.inference.model_runner import StepInputs
 
 __all__ = ["StepGraphs", "pool_bytes"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl.inference.block_manager import BlockManager
-from verl.inference.grammar import masks_of
+from verl.inference.constraints import masks_of
 from verl.inference.sequence import Sequence, accept_details, accept_experts, accept_tokens
 from verl.inference.step_plan import Prefill, StepDetails, StepExperts, StepPlan, banned_tokens
 from verl.types.request import Request, check_request

@@ -6,7 +6,7 @@ import math
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from verl.inference.grammar import AnswerGrammar
+from verl.inference.constraints import AnswerGrammar
 from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import Output, Request
 from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, split_entries

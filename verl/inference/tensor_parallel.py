@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.inference.async_engine import AsyncEngine, StepEngine
-from verl.inference.engine import Pending, Runner
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.engine import Pending, Runner, StepEngine
 from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request
 

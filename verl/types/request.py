@@ -59,8 +59,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, value that is added to its logit)."""
     grammar: str | None = None
-    """Grammar of the response (`verl.inference.grammar`): other tokens are not sampled, and the response ends when it
-    is complete."""
+    """Grammar of the response (`verl.inference.constraints`): tokens it forbids are not sampled, and the response ends
+    when it is complete."""
     top_log_probs: int = 0
     """Number of most likely tokens to report for each token."""
     prompt_log_probs: bool = False

@@ -15,8 +15,8 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import build_engine
+from verl.inference.constraints import json_grammar
 from verl.inference.engine import Engine
-from verl.inference.grammar import json_grammar
 from verl.inference.sampler import Sampler
 from verl.types.request import Request, SamplingParams
 

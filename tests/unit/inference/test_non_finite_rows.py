@@ -13,16 +13,16 @@ import torch
 
 from tests.support.tiny import tiny_model
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.attention.torch_attention import TorchAttention
+from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.kv_memory import KVMemory
+from verl.inference.memory import KVMemory
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
+from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
-from verl.inference.token_sampling import SamplingBatch, sample_tokens
 from verl.types.request import (
     MAX_LOGIT_CHANGE,
     MAX_REPETITION_PENALTY,

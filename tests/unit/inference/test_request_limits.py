@@ -8,8 +8,7 @@ import json
 import pytest
 
 from tests.support.tiny import tiny_tokenizer
-from verl.inference.answer_rules import AnswerRules
-from verl.inference.grammar import json_grammar
+from verl.inference.constraints import AnswerRules, json_grammar
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.app import api_errors
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelFacts, parse

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.support.hash_runner import VOCAB, HashRunner, expected
 from verl.inference.block_manager import BlockManager
+from verl.inference.constraints import StopStrings
 from verl.inference.engine import Engine
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
-from verl.inference.stop_strings import StopStrings
 from verl.types.request import Output, Request, SamplingParams
 
 MAX_MODEL_LEN = 40

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_tokenizer
-from verl.inference.stop_strings import StopStrings
+from verl.inference.constraints import StopStrings
 
 TOKENIZER = tiny_tokenizer()
 STOPS = ["ab", "é", "😀", "a😀b", "\n\n", "<|user|>", "b ", "aaa"]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.truncation import drawn_probs
-from verl.inference import token_sampling
+from verl.inference import sampler
+from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.step_plan import banned_tokens
-from verl.inference.token_sampling import SamplingBatch, sample_tokens
 from verl.types.request import SamplingParams
 from verl.utils.counter_noise import sample_keys
 
@@ -167,7 +167,7 @@ def test_working_in_blocks_changes_nothing(monkeypatch):
     batch = SamplingBatch.of(params, CPU)
     logits = torch.randn(7, 9)
     whole = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
-    monkeypatch.setattr(token_sampling, "_BLOCK_ELEMENTS", 20)
+    monkeypatch.setattr(sampler, "_BLOCK_ELEMENTS", 20)
     in_blocks = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
     assert all(torch.equal(one, other) for one, other in zip(whole, in_blocks, strict=True))
 

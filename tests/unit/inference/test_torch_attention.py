@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.inference.attention import torch_attention
-from verl.inference.attention.base import AttentionStep
-from verl.inference.attention.torch_attention import TorchAttention
+from verl.inference.attention import AttentionStep, TorchAttention, torch_attention
 
 DIM = 8
 

@@ -1,4 +1,7 @@
-"""Attention over the paged cache: decode (one query per sequence, keys split over programs) and varlen (any mix)."""
+"""Paged attention on CUDA: decode (one query per sequence, keys split over programs) and varlen (any mix).
+
+Every launch depends on shapes alone, so CUDA graphs may capture it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["decode_attention", "varlen_attention"]
+from verl.inference.attention import AttentionStep
+from verl.inference.kernels.pointwise import write_cache
+
+__all__ = ["TritonAttention", "decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
 # Programs that fill a large GPU a few times over; fewer sequences are split along their keys to reach it.
@@ -265,3 +271,49 @@ def _varlen(
     tl.store(
         out_ptr + (at * HEADS * DIM + head_at)[:, None] + column[None, :], out, row_inside[:, None] & in_head[None, :]
     )
+
+
+class TritonAttention:
+    """An AttentionBackend; `attend` alone serves models that have written the cache themselves."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: AttentionStep,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        write_cache(key, value, step.slots, *step.kv_cache[layer])
+        return self.attend(layer, query, step, scale, window, softcap)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        step: AttentionStep,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """`query` [T, heads, head_dim] → the same shape; heads and dims contiguous, rows at any stride."""
+        keys, values = step.kv_cache[layer]
+        prefilled = step.num_prefill_tokens
+        parts = []
+        if prefilled:
+            parts.append(
+                varlen_attention(
+                    query[:prefilled], keys, values, step.query_starts, step.prefill_tables, step.prefill_lengths,
+                    scale, window, softcap,
+                )
+            )  # fmt: skip
+        if len(step.decode_lengths):
+            parts.append(
+                decode_attention(
+                    query[prefilled:], keys, values, step.decode_tables, step.decode_lengths, scale, window, softcap
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

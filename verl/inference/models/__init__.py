@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from verl.inference.attention.base import AttentionStep
+from verl.inference.attention import AttentionStep
 from verl.inference.memory import Region
 from verl.inference.weights import Shard
 

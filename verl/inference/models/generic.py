@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from verl.inference.attention.base import AttentionStep
-from verl.inference.attention.torch_attention import TorchAttention
+from verl.inference.attention import AttentionStep, TorchAttention
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
 from verl.inference.weights import Shard, pack_module

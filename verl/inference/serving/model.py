@@ -53,7 +53,7 @@ class ServedModel:
 
     def __init__(self, options: argparse.Namespace, task: str = "generate") -> None:
         """`task`: generate, classify, or auto, which is classify for a model with a head of that kind."""
-        from verl.inference.models.loading import read_model_config
+        from verl.inference.build import read_model_config
 
         self._options = options
         self._path = resolve_model_path(options.model, "--model")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.inference.grammar import check_compiles
+from verl.inference.constraints import check_compiles
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.request_models import (
     ChatRequest,

@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.models.loading import end_tokens, load_module, read_model_config
+from verl.inference.build import end_tokens, load_module, read_model_config
+from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.sequence import Sequence, accept_tokens
 from verl.inference.step_plan import banned_tokens
-from verl.inference.token_sampling import SamplingBatch, sample_tokens
 from verl.inference.weights import EngineWeights, pack_module
 from verl.types.request import Request, check_request
 from verl.utils.device import resolve_dtype

@@ -19,7 +19,7 @@ import torch
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.names import rollout_traits
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.models.loading import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.device import resolve_dtype

@@ -16,7 +16,7 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.models.loading import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores

@@ -1,1 +1,0 @@
-"""Attention backends over paged KV, behind one interface."""
