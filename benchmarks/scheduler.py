@@ -26,11 +26,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for count in options.sequences:
-        schedule, settle = measure(count, options.steps, options.lag)
-        both = [a + b for a, b in zip(schedule, settle, strict=True)]
+        schedule, postprocess = measure(count, options.steps, options.lag)
+        both = [a + b for a, b in zip(schedule, postprocess, strict=True)]
         figures = {
             "schedule µs": statistics.median(schedule),
-            "settle µs": statistics.median(settle),
+            "postprocess µs": statistics.median(postprocess),
             "both µs": statistics.median(both),
             "slowest step µs": max(both),
             "loop µs": append_loop(count),
@@ -44,7 +44,7 @@ def measure(count: int, steps: int, lag: int) -> tuple[list[float], list[float]]
     params = SamplingParams(max_new_tokens=steps + 64, eos_token_ids=frozenset([0]))
     scheduler = Scheduler(BlockManager(count * (steps // 8 + 32), 16), count, max(8192, count), 16384)
     scheduler.add([Sequence(Request(str(i), list(range(i, i + 64 + i % 16)), params), i) for i in range(count)])
-    schedule, settle, launched = [], [], []
+    schedule, postprocess, launched = [], [], []
     for step in range(steps):
         start = time.thread_time()
         plan = scheduler.schedule()
@@ -57,11 +57,11 @@ def measure(count: int, steps: int, lag: int) -> tuple[list[float], list[float]]
             tokens = [1 + (row * 7919 + step) % 50_000 for row in range(rows)]
             log_probs, raw, sampled = ([-1.0 / (1 + row + step) for row in range(rows)] for _ in range(3))
             start = time.thread_time()
-            scheduler.settle(plan, tokens, log_probs, raw, sampled, 0)
+            scheduler.postprocess(plan, tokens, log_probs, raw, sampled, 0)
             if not plan.prefills and rows == count:
                 schedule.append(planned)
-                settle.append(time.thread_time() - start)
-    return schedule, settle
+                postprocess.append(time.thread_time() - start)
+    return schedule, postprocess
 
 
 def append_loop(count: int) -> float:

@@ -11,7 +11,7 @@ from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVMemory
+from verl.inference.memory import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
@@ -33,8 +33,8 @@ class Versions:
         from verl.inference.kernels.paged_attention import TritonAttention  # triton exists only beside a GPU
 
         model = GenericModel(moe_model("qwen3_moe"), MAX_LENGTH, device="cuda:0")
-        kv = KVMemory(model, num_blocks, BLOCK)
-        kv.note_experts(model)
+        kv = KVCache(model, num_blocks, BLOCK)
+        kv.record_experts(model)
         runner = ModelRunner(model, TritonAttention(), kv, SEQUENCES, MAX_LENGTH, use_graphs=True)
         blocks = BlockManager(num_blocks, BLOCK)
         self.engine = Engine(Scheduler(blocks, SEQUENCES, 32, MAX_LENGTH, returns_experts=True), runner)
@@ -55,7 +55,7 @@ class Versions:
     def update(self) -> None:
         self.engine.drain()
         self._add(len(self.models))
-        self.engine.requeue_all()
+        self.engine.preempt_all()
         self.engine.version += 1
 
     def equal_share(self, prompt: list[int], output: Output) -> float:

@@ -48,9 +48,9 @@ class HashRunner:
             self.prefilled += len(prefill.token_ids)
         states += [
             self._feed(slot, position, self._last[slot])
-            for slot, position in zip(plan.decodes, plan.positions, strict=True)
+            for slot, position in zip(plan.decode_slots, plan.decode_positions, strict=True)
         ]
-        for source, target in plan.copies_after:
+        for source, target in plan.block_copies:
             self._kv[target] = list(self._kv[source])
         banned: dict[int, set[int]] = {}
         for row, token in plan.banned:
@@ -75,12 +75,12 @@ class HashRunner:
         return hash((*seen, entry))
 
     def _check(self, plan: StepPlan) -> None:
-        tokens = sum(len(prefill.token_ids) for prefill in plan.prefills) + len(plan.decodes)
+        tokens = sum(len(prefill.token_ids) for prefill in plan.prefills) + len(plan.decode_slots)
         assert 0 < tokens <= self._max_tokens
         assert all(prefill.token_ids for prefill in plan.prefills)
-        fed = [prefill.slot for prefill in plan.prefills] + plan.decodes
+        fed = [prefill.slot for prefill in plan.prefills] + plan.decode_slots
         assert len(set(fed)) == len(fed)
-        assert plan.sample_slots == [s for prefill in plan.prefills for s in prefill.samples] + plan.decodes
+        assert plan.sample_slots == [s for prefill in plan.prefills for s in prefill.samples] + plan.decode_slots
         assert len(set(plan.sample_slots)) == len(plan.sample_slots) == len(plan.sample_positions)
 
 

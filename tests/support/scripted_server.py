@@ -65,7 +65,7 @@ class ScriptedServer:
             self._paused = False
             self._changed.notify()
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         with self._changed:
             assert self._paused or not self._running
             self._prefixes.clear()

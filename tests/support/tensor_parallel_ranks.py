@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.requests import requests_of
 from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.inference.tensor_parallel import FollowingEngine
+from verl.inference.tensor_parallel import FollowerEngine
 from verl.protocol import DataProto, object_array
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.engine_host import EngineHost
@@ -48,7 +48,7 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     """Responses by requests, as agents generate. Generation is paused on all ranks for a barrier and an update with the
     same `weights`, and resumed."""
     prompts, host = make_prompts(), EngineHost(rollout)
-    if isinstance(rollout._loop, FollowingEngine):
+    if isinstance(rollout._loop, FollowerEngine):
         results = None
     else:
         sent = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
@@ -58,7 +58,7 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     dist.barrier()
     rollout.update_weights(weights.items(), version=0)
     rollout.resume_generation()
-    if not isinstance(rollout._loop, FollowingEngine):
+    if not isinstance(rollout._loop, FollowerEngine):
         answers: dict[str, list[int]] = {}
         while len(answers) < len(sent):
             collected = host.collect_outputs("agents", timeout=60).outputs

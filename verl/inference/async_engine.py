@@ -17,38 +17,39 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
-from verl.inference.constraints import AnswerRules
+from verl.inference.constraints import OutputConstraints
 from verl.inference.engine import StepEngine
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 
-__all__ = ["AsyncEngine", "TokenStream", "since", "wake"]
+__all__ = ["AsyncEngine", "TokenStream", "notify_streams", "output_since"]
 
 _PAUSE = "pause"
 _FAILING = "failing"
 
 
 class AsyncEngine:
-    """Answers requests; the thread is started by the first one. Every method may be called from any thread."""
+    """Generates outputs for requests. The first request starts the thread. Every method is thread-safe."""
 
     def __init__(self, engine: StepEngine, tokenizer: Callable[[], Any] | None = None) -> None:
-        """`tokenizer` loads one, when the first request with stop strings or a grammar comes."""
+        """`tokenizer` loads the tokenizer; called for the first request with stop strings or a grammar."""
         self._engine = engine
-        self._rules = AnswerRules(tokenizer)
+        self._constraints = OutputConstraints(tokenizer)
         self._changed = threading.Condition()
-        # Everybody who is not finished, by id; those the engine does not know yet; those who are to end early.
+        # By request id.
         self._unfinished: dict[str, Sequence] = {}
-        self._arriving: deque[Sequence] = deque()
-        self._leaving: list[Sequence] = []
+        # Not yet added to the engine.
+        self._new: deque[Sequence] = deque()
+        self._aborting: list[Sequence] = []
         self._streams: set[TokenStream] = set()
         self._halted_by: set[str] = set()
         self._stepping = False
         self._closing = False
-        # While a pause lets earlier requests finish: the last serial that may still be worked on.
-        self._last_admitted: float = math.inf
-        self._serial = 0
-        self._told_tokens = 0
-        """Of requests that have ended."""
+        # While a pause lets earlier requests finish: the last `arrival` that is still admitted.
+        self._last_admissible: float = math.inf
+        self._next_arrival = 0
+        self._finished_tokens = 0
+        """Generated tokens of finished requests."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -62,28 +63,28 @@ class AsyncEngine:
 
     @property
     def unfinished(self) -> int:
-        """How many requests wait or are worked on."""
+        """Number of waiting and running requests."""
         return len(self._unfinished)
 
     def counts(self) -> tuple[int, int, int]:
-        """Requests that have a token, those that have none yet, and the tokens of all that there were."""
+        """Return (requests with at least one token, requests without, tokens generated since the start)."""
         with self._changed:
             lengths = [len(sequence.output.token_ids) for sequence in self._unfinished.values()]
             running = sum(length > 0 for length in lengths)
-            return running, len(lengths) - running, self._told_tokens + sum(lengths)
+            return running, len(lengths) - running, self._finished_tokens + sum(lengths)
 
     # ---------------------------------------------------------------- requests
 
     def submit(self, requests: SequenceOf[Request]) -> list[Future[Output]]:
-        """Queue all of them in one go, or none; a cancelled future aborts its request."""
+        """Queue all requests, or none if one is invalid. Cancelling a future aborts its request."""
         return [sequence.future for sequence in self._submit(requests)]
 
     async def generate(self, request: Request) -> Output:
-        """The answer to one request. Cancelling the awaiting task aborts it."""
+        """Return the output of one request. Cancelling the awaiting task aborts it."""
         return await asyncio.wrap_future(self.submit([request])[0])
 
     async def stream(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The answer in pieces, as its tokens come; the last piece has a finish reason, the others have "".
+        """Yield the output in pieces as tokens are sampled; only the last piece has a finish reason.
 
         Closing the iterator aborts the request.
         """
@@ -92,64 +93,64 @@ class AsyncEngine:
         position = 0
         try:
             while not sequence.future.done():
-                piece = since(sequence.output, position)
+                piece = output_since(sequence.output, position)
                 if piece.token_ids:
                     position += len(piece.token_ids)
                     yield piece
                 await stream.more.wait()
                 stream.more.clear()
             answer = sequence.future.result()
-            yield since(answer, position, answer.finish_reason)
+            yield output_since(answer, position, answer.finish_reason)
         finally:
             sequence.future.cancel()
 
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        """Tokens from a position on of those of these requests that are under way and have more."""
+        """Return the new tokens of unfinished requests: id → output from the given position on, if it is not empty."""
         with self._changed:
             sequences = {name: self._unfinished[name] for name in positions if name in self._unfinished}
         pieces = {}
         for name, sequence in sequences.items():
-            piece = since(sequence.output, start := positions[name])
+            piece = output_since(sequence.output, start := positions[name])
             if piece.token_ids:
                 piece.routed_experts = sequence.experts_since(start, start + len(piece.token_ids))
                 pieces[name] = piece
         return pieces
 
     def abort(self, ids: Iterable[str] | None) -> None:
-        """End requests (None: all) before the next token; their outputs carry what there is."""
+        """Abort requests (None: all) before the next token; their futures return the partial outputs."""
         with self._changed:
             if ids is None:
-                found = self._everyone()
+                sequences = self._all_unfinished()
             else:
-                found = [self._unfinished[name] for name in ids if name in self._unfinished]
-            for sequence in found:
-                self._mark_leaving(sequence)
+                sequences = [self._unfinished[name] for name in ids if name in self._unfinished]
+            for sequence in sequences:
+                self._mark_aborted(sequence)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar, which may take a while; a request with it is then taken at once."""
-        self._rules.prepare(params)
+        """Compile the grammar of `params`, so that a later request with it is queued without delay."""
+        self._constraints.prepare(params)
 
-    # ---------------------------------------------------------------- standing still
+    # ---------------------------------------------------------------- halt and pause
 
     def halt(self, reason: str) -> None:
-        """Return when no step runs and all sampled tokens are taken; none will run until `go(reason)`."""
+        """Return when no step runs and all sampled tokens are collected; no step runs until `resume(reason)`."""
         with self._changed:
             self._halted_by.add(reason)
             self._changed.notify_all()
-            self._wait_until_still()
+            self._wait_until_halted()
 
-    def go(self, reason: str) -> None:
-        """Take back one reason to stand still."""
+    def resume(self, reason: str) -> None:
+        """Remove one reason to halt; steps run again when none is left."""
         with self._changed:
             self._halted_by.discard(reason)
             self._changed.notify_all()
 
     def pause(self, mode: str) -> None:
-        """Return when sampling has stopped: `finish` completes earlier requests first, `abort` ends them."""
+        """Return when sampling has stopped. mode=finish completes earlier requests first, mode=abort aborts them."""
         with self._changed:
-            last = self._serial - 1
+            last = self._next_arrival - 1
             if mode == "finish":
-                self._last_admitted = last
+                self._last_admissible = last
                 self._halted_by.discard(_PAUSE)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closing or not self._has_earlier(last))
@@ -158,56 +159,57 @@ class AsyncEngine:
                 self.abort(None)
                 self._changed.wait_for(lambda: self._closing or not self._has_earlier(last))
             self._changed.notify_all()
-            self._wait_until_still()
+            self._wait_until_halted()
 
     @property
     def paused(self) -> bool:
-        """Whether requests wait for `unpause`."""
+        """Whether requests are held until `unpause`."""
         return _PAUSE in self._halted_by
 
     def unpause(self) -> None:
-        """Go on after `pause`."""
+        """Resume sampling after `pause`."""
         with self._changed:
-            self._last_admitted = math.inf
-            self.go(_PAUSE)
+            self._last_admissible = math.inf
+            self.resume(_PAUSE)
 
-    def recompute(self, running: bool = True) -> None:
-        """Cached KV is void; what runs is computed again from its tokens, if its own is too. Only while halted."""
+    def invalidate_kv_cache(self, running: bool = True) -> None:
+        """Reset the prefix cache; with `running`, also recompute the KV of running sequences. Only while halted."""
         with self._changed:
             if running:
-                self._engine.requeue_all()
+                self._engine.preempt_all()
             else:
-                self._engine.forget_prefixes()
+                self._engine.reset_prefix_cache()
 
     def fail(self, error: BaseException) -> None:
-        """Every request known now ends with this error."""
+        """Fail every unfinished request with this error."""
         with self._changed:
             self._halted_by.add(_FAILING)
             self._changed.notify_all()
-            self._wait_until_still()
-            failed = self._forget_everyone()
-            self.go(_FAILING)
+            self._wait_until_halted()
+            failed = self._drop_all()
+            self.resume(_FAILING)
         for sequence in failed:
-            _answer(sequence, error)
+            _resolve(sequence, error)
 
     def close(self) -> None:
-        """End the thread; what is unfinished fails."""
+        """Stop the thread; unfinished requests fail."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         error = RuntimeError("the rollout engine was closed before this request was finished.")
-        for sequence in self._forget_everyone():
-            _answer(sequence, error)
+        for sequence in self._drop_all():
+            _resolve(sequence, error)
 
-    # ---------------------------------------------------------------- taking requests
+    # ---------------------------------------------------------------- submission
 
     def _submit(self, requests: SequenceOf[Request], stream: TokenStream | None = None) -> list[Sequence]:
         sequences = []
         for request in requests:
             self._engine.check(request)
-            sequences.append(Sequence(request, 0, self._rules.stop_check(request), self._rules.grammar(request)))
+            stop_check, grammar = self._constraints.stop_check(request), self._constraints.grammar(request)
+            sequences.append(Sequence(request, 0, stop_check, grammar))
         with self._changed:
             self._enqueue(sequences)
             if stream is not None:
@@ -223,32 +225,34 @@ class AsyncEngine:
         for sequence in sequences:
             name = sequence.request.id
             if name in taken or name in self._unfinished:
-                raise ValueError(f"request {name!r}: the engine is working on a request of this id. Give each its own.")
+                raise ValueError(
+                    f"request {name!r}: the engine is already processing a request with this id. Use unique ids."
+                )
             taken.add(name)
         for sequence in sequences:
-            sequence.serial = self._serial
-            self._serial += 1
+            sequence.arrival = self._next_arrival
+            self._next_arrival += 1
             self._unfinished[sequence.request.id] = sequence
-        self._arriving.extend(sequences)
+        self._new.extend(sequences)
         if self._thread is None and sequences:
             self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
     def _on_done(self, sequence: Sequence, stream: TokenStream | None, future: Future[Output]) -> None:
-        """Called in whichever thread answered or cancelled the future."""
+        """Runs in the thread that resolved or cancelled the future."""
         if stream is not None:
             with self._changed:
                 self._streams.discard(stream)
-            wake([stream])
+            notify_streams([stream])
         if future.cancelled():
             with self._changed:
-                self._mark_leaving(sequence)
+                self._mark_aborted(sequence)
 
-    def _mark_leaving(self, sequence: Sequence) -> None:
+    def _mark_aborted(self, sequence: Sequence) -> None:
         if not sequence.aborted:
             sequence.aborted = True
-            self._leaving.append(sequence)
+            self._aborting.append(sequence)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- the thread
@@ -259,8 +263,8 @@ class AsyncEngine:
                 self._changed.wait_for(self._has_work)
                 if self._closing:
                     return
-                left = self._take_leaving()
-                self._admit_arriving()
+                removed = self._remove_aborted()
+                self._admit_new()
                 halted = bool(self._halted_by)
                 self._stepping = True
             finished: list[Sequence] = []
@@ -269,81 +273,81 @@ class AsyncEngine:
                     finished = self._engine.drain()
                 elif self._engine.has_work:
                     finished = self._engine.step()
-            except Exception as error:  # noqa: BLE001 - every waiting caller gets it; the thread must outlive it
-                for sequence in self._forget_everyone():
-                    _answer(sequence, error)
+            except Exception as error:  # noqa: BLE001 - raised in every waiting caller; the thread must survive
+                for sequence in self._drop_all():
+                    _resolve(sequence, error)
             with self._changed:
                 self._stepping = False
                 for sequence in finished:
-                    self._end(sequence)
+                    self._forget(sequence)
                 streams = list(self._streams)
                 self._changed.notify_all()
-            for sequence in left + finished:
-                _answer(sequence)
-            wake(streams)
+            for sequence in removed + finished:
+                _resolve(sequence)
+            notify_streams(streams)
 
-    def _take_leaving(self) -> list[Sequence]:
-        """Those who are to end early and have not ended by themselves."""
-        if not self._leaving:
+    def _remove_aborted(self) -> list[Sequence]:
+        """Remove aborted sequences that have not finished meanwhile; return them."""
+        if not self._aborting:
             return []
-        leaving = [s for s in self._leaving if self._unfinished.get(s.request.id) is s]
-        self._leaving.clear()
-        not_known_yet = self._arriving[0].serial if self._arriving else math.inf
-        self._engine.remove([s for s in leaving if s.serial < not_known_yet])
-        for sequence in leaving:
+        aborted = [s for s in self._aborting if self._unfinished.get(s.request.id) is s]
+        self._aborting.clear()
+        first_new = self._new[0].arrival if self._new else math.inf
+        self._engine.remove([s for s in aborted if s.arrival < first_new])
+        for sequence in aborted:
             sequence.done = True
-            self._end(sequence)
-        return leaving
+            self._forget(sequence)
+        return aborted
 
-    def _end(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         del self._unfinished[sequence.request.id]
-        self._told_tokens += len(sequence.output.token_ids)
+        self._finished_tokens += len(sequence.output.token_ids)
 
-    def _admit_arriving(self) -> None:
-        """Hand to the engine who has come, as far as a pause allows."""
+    def _admit_new(self) -> None:
+        """Add new sequences to the engine, as far as a pause allows."""
         admitted = []
         while self._may_admit():
-            sequence = self._arriving.popleft()
+            sequence = self._new.popleft()
             if not sequence.done:
                 admitted.append(sequence)
         if admitted:
             self._engine.add(admitted)
 
     def _may_admit(self) -> bool:
-        return bool(self._arriving) and self._arriving[0].serial <= self._last_admitted and not self._halted_by
+        return bool(self._new) and self._new[0].arrival <= self._last_admissible and not self._halted_by
 
     def _has_work(self) -> bool:
-        if self._closing or self._leaving:
+        if self._closing or self._aborting:
             return True
         if self._halted_by:
             return self._engine.in_flight
         return self._engine.has_work or self._may_admit()
 
-    def _wait_until_still(self) -> None:
+    def _wait_until_halted(self) -> None:
         self._changed.wait_for(lambda: self._closing or not (self._stepping or self._engine.in_flight))
 
-    def _forget_everyone(self) -> list[Sequence]:
-        """Who they were; the engine is left empty."""
+    def _drop_all(self) -> list[Sequence]:
+        """Remove all sequences from the engine and return them."""
         with self._changed:
-            everyone = self._everyone()
-            for sequence in everyone:
-                self._end(sequence)
-            self._arriving.clear()
-            self._leaving.clear()
+            dropped = self._all_unfinished()
+            for sequence in dropped:
+                self._forget(sequence)
+            self._new.clear()
+            self._aborting.clear()
             self._engine.clear()
             self._changed.notify_all()
-            return everyone
+            return dropped
 
     def _has_earlier(self, last: int) -> bool:
-        return any(sequence.serial <= last for sequence in self._unfinished.values())
+        return any(sequence.arrival <= last for sequence in self._unfinished.values())
 
-    def _everyone(self) -> list[Sequence]:
+    def _all_unfinished(self) -> list[Sequence]:
         with self._changed:
             return list(self._unfinished.values())
 
 
-def _answer(sequence: Sequence, error: BaseException | None = None) -> None:
-    """Answer, unless the caller has cancelled meanwhile."""
+def _resolve(sequence: Sequence, error: BaseException | None = None) -> None:
+    """Set the future's result or exception, unless the caller has cancelled it."""
     error = error or sequence.error
     with contextlib.suppress(InvalidStateError):
         if error is not None:
@@ -353,27 +357,27 @@ def _answer(sequence: Sequence, error: BaseException | None = None) -> None:
 
 
 class TokenStream:
-    """For one request."""
+    """Notifies a consumer in an event loop of new tokens of one request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.more = asyncio.Event()
-        """There may be more tokens, or the answer is finished."""
+        """Set when there may be more tokens, or the request is finished."""
 
 
-def wake(streams: list[TokenStream]) -> None:
-    """From any thread: one call into each event loop, however many wait there."""
+def notify_streams(streams: list[TokenStream]) -> None:
+    """Set the events of all streams, with one call into each event loop. Thread-safe."""
     by_loop: dict[asyncio.AbstractEventLoop, list[TokenStream]] = {}
     for stream in streams:
         by_loop.setdefault(stream.loop, []).append(stream)
     for loop, waiting in by_loop.items():
-        # A loop that was closed has nobody left who waits.
+        # A closed loop has no consumers.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_set_all, waiting)
 
 
-def since(output: Output, position: int, finish_reason: str = "") -> Output:
-    """What came after `position`. The engine may be appending: the versions are written last."""
+def output_since(output: Output, position: int, finish_reason: str = "") -> Output:
+    """Copy of the output from `position` on. Safe while the engine appends: `versions` is written last."""
     here = slice(position, len(output.versions))
     return Output(
         output.token_ids[here],

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "TorchAttention"]
+__all__ = ["AttentionBackend", "AttentionStep", "LayerKVCache", "TorchAttention"]
 
-KVCache = tuple[torch.Tensor, torch.Tensor]
+LayerKVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], contiguous."""
 
 
@@ -46,7 +46,7 @@ class AttentionBackend(Protocol):
 class AttentionStep:
     """The layout of one forward pass over T tokens: prefill chunks first, one after the other, then the decodes."""
 
-    kv_cache: list[KVCache]
+    kv_cache: list[LayerKVCache]
     """One pair per layer."""
     backend: AttentionBackend
     slots: torch.Tensor

@@ -16,13 +16,13 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVMemory, choose_num_blocks
+from verl.inference.memory import KVCache, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
 from verl.inference.models.fused import FusedModel, unsupported_reason
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
-from verl.inference.tensor_parallel import SINGLE, FollowingEngine, LeadingEngine, LeadingRunner, TensorParallel
+from verl.inference.tensor_parallel import SINGLE, FollowerEngine, LeaderEngine, LeaderRunner, TensorParallel
 from verl.inference.weights import EngineWeights
 from verl.models.loading import pretrained_model, read_config
 from verl.utils.device import resolve_dtype
@@ -37,7 +37,7 @@ __all__ = [
     "end_tokens",
     "load_inference_model",
     "load_module",
-    "read_model_config",
+    "read_hf_config",
 ]
 
 
@@ -53,7 +53,7 @@ class NativeOptions:
     """fused, generic, or whichever runs the model."""
 
     @classmethod
-    def of(cls, config: GeneratorConfig) -> NativeOptions:
+    def from_config(cls, config: GeneratorConfig) -> NativeOptions:
         given = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
         where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
@@ -76,20 +76,20 @@ class BuiltEngine:
     parallel: TensorParallel
     model: InferenceModel
     weights: EngineWeights
-    kv: KVMemory
+    kv: KVCache
     device: torch.device
     dtype: torch.dtype
     load_tokenizer: Callable[[], Any]
     end_tokens: EndTokens
     pad_token_id: int | None
 
-    def start(self) -> AsyncEngine | FollowingEngine:
+    def start(self) -> AsyncEngine | FollowerEngine:
         """The loop that drives the engine; on all but the first of several ranks, the one that follows."""
         if self.parallel.size == 1:
             return AsyncEngine(self.engine, self.load_tokenizer)
         if self.parallel.rank == 0:
-            return LeadingEngine(self.engine, self.parallel, self.load_tokenizer)
-        return FollowingEngine(self.runner, self.parallel)
+            return LeaderEngine(self.engine, self.parallel, self.load_tokenizer)
+        return FollowerEngine(self.runner, self.parallel)
 
 
 def build_engine(
@@ -100,11 +100,11 @@ def build_engine(
     dtype: torch.dtype | None = None,
 ) -> BuiltEngine:
     """The model of a local folder on `device`, in `dtype` (None: `config.dtype`), ready to be stepped."""
-    options = NativeOptions.of(config)
+    options = NativeOptions.from_config(config)
     device = torch.empty(0, device=device).device  # with its index, if it has one
     dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
-    hf_config = read_model_config(model_path, model_config)
-    parallel = TensorParallel.of_world(config.tensor_model_parallel_size)
+    hf_config = read_hf_config(model_path, model_config)
+    parallel = TensorParallel.from_world(config.tensor_model_parallel_size)
     model = load_inference_model(
         model_path,
         hf_config,
@@ -120,9 +120,9 @@ def build_engine(
         model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
     )
     # Block numbers mean the same on all ranks that share the model.
-    kv = KVMemory(model, parallel.smallest(blocks), options.block_size)
+    kv = KVCache(model, parallel.all_reduce_min(blocks), options.block_size)
     if config.return_routed_experts:
-        kv.note_experts(model)
+        kv.record_experts(model)
     runner = ModelRunner(
         model,
         _attention_for(device),
@@ -130,7 +130,7 @@ def build_engine(
         config.max_num_seqs,
         config.max_model_len,
         use_graphs=not config.enforce_eager,
-        beside_others=not config.free_cache_engine,  # it keeps its memory while others compute, and so may go on
+        own_stream=not config.free_cache_engine,  # it keeps its memory while others compute, and so may go on
     )
     scheduler = Scheduler(
         BlockManager(kv.num_blocks, kv.block_size, config.enable_prefix_caching),
@@ -141,7 +141,7 @@ def build_engine(
         returns_experts=config.return_routed_experts,
     )
     return BuiltEngine(
-        engine=Engine(scheduler, runner if parallel.size == 1 else LeadingRunner(runner, parallel), model.vocab_size),
+        engine=Engine(scheduler, runner if parallel.size == 1 else LeaderRunner(runner, parallel), model.vocab_size),
         runner=runner,
         parallel=parallel,
         model=model,
@@ -171,7 +171,7 @@ logger = logging.getLogger(__name__)
 MODEL_KINDS = ("auto", "fused", "generic")
 
 
-def read_model_config(path: str, model_config: ModelConfig) -> Any:
+def read_hf_config(path: str, model_config: ModelConfig) -> Any:
     """The HF config with the overrides that training has too."""
     return read_config(path, model_config.trust_remote_code, model_config.override_config)
 

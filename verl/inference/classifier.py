@@ -13,8 +13,8 @@ from torch import nn
 __all__ = ["Classifier"]
 
 # So often somebody who waits for a parked model looks whether it will ever be woken.
-_LOOK_S = 0.2
-_Waiting = tuple[list[int], "Future[list[float]]"]
+_CLOSE_POLL_S = 0.2
+_Item = tuple[list[int], "Future[list[float]]"]
 
 
 class Classifier:
@@ -28,22 +28,22 @@ class Classifier:
         self.labels: list[str] = [str(config.id2label.get(label, label)) for label in range(config.num_labels)]
         self._pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
         self._max_tokens = max_tokens
-        self._waiting: list[_Waiting] = []
-        self._working = 0
+        self._waiting: list[_Item] = []
+        self._num_running = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._awake = threading.Lock()
+        self._on_device = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="classifier", daemon=True)
         self._thread.start()
 
     @property
     def unfinished(self) -> int:
         """Sequences that wait or are worked on."""
-        return len(self._waiting) + self._working
+        return len(self._waiting) + self._num_running
 
     def submit(self, sequences: Sequence[list[int]]) -> list[Future[list[float]]]:
-        """Logits [labels] of each, some time soon. One that is cancelled while it waits is left out."""
-        added: list[_Waiting] = [(sequence, Future()) for sequence in sequences]
+        """Logits [labels] of item, some time soon. One that is cancelled while it waits is left out."""
+        added: list[_Item] = [(sequence, Future()) for sequence in sequences]
         with self._changed:
             if self._closing:
                 raise RuntimeError("the classifier is closed.")
@@ -51,19 +51,19 @@ class Classifier:
             self._changed.notify()
         return [future for _, future in added]
 
-    def park(self) -> None:
-        """Give the device's memory back; what is asked meanwhile waits until `wake`."""
-        self._awake.acquire()
+    def offload(self) -> None:
+        """Give the device's memory back; what is asked meanwhile waits until `onload`."""
+        self._on_device.acquire()
         self._device = self._model.device
         self._model.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self._model.to(self._device)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # it works in another thread, on another stream
-        self._awake.release()
+        self._on_device.release()
 
     def close(self) -> None:
         """End the thread; what waits fails."""
@@ -82,39 +82,39 @@ class Classifier:
                 if self._closing:
                     return
                 batch = self._take()
-                self._working = len(batch)
-            if not self._woken():
+                self._num_running = len(batch)
+            if not self._acquire_model():
                 self._waiting += batch
                 return
             try:
-                self._answer([each for each in batch if each[1].set_running_or_notify_cancel()])
+                self._score([item for item in batch if item[1].set_running_or_notify_cancel()])
             finally:
-                self._awake.release()
-            self._working = 0
+                self._on_device.release()
+            self._num_running = 0
 
-    def _woken(self) -> bool:
+    def _acquire_model(self) -> bool:
         """Take the model when it is on its device; False where it will not be again, because this ends."""
-        while not self._awake.acquire(timeout=_LOOK_S):
+        while not self._on_device.acquire(timeout=_CLOSE_POLL_S):
             if self._closing:
                 return False
         return True
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_Item]:
         """The first that came, so that nobody waits for ever, and those of about its length: little is padding."""
         first = len(self._waiting[0][0])
-        by_likeness = sorted(self._waiting, key=lambda each: abs(len(each[0]) - first))
-        taken: list[_Waiting] = []
+        by_likeness = sorted(self._waiting, key=lambda item: abs(len(item[0]) - first))
+        taken: list[_Item] = []
         longest = 0
-        for each in by_likeness:
-            longest = max(longest, len(each[0]))
+        for item in by_likeness:
+            longest = max(longest, len(item[0]))
             if taken and longest * (len(taken) + 1) > self._max_tokens:
                 break
-            taken.append(each)
+            taken.append(item)
         chosen = {id(future) for _, future in taken}
-        self._waiting = [each for each in self._waiting if id(each[1]) not in chosen]
+        self._waiting = [item for item in self._waiting if id(item[1]) not in chosen]
         return taken
 
-    def _answer(self, batch: list[_Waiting]) -> None:
+    def _score(self, batch: list[_Item]) -> None:
         if not batch:
             return
         try:

@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from verl.inference.step_plan import Masks
+from verl.inference.step_plan import TokenMasks
 from verl.types.request import Request, SamplingParams
 from verl.utils.resources import available_cores
 
 __all__ = [
-    "AnswerGrammar",
-    "AnswerRules",
+    "GrammarState",
     "GrammarTokenizer",
+    "OutputConstraints",
     "StopStrings",
     "check_compiles",
     "json_grammar",
-    "masks_of",
     "text_grammar",
+    "token_masks",
 ]
 
 # A server may be asked with others every time; the oldest are made again.
@@ -29,7 +29,7 @@ _KEPT_STOP_STRINGS = 256
 _KEPT_GRAMMARS = 64
 
 
-class AnswerRules:
+class OutputConstraints:
     """Made from any thread; the tokenizer is loaded with the first that needs it."""
 
     def __init__(self, load_tokenizer: Callable[[], Any] | None) -> None:
@@ -37,7 +37,7 @@ class AnswerRules:
         self._tokenizer: Any = None
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._grammar_tokenizers: dict[frozenset[int], GrammarTokenizer] = {}
-        self._grammars: dict[tuple[str, frozenset[int]], AnswerGrammar] = {}
+        self._grammars: dict[tuple[str, frozenset[int]], GrammarState] = {}
         self._loading = threading.Lock()
         # Of its own: a grammar may take seconds, and requests with stop strings must not wait for it.
         self._compiling = threading.Lock()
@@ -60,7 +60,7 @@ class AnswerRules:
                 self._stop_strings[stop] = StopStrings(tokenizer, stop)
             return self._stop_strings[stop]
 
-    def grammar(self, request: Request) -> AnswerGrammar | None:
+    def grammar(self, request: Request) -> GrammarState | None:
         """Where its answer begins in its grammar; None: it has none."""
         if request.params.grammar is None:
             return None
@@ -74,7 +74,7 @@ class AnswerRules:
         if params.grammar is not None:
             self._compiled(params.grammar, params.eos_token_ids)
 
-    def _compiled(self, grammar: str, ends: frozenset[int]) -> AnswerGrammar:
+    def _compiled(self, grammar: str, ends: frozenset[int]) -> GrammarState:
         if self._load_tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and this engine has none. Leave it out.")
         known = self._grammars.get((grammar, ends))
@@ -212,12 +212,12 @@ class GrammarTokenizer:
         except ValueError as error:
             raise ValueError(f"{_UNSUPPORTED_TOKENIZER} ({error}). {_REMEDY}") from error
 
-    def compile(self, grammar: str) -> AnswerGrammar:
+    def compile(self, grammar: str) -> GrammarState:
         """The beginning of an answer in this grammar. ValueError: it is none."""
         matcher = _library().LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"grammar: {matcher.get_error().strip()}")
-        return AnswerGrammar(matcher, self._tokens.vocab_size)
+        return GrammarState(matcher, self._tokens.vocab_size)
 
 
 def check_compiles(tokenizer: Any, ends: frozenset[int], grammar: str) -> None:
@@ -226,7 +226,7 @@ def check_compiles(tokenizer: Any, ends: frozenset[int], grammar: str) -> None:
     For a process with limits on time and memory: compiling it again elsewhere costs about the same.
     """
     compiled = _grammar_tokenizer(tokenizer, ends).compile(grammar)
-    masks_of([compiled])
+    token_masks([compiled])
     if compiled.error is not None:
         raise ValueError(f"grammar: {compiled.error}")
 
@@ -236,15 +236,15 @@ def _grammar_tokenizer(tokenizer: Any, ends: frozenset[int]) -> GrammarTokenizer
     return GrammarTokenizer(tokenizer, ends)
 
 
-class AnswerGrammar:
+class GrammarState:
     """Where an answer stands in its grammar."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
 
-    def copy(self) -> AnswerGrammar:
+    def copy(self) -> GrammarState:
         """For another answer, from here on."""
-        return AnswerGrammar(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
 
     def accept(self, token: int) -> None:
         """The token came."""
@@ -261,7 +261,7 @@ class AnswerGrammar:
         return self._matcher.get_error().strip().partition("\n")[0] if self._matcher.is_error() else None
 
 
-def masks_of(grammars: Iterable[AnswerGrammar | None]) -> Masks | None:
+def token_masks(grammars: Iterable[GrammarState | None]) -> TokenMasks | None:
     """Which tokens may come next in the rows that have a grammar; None: no row has one.
 
     All cores look at once: a mask takes microseconds, but milliseconds where a text is unusual.

@@ -46,45 +46,45 @@ class StepGraphs:
         self._decode, self._mixed = decode, mixed
         self._last_tokens = last_tokens
         self._max_sequences = max_sequences
-        self._nobody = len(last_tokens) - 1
+        self._padding_slot = len(last_tokens) - 1
         self._pool = torch.cuda.graph_pool_handle()
-        self._can_record = True
-        self._kept: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._can_capture = True
+        self._graphs: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         # What the graphs read; rows beyond a step's own belong to nobody.
         tokens = _MIXED_SIZES[-1]
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._rows = torch.full((tokens,), self._nobody, dtype=torch.int64, device=device)
+        self._rows = torch.full((tokens,), self._padding_slot, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._starts = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
-        self._sequence_rows = torch.full((max_sequences,), self._nobody, dtype=torch.int64, device=device)
+        self._sequence_rows = torch.full((max_sequences,), self._padding_slot, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
-    def record_all(self) -> None:
+    def capture_all(self) -> None:
         """Every size, as far as there are so many sequences. The largest first: the others fit into what it takes."""
         decode = [size for size in _DECODE_SIZES if size < 2 * self._max_sequences]
         steps = [(True, size) for size in _MIXED_SIZES] + [(False, size) for size in decode]
         for has_prefills, size in sorted(steps, key=lambda step: -step[1]):
-            if not self._can_record or self._record(has_prefills, size) is None:
+            if not self._can_capture or self._capture(has_prefills, size) is None:
                 return
 
     def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
         """Hidden states of the step, padding last; None if there is no graph for it."""
         sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES
         count = len(inputs.token_rows)
-        if count > sizes[-1] or not self._can_record:
+        if count > sizes[-1] or not self._can_capture:
             return None
         size = sizes[bisect.bisect_left(sizes, count)]
         self._rows[:count].copy_(inputs.token_rows)
         self._positions[:count].copy_(inputs.positions)
         if count < size:
-            self._rows[count:size].fill_(self._nobody)
+            self._rows[count:size].fill_(self._padding_slot)
             self._positions[count:size].zero_()
         if has_prefills:
             self._set_sequences(inputs)
-        kept = self._kept.get((has_prefills, size)) or self._record(has_prefills, size)
-        if kept is None:
+        captured = self._graphs.get((has_prefills, size)) or self._capture(has_prefills, size)
+        if captured is None:
             return None
-        graph, hidden = kept
+        graph, hidden = captured
         graph.replay()
         return hidden
 
@@ -98,7 +98,7 @@ class StepGraphs:
         self._sequence_rows[:sequences].copy_(inputs.sequence_rows)
         self._lengths[:sequences].copy_(inputs.lengths)
 
-    def _record(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+    def _capture(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         run = self._run_mixed if has_prefills else self._run_decode
         run(size)  # compiles kernels and fills caches of libraries, which a recording cannot do
         torch.cuda.synchronize()
@@ -110,13 +110,13 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             # It ran a moment ago, so it is the recording that this model does not allow.
-            self._can_record = False
+            self._can_capture = False
             reason = str(error).strip().splitlines()[0]
             logger.warning(
                 "steps of this model cannot be recorded as CUDA graphs and are launched one by one: %s", reason
             )
             return None
-        self._kept[has_prefills, size] = (graph, hidden)
+        self._graphs[has_prefills, size] = (graph, hidden)
         return graph, hidden
 
     def _run_decode(self, size: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.inference.attention import KVCache
+from verl.inference.attention import LayerKVCache
 from verl.utils.device import copy_to_device, record_mapped_bytes
 from verl.utils.exceptions import PicklableError
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DriverError",
-    "KVMemory",
+    "KVCache",
     "Region",
     "bytes_per_block",
     "bytes_per_token",
     "choose_num_blocks",
-    "device_room",
+    "device_kv_bytes",
     "driver_call",
-    "host_room",
+    "host_kv_bytes",
     "logit_bytes",
     "step_bytes",
 ]
@@ -217,22 +217,22 @@ def bytes_per_block(model: InferenceModel, block_size: int) -> int:
     return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
 
 
-class KVMemory:
-    """`num_blocks` blocks, and one more (`spare_block`) where rows that stand for nobody may write."""
+class KVCache:
+    """`num_blocks` blocks, and one more (`padding_block`) where rows that stand for nobody may write."""
 
     def __init__(self, model: InferenceModel, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.spare_block = num_blocks
+        self.padding_block = num_blocks
         self.region = Region((num_blocks + 1) * bytes_per_block(model, block_size), model.device)
         shape = (model.num_layers, 2, num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
         self._all = self.region.bytes.view(model.dtype).view(shape)
-        self.layers: list[KVCache] = [(layer[0], layer[1]) for layer in self._all]
+        self.layers: list[LayerKVCache] = [(layer[0], layer[1]) for layer in self._all]
         self._clear()
         self._experts: torch.Tensor | None = None
 
-    def note_experts(self, model: InferenceModel) -> None:
+    def record_experts(self, model: InferenceModel) -> None:
         """From now on every token's experts are kept beside its KV: who takes over a prefix takes over its experts."""
-        table = model.noted_experts((self.num_blocks + 1) * self.block_size)
+        table = model.record_experts((self.num_blocks + 1) * self.block_size)
         self._experts = table.unflatten(0, (-1, self.block_size))
 
     def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
@@ -290,10 +290,10 @@ def choose_num_blocks(
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
         logits = logit_bytes(max_num_seqs, model.vocab_size)
-        room = device_room(total, free, gpu_memory_utilization, model.region.size, logits)
+        room = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits)
         remedy = "Raise gpu_memory_utilization, or lower max_model_len"
     else:
-        room = host_room(host_memory_available())
+        room = host_kv_bytes(host_memory_available())
         remedy = "Free host memory, or lower max_model_len"
     blocks = min(wanted, room // each)
     if blocks < per_sequence:
@@ -313,12 +313,12 @@ def choose_num_blocks(
     return blocks
 
 
-def device_room(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
+def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
     """Bytes for KV on a GPU of `total` bytes, `free` of them once the weights are there."""
     return max(0, min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits)
 
 
-def host_room(available: int) -> int:
+def host_kv_bytes(available: int) -> int:
     """The same on a CPU."""
     return int(_HOST_SHARE * available)
 

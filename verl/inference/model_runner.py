@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from verl.inference.attention import AttentionBackend, AttentionStep
-from verl.inference.engine import Results
+from verl.inference.engine import StepResults
 from verl.inference.graphs import StepGraphs
-from verl.inference.memory import KVMemory
+from verl.inference.memory import KVCache
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import SampledRows, Sampler
 from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
 
-__all__ = ["InputSender", "ModelRunner", "Pending", "StepInputs"]
+__all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
 
 # Logits of a long prompt that are there at a time.
 _BLOCK_ELEMENTS = 2**25
@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 2**25
 _SWITCH_S = 1e-4
 
 
-class Pending:
+class LaunchedStep:
     """A launched step's results on their way to the host."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Pending:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def wait(self) -> Results:
+    def wait(self) -> StepResults:
         """(tokens, log-probs, log-probs at temperature 1, log-probs as drawn), one entry per sampled row."""
         if self._done is not None:
             self._done.synchronize()
@@ -73,13 +73,13 @@ class ModelRunner:
         self,
         model: InferenceModel,
         backend: AttentionBackend,
-        kv: KVMemory,
+        kv: KVCache,
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool,
-        beside_others: bool = False,
+        own_stream: bool = False,
     ) -> None:
-        """`beside_others`: on a GPU steps run on a stream of their own, before other threads' work that waits there,
+        """`own_stream`: on a GPU steps run on a stream of their own, before other threads' work that waits there,
         and all graphs are recorded now: while one is recorded, nobody else may give memory back."""
         device = model.device
         self.model, self.kv = model, kv
@@ -87,7 +87,7 @@ class ModelRunner:
         self._backend = backend
         width = -(-max_model_len // kv.block_size)
         # One slot more than sequences: what padded rows of a graph belong to.
-        self._tables = torch.full((max_num_seqs + 1, width), kv.spare_block, dtype=torch.int32, device=device)
+        self._tables = torch.full((max_num_seqs + 1, width), kv.padding_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
         self._sender = InputSender(device, width)
@@ -95,20 +95,20 @@ class ModelRunner:
         if use_graphs and device.type == "cuda":
             self._graphs = StepGraphs(self.decode, self.mixed, self._last_tokens, max_num_seqs)
         self._stream: torch.cuda.Stream | None = None
-        if beside_others and device.type == "cuda":
-            self._stream = self._own_stream()
+        if own_stream and device.type == "cuda":
+            self._stream = self._create_stream()
 
     @torch.inference_mode()
-    def _own_stream(self) -> torch.cuda.Stream:
+    def _create_stream(self) -> torch.cuda.Stream:
         if self._graphs is not None:
-            self._graphs.record_all()
+            self._graphs.capture_all()
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         stream = torch.cuda.Stream(self.model.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(self.model.device))  # tables and weights as they begin
         return stream
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; on a GPU this returns before it is done. Steps run in the order they were launched."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)  # of this thread, and with it the device
@@ -120,14 +120,14 @@ class ModelRunner:
         if plan.block_updates:
             self._tables.view(-1).index_copy_(0, inputs.table_entries, inputs.table_blocks.int())
         hidden = self._hidden(inputs, bool(plan.prefills))
-        self.kv.copy_blocks(plan.copies_after)
+        self.kv.copy_blocks(plan.block_copies)
         logits = self.model.logits(hidden[inputs.sampled_tokens])
         sampled = self._sampler.sample(
             logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned, plan.masks
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
         details = _details_of(plan, self.model, hidden, logits) if plan.detailed else None
-        return Pending(sampled, details, self._experts(plan, inputs) if plan.returns_experts else None)
+        return LaunchedStep(sampled, details, self._experts(plan, inputs) if plan.returns_experts else None)
 
     def _experts(self, plan: StepPlan, inputs: StepInputs) -> list[torch.Tensor]:
         """Experts as tensors [tokens, layers, k]: of the positions sampled from, then of each prefill's context.
@@ -223,7 +223,7 @@ def _details_of(
     `hidden` [tokens, hidden] of the step; `logits` [samples, vocab].
     """
     rows = [row for row, _ in plan.top_rows]
-    top = [_scored(logits[rows], [0] * len(rows), max(count for _, count in plan.top_rows))] if rows else []
+    top = [_top_log_probs(logits[rows], [0] * len(rows), max(count for _, count in plan.top_rows))] if rows else []
     prompts = []
     first, size = 0, max(1, _BLOCK_ELEMENTS // logits.shape[-1])
     for prefill in plan.prefills:
@@ -231,12 +231,16 @@ def _details_of(
             parts = [prefill.targets[start : start + size] for start in range(0, len(prefill.targets), size)]
             starts = range(first, first + len(prefill.targets), size)
             states = [hidden[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
-            prompts.append([_scored(model.logits(x), part, prefill.top) for x, part in zip(states, parts, strict=True)])
+            prompts.append(
+                [_top_log_probs(model.logits(x), part, prefill.top) for x, part in zip(states, parts, strict=True)]
+            )
         first += len(prefill.token_ids)
     return lambda: StepDetails(_on_host(top)[1], [_on_host(prompt) for prompt in prompts])
 
 
-def _scored(logits: torch.Tensor, targets: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _top_log_probs(
+    logits: torch.Tensor, targets: list[int], count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`logits` [rows, vocab] → log-probs of the targets [rows]; of the likeliest tokens [rows, count], and those."""
     log_probs = logits.float().log_softmax(dim=-1)
     of_target = log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1)
@@ -335,14 +339,14 @@ def _flat(plan: StepPlan, width: int) -> list[list[int]]:
         sampled += [starts[-1] + count - 1] * len(chunk.samples)
         starts.append(starts[-1] + count)
     first = starts[-1]
-    decodes = range(first, first + len(plan.decodes))
+    decodes = range(first, first + len(plan.decode_slots))
     return [
-        rows + plan.decodes,
-        positions + plan.positions,
+        rows + plan.decode_slots,
+        positions + plan.decode_positions,
         ids,
         [*starts, *(token + 1 for token in decodes)],
-        [chunk.slot for chunk in plan.prefills] + plan.decodes,
-        lengths + [position + 1 for position in plan.positions],
+        [chunk.slot for chunk in plan.prefills] + plan.decode_slots,
+        lengths + [position + 1 for position in plan.decode_positions],
         [*sampled, *decodes],
         plan.sample_slots,
         plan.sample_positions,

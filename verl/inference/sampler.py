@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl.inference.step_plan import Masks
+from verl.inference.step_plan import TokenMasks
 from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device import copy_to_device
@@ -23,7 +23,7 @@ class Sampler:
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         self._device = device
         self._shaper = _LogitShaper(slots, max_model_len, device)
-        self._columns = SamplingBatch.of([SamplingParams()] * slots, device)
+        self._columns = SamplingBatch.from_params([SamplingParams()] * slots, device)
         # What is true of any row decides which operations run; kept here, so that asking costs no look at the device.
         self._truncated: set[int] = set()
         self._greedy: set[int] = set()
@@ -36,7 +36,7 @@ class Sampler:
         if not taken:
             return
         self._shaper.assign(taken, histories)
-        rows = SamplingBatch.of([params for _, params in taken], self._device)
+        rows = SamplingBatch.from_params([params for _, params in taken], self._device)
         (index,) = copy_to_device([torch.tensor([slot for slot, _ in taken], dtype=torch.int64)], self._device)
         for name in ("keys", "temperature", "greedy", "top_k", "top_p", "min_p"):
             getattr(self._columns, name).index_copy_(0, index, getattr(rows, name))
@@ -52,7 +52,7 @@ class Sampler:
         index: torch.Tensor,
         positions: torch.Tensor,
         banned: Sequence[tuple[int, int]],
-        masks: Masks | None = None,
+        masks: TokenMasks | None = None,
     ) -> SampledRows:
         """One token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], which is index[i] on the device.
 
@@ -89,7 +89,7 @@ class Sampler:
         return sample_rows(logits, index, positions, columns.keys, columns.temperature, columns.greedy)
 
 
-def _masked(shape: Shape | None, masks: Masks, device: torch.device) -> Shape:
+def _masked(shape: Shape | None, masks: TokenMasks, device: torch.device) -> Shape:
     """After `shape`, the tokens that a row's mask does not allow have no chance; nor have those it does not know."""
     rows, words = masks
     packed = torch.from_numpy(words).view(torch.uint8)
@@ -221,7 +221,7 @@ class SamplingBatch:
     """Some temperature is not 1."""
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
+    def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
         """One row per entry of `params`; the device is not waited for."""
         columns = [
             torch.tensor([p.key for p in params], dtype=torch.int64),

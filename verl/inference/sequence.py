@@ -6,7 +6,7 @@ import math
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from verl.inference.constraints import AnswerGrammar
+from verl.inference.constraints import GrammarState
 from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import Output, Request
 from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, split_entries
@@ -29,26 +29,26 @@ class Sequence:
 
     __slots__ = (
         "aborted",
+        "arrival",
         "block_table",
         "cached_blocks",
         "cached_content",
         "cached_epoch",
-        "computed",
         "done",
-        "ends",
+        "end_token_ids",
         "error",
         "experts",
         "future",
         "grammar",
         "in_flight",
-        "look_at",
         "max_length",
         "min_length",
+        "next_check",
+        "num_computed_tokens",
         "output",
         "params",
         "prompt_ids",
         "request",
-        "serial",
         "slot",
         "stop_check",
         "token_ids",
@@ -57,15 +57,15 @@ class Sequence:
     def __init__(
         self,
         request: Request,
-        serial: int = 0,
+        arrival: int = 0,
         stop_check: StopCheck | None = None,
-        grammar: AnswerGrammar | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         earlier = request.resume_from or Output()
         count = len(earlier.token_ids)
         self.request = request
         self.params = request.params
-        self.serial = serial
+        self.arrival = arrival
         """Order of arrival."""
         self.future: Future[Output] = Future()
         self.aborted = False
@@ -86,7 +86,7 @@ class Sequence:
         """Prompt and generated tokens, as far as the host knows them."""
         self.in_flight = 0
         """Tokens sampled by launched steps which the host has not read yet."""
-        self.ends = request.params.ends
+        self.end_token_ids = request.params.ends
         self.stop_check = stop_check
         self.grammar = grammar
         """Where the answer stands in it."""
@@ -96,10 +96,10 @@ class Sequence:
         # Where it stands in the batch and in the KV memory; the scheduler and the block manager write these.
         self.slot = -1
         """Its row in the device's tables; -1: not running."""
-        self.computed = 0
+        self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once the launched steps have run."""
         self.block_table: list[int] = []
-        self.look_at = 0
+        self.next_check = 0
         """Position up to which it can be decoded without a further look."""
         # What the prefix cache knows of it: how many of its blocks, up to which content, since which flush.
         self.cached_blocks = 0
@@ -116,7 +116,7 @@ class Sequence:
 
     def is_finished(self) -> bool:
         """Whether the token it got last is its last one; if so, the output says why."""
-        if self.token_ids[-1] in self.ends or self._completes_a_stop_string():
+        if self.token_ids[-1] in self.end_token_ids or self._completes_a_stop_string():
             self.output.finish_reason = "stop"
             return True
         if self.grammar is not None and self.grammar.complete:
@@ -231,7 +231,7 @@ def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -
     for prefill in plan.prefills:
         context = next(unassigned) if prefill.context_experts else None
         contexts += [context] * len(prefill.samples)
-    contexts += [None] * len(plan.decodes)
+    contexts += [None] * len(plan.decode_slots)
     for row, (sequence, context) in enumerate(zip(rows, contexts, strict=True)):
         if not sequence.done:
             sampled = experts.sampled[row : row + 1]

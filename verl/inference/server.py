@@ -70,9 +70,9 @@ class ServedApp:
 
     app: ASGIApp
     what: str
-    park: Callable[[], None]
-    """Give the device's memory back; requests wait until `wake`."""
-    wake: Callable[[], None]
+    offload: Callable[[], None]
+    """Give the device's memory back; requests wait until `onload`."""
+    onload: Callable[[], None]
 
 
 def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp:
@@ -84,11 +84,11 @@ def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp
     if model.task == "classify":
         classifier, facts, what = held.enter_context(model.scoring(options.max_answers))
         scoring = ScoringServer(classifier, facts, parsers).app(max_body, options.api_key)
-        served = ServedApp(scoring, what, classifier.park, classifier.wake)
+        served = ServedApp(scoring, what, classifier.offload, classifier.onload)
     else:
         of = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
         api = OpenAIServer(of.engine, of.check, of.facts, of.tokenizer, parsers).app(max_body, options.api_key)
-        served = ServedApp(api, of.what, of.park, of.wake)
+        served = ServedApp(api, of.what, of.offload, of.onload)
     parsers.wait_until_ready()
     return served
 

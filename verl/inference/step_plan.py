@@ -11,9 +11,9 @@ from verl.types.request import SamplingParams, TopLogProbs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Masks", "Prefill", "StepDetails", "StepExperts", "StepPlan", "banned_tokens"]
+__all__ = ["Prefill", "StepDetails", "StepExperts", "StepPlan", "TokenMasks", "banned_tokens"]
 
-Masks: TypeAlias = "tuple[list[int], np.ndarray]"
+TokenMasks: TypeAlias = "tuple[list[int], np.ndarray]"
 """Rows in sample order, and [those rows, words] int32: a bit for each token, the lowest first, whether it may come."""
 
 
@@ -40,9 +40,9 @@ class StepPlan:
     """One step of the model. Slots are rows of the device's tables: last token, block table, sampling parameters."""
 
     prefills: list[Prefill] = field(default_factory=list)
-    decodes: list[int] = field(default_factory=list)
+    decode_slots: list[int] = field(default_factory=list)
     """Slots that are fed their last token, which the device knows."""
-    positions: list[int] = field(default_factory=list)
+    decode_positions: list[int] = field(default_factory=list)
     """Where each of those tokens stands in its sequence."""
     sample_slots: list[int] = field(default_factory=list)
     """Rows that sample, in order: every prefill's `samples`, then the decodes."""
@@ -54,11 +54,11 @@ class StepPlan:
     """(slot, length of the prompt, tokens) of those among them whose tokens change their logits."""
     block_updates: list[tuple[int, int, int]] = field(default_factory=list)
     """(slot, column, block): changes of the block tables, everything of a new slot included."""
-    copies_after: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to): blocks to be copied after this step's KV is written."""
     banned: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, token): ends of answers that are still too short."""
-    masks: Masks | None = None
+    masks: TokenMasks | None = None
     """Rows of which only some tokens are allowed."""
     top_rows: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, how many): who is told the likeliest tokens."""

@@ -1,7 +1,8 @@
-"""TensorParallel: one model over several ranks. Each holds a part of every matmul; sums and pieces meet between them.
+"""Tensor parallelism: one model over several ranks, each with a shard of every matmul.
 
-Rank 0 of the group schedules; the others carry out the plans it sends. All see the same logits and draw with the same
-noise, so tokens need not be sent. Marks in the stream of plans tell followers when the leader has come to rest.
+Rank 0 of the group (the leader) schedules; the followers execute the plans it broadcasts. All ranks see the same logits
+and sample with the same noise, so tokens need not be sent. Marks in the stream of plans tell followers that the leader
+has halted.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ import torch
 import torch.distributed as dist
 
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.engine import Pending, Runner, StepEngine
+from verl.inference.engine import PendingStep, Runner, StepEngine
 from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request
 
-__all__ = ["SINGLE", "FollowingEngine", "LeadingEngine", "LeadingRunner", "TensorParallel"]
+__all__ = ["SINGLE", "FollowerEngine", "LeaderEngine", "LeaderRunner", "TensorParallel"]
 
-# What the leader says beside plans.
+# Messages of the leader besides plans.
 _MARK, _END = "mark", "end"
 
 
 class TensorParallel:
-    """This rank's place in its group: sums and gathers between the ranks that share a model."""
+    """This rank's position in its group, and collectives between the ranks that share a model."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: Any = None, channel: Any = None, meeting: Any = None
+        self, rank: int = 0, size: int = 1, group: Any = None, plan_group: Any = None, cpu_group: Any = None
     ) -> None:
-        """`group` moves tensors of the device; of the two gloo groups, `channel` moves plans from the leader's thread
-        to the followers', and at `meeting` those who call the engine agree on numbers."""
+        """`group` is for device tensors. `plan_group` (gloo) broadcasts plans between the engine threads; `cpu_group`
+        (gloo) is for collectives of the calling threads."""
         self.rank, self.size = rank, size
-        self.group, self.channel, self.meeting = group, channel, meeting
+        self.group, self.plan_group, self.cpu_group = group, plan_group, cpu_group
 
     @classmethod
-    def of_world(cls, size: int) -> TensorParallel:
-        """Neighbouring ranks of the process group, `size` each. Every rank of it must call this."""
+    def from_world(cls, size: int) -> TensorParallel:
+        """Groups of `size` neighbouring ranks of the default process group. Every rank must call this."""
         if size == 1:
             return SINGLE
         if not dist.is_initialized():
             raise ValueError(
-                f"tensor_model_parallel_size: {size} ranks share an engine, and this one is alone. Start it in a"
-                " process group, or set it to 1."
+                f"tensor_model_parallel_size: {size} ranks share an engine, but there is no process group."
+                " Start it in one, or set it to 1."
             )
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % size:
@@ -55,65 +56,65 @@ class TensorParallel:
         mine: dict[str, Any] = {}
         for first in range(0, world, size):
             ranks = list(range(first, first + size))
-            # Nothing comes through the channel while the model trains, for however long.
+            # A long timeout: no plan arrives while the model trains.
             groups = {
                 "group": dist.new_group(ranks),
-                "channel": dist.new_group(ranks, timedelta(days=365), backend="gloo"),
-                "meeting": dist.new_group(ranks, backend="gloo"),
+                "plan_group": dist.new_group(ranks, timedelta(days=365), backend="gloo"),
+                "cpu_group": dist.new_group(ranks, backend="gloo"),
             }
             if rank in ranks:
                 mine = {"rank": rank - first, **groups}
         return cls(size=size, **mine)
 
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` added up, in place."""
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of `x` over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` [rows, columns] side by side: [rows, columns of all]."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate the ranks' `x` [rows, columns] to [rows, columns * size]."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
-    def smallest(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+    def all_reduce_min(self, number: int) -> int:
+        """The minimum of the ranks' numbers."""
         if self.size == 1:
             return number
-        found = torch.tensor([number])
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.meeting)
-        return int(found)
+        minimum = torch.tensor([number])
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.cpu_group)
+        return int(minimum)
 
     def send(self, message: Any) -> None:
-        """From the leader to all others."""
-        dist.broadcast_object_list([message], group_src=0, group=self.channel)
+        """Broadcast a message from the leader to the followers."""
+        dist.broadcast_object_list([message], group_src=0, group=self.plan_group)
 
     def receive(self) -> Any:
         box = [None]
-        dist.broadcast_object_list(box, group_src=0, group=self.channel)
+        dist.broadcast_object_list(box, group_src=0, group=self.plan_group)
         return box[0]
 
 
 SINGLE = TensorParallel()
 
 
-class LeadingRunner:
-    """The leader's runner: tells the others what it is about to compute."""
+class LeaderRunner:
+    """The leader's runner: broadcasts each plan before it executes it."""
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self._runner, self._parallel = runner, parallel
         self.lag = runner.lag
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> PendingStep:
         self._parallel.send(plan)
         return self._runner.launch(plan)
 
 
-class LeadingEngine(AsyncEngine):
-    """The leader's loop. Whenever it comes to rest it says so; followers that wait for it go on then."""
+class LeaderEngine(AsyncEngine):
+    """The leader's engine. After each halt it sends a mark, for which followers wait in `halt`."""
 
     def __init__(self, engine: StepEngine, parallel: TensorParallel, tokenizer: Callable[[], Any] | None) -> None:
         super().__init__(engine, tokenizer)
@@ -121,10 +122,6 @@ class LeadingEngine(AsyncEngine):
 
     def halt(self, reason: str) -> None:
         super().halt(reason)
-        self.say_at_rest()
-
-    def say_at_rest(self) -> None:
-        """Everything that was submitted is answered, or the loop is halted."""
         self._parallel.send(_MARK)
 
     def close(self) -> None:
@@ -132,54 +129,54 @@ class LeadingEngine(AsyncEngine):
         self._parallel.send(_END)
 
 
-class FollowingEngine:
-    """The others' loop: receives plans and carries them out. It has the leader's surface; requests are the leader's.
+class FollowerEngine:
+    """A follower's engine: receives plans and executes them. Same interface as the leader's, without requests.
 
-    The leader may go on before this rank has its memory or its new weights: plans wait from a halt to its end.
+    The leader may resume before this rank has its memory or new weights: plans wait until this rank is resumed.
     """
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self.version = 0
         self._runner, self._parallel = runner, parallel
         self._marks: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._unheard = 0  # marks that nobody here has waited for yet
+        self._unread_marks = 0  # marks that `halt` has not consumed yet
         self._halted: set[str] = set()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollout-follower", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        raise RuntimeError("rollout: requests go to the first of the ranks that share an engine, not to this one.")
+        raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this one.")
 
     def halt(self, reason: str) -> None:
-        """Return when the leader has come to rest and so has this rank; no plan is carried out until `go`."""
+        """Return when the leader and this rank have halted; no plan is executed until `resume`."""
         error = self._marks.get()
         with self._changed:
-            self._unheard -= 1
+            self._unread_marks -= 1
             self._halted.add(reason)
         if error is not None:
-            raise RuntimeError("rollout: this tensor-parallel rank could not carry out a step.") from error
+            raise RuntimeError("rollout: this tensor-parallel rank failed to execute a step.") from error
 
-    def go(self, reason: str) -> None:
-        """Carry out plans again, unless halted for another reason."""
+    def resume(self, reason: str) -> None:
+        """Execute plans again, unless halted for another reason."""
         with self._changed:
             self._halted.discard(reason)
             self._changed.notify_all()
 
-    # Requests, pauses and the queue are the leader's affair.
+    # Requests, pauses and the queue are managed by the leader.
 
     def abort(self, ids: Iterable[str] | None) -> None: ...
     def pause(self, mode: str) -> None: ...
     def unpause(self) -> None: ...
-    def recompute(self, running: bool = True) -> None: ...
+    def invalidate_kv_cache(self, running: bool = True) -> None: ...
     def fail(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """Return when the leader has said that it ends."""
+        """Return when the leader has closed."""
         self._thread.join()
 
     def _run(self) -> None:
-        pending: deque[Pending] = deque()
+        pending: deque[PendingStep] = deque()
         failure: BaseException | None = None
         while True:
             message = self._parallel.receive()
@@ -194,13 +191,13 @@ class FollowingEngine:
                     pending.append(self._runner.launch(message))
                     if len(pending) > self._runner.lag:
                         pending.popleft().wait()
-            except Exception as error:  # noqa: BLE001 - raised where the next mark is waited for
+            except Exception as error:  # noqa: BLE001 - raised by the next `halt`
                 failure = error
             if message == _MARK:
                 with self._changed:
-                    self._unheard += 1
+                    self._unread_marks += 1
                 self._marks.put(failure)
 
     def _wait_until_ready(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._unheard and not self._halted)
+            self._changed.wait_for(lambda: not self._unread_marks and not self._halted)

@@ -197,7 +197,7 @@ class EngineWeights:
         parts = [name for name in names if name in self._shards]
         whole = [name for name in parts if self._arrived.get(name) == _rows(self._full_shape(name))]
         sums = torch.tensor([here[name] if self._shards[name].counted else 0 for name in whole], dtype=torch.int64)
-        dist.all_reduce(sums, group=self._parallel.meeting)
+        dist.all_reduce(sums, group=self._parallel.cpu_group)
         return here | dict(zip(whole, sums.tolist(), strict=True))
 
     def _require_all(self, names: set[str], trouble: str) -> None:

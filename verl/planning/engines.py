@@ -16,7 +16,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, RolloutConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
-from verl.inference.memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
+from verl.inference.memory import bytes_per_token, device_kv_bytes, host_kv_bytes, logit_bytes, step_bytes
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.shapes import ModelShape
@@ -93,15 +93,15 @@ def engine_footprint(
     graphs = 0
     if on_gpu and not rollout.enforce_eager:
         graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, intermediate, c), rollout.max_num_seqs)
-    block = NativeOptions.of(rollout).block_size
+    block = NativeOptions.from_config(rollout).block_size
     per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
     kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
     if device is not None and on_gpu:
         logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
         free = device.total - int(weights + resident)
-        kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
+        kv = min(kv, device_kv_bytes(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
-        kv = min(kv, host_room(device.total))
+        kv = min(kv, host_kv_bytes(device.total))
     return EngineFootprint(weights, graphs, kv, step)
 
 

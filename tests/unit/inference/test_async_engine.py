@@ -170,10 +170,10 @@ def test_when_halt_returns_no_step_is_on_its_way_and_every_sampled_token_is_ther
     time.sleep(0.05)
     assert runner.steps == steps
     engine.halt("another reason")
-    engine.go("test")
+    engine.resume("test")
     time.sleep(0.05)
     assert runner.steps == steps, "one reason to stand still is left"
-    engine.go("another reason")
+    engine.resume("another reason")
     wait_for(lambda: runner.steps > steps)
     engine.abort(["a"])
     assert future.result().finish_reason == "abort"
@@ -202,9 +202,9 @@ def test_new_weights_between_two_steps_take_effect_at_the_next_token(start):
         wait_for(lambda: tokens_so_far(engine) > 10 * version or not engine._everyone())  # noqa: B023
         engine.halt("update")
         runner.weights = version
-        engine.recompute()
+        engine.invalidate_kv_cache()
         engine.version = version
-        engine.go("update")
+        engine.resume("update")
     outputs = [future.result() for future in futures]
     assert all(right(one, output) for one, output in zip(asked, outputs, strict=True))
 
@@ -305,8 +305,8 @@ def test_callers_in_many_threads_with_aborts_and_updates_all_get_right_answers(s
         engine.halt("update")
         runner.weights += 1
         engine.version = runner.weights
-        engine.recompute()
-        engine.go("update")
+        engine.invalidate_kv_cache()
+        engine.resume("update")
         time.sleep(0.002)
     assert len(answers) >= 3 * 12 * 2
     assert all(right(one, output) for one, output in answers)

@@ -23,14 +23,14 @@ def computed(manager: BlockManager, tokens: list[int]) -> Sequence:
     sequence = sequence_of(tokens)
     assert manager.can_allocate(sequence)
     manager.allocate(sequence)
-    sequence.computed = len(tokens)
+    sequence.num_computed_tokens = len(tokens)
     return sequence
 
 
 def test_a_prefix_is_found_block_by_block_and_its_last_token_is_always_left_to_compute():
     manager = BlockManager(num_blocks=20, block_size=4)
     first = computed(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    manager.remember(first)
+    manager.cache_full_blocks(first)
     for tokens, reused in [
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 2),
         ([1, 2, 3, 4, 5, 6, 7, 8], 1),
@@ -85,7 +85,7 @@ def test_new_weights_make_all_content_unknown_also_that_of_sequences_under_way()
     manager = BlockManager(num_blocks=10, block_size=2)
     manager.deallocate(computed(manager, [1, 1, 1]))
     under_way = computed(manager, [2, 2, 2])
-    manager.flush()
+    manager.reset_prefix_cache()
     manager.deallocate(under_way)
     for tokens in ([1, 1, 1], [2, 2, 2]):
         other = sequence_of(tokens)
@@ -138,10 +138,10 @@ class Traffic(RuleBasedStateMachine):
     def _compute(self, sequence: Sequence) -> None:
         """Fill the sequence's blocks, as a model would."""
         size = self.manager.block_size
-        for index in range(sequence.computed // size, len(sequence.token_ids) // size):
+        for index in range(sequence.num_computed_tokens // size, len(sequence.token_ids) // size):
             self.holds[sequence.block_table[index]] = (self.flushes, tuple(sequence.token_ids[: (index + 1) * size]))
-        sequence.computed = len(sequence.token_ids)
-        self.manager.remember(sequence)
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        self.manager.cache_full_blocks(sequence)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), spare=st.integers(0, 2))
     def arrive(self, tokens, spare):
@@ -151,7 +151,7 @@ class Traffic(RuleBasedStateMachine):
             return
         self.manager.allocate(sequence)
         assert before >= self.manager.free_blocks >= spare
-        reused = sequence.computed // self.manager.block_size
+        reused = sequence.num_computed_tokens // self.manager.block_size
         for index, block in enumerate(sequence.block_table[:reused]):
             assert self.holds[block] == (self.flushes, tuple(tokens[: (index + 1) * self.manager.block_size]))
         self._compute(sequence)
@@ -178,7 +178,7 @@ class Traffic(RuleBasedStateMachine):
         sequence.token_ids.append(token)
         size = self.manager.block_size
         index = (len(sequence.token_ids) - 1) // size
-        sequence.computed = len(sequence.token_ids)
+        sequence.num_computed_tokens = len(sequence.token_ids)
         self.holds[sequence.block_table[index]] = (self.flushes, tuple(sequence.token_ids))
 
     @precondition(lambda self: self.alive)
@@ -188,7 +188,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.manager.flush()
+        self.manager.reset_prefix_cache()
         self.flushes += 1
 
     @invariant()
@@ -197,7 +197,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.manager.free_blocks == self.manager.num_blocks - len(held)
         assert [held[block] for block in range(self.manager.num_blocks)] == self.manager._references
         for sequence in self.alive:
-            assert len(sequence.block_table) == self.manager.blocks_for(len(sequence.token_ids))
+            assert len(sequence.block_table) == self.manager.num_blocks_for(len(sequence.token_ids))
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=30)

@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_model
 from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVMemory
+from verl.inference.memory import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
@@ -122,7 +122,7 @@ def make_engine(
     chunked_prefill: bool = True,
     prefix_caching: bool = False,
 ) -> Engine:
-    kv = KVMemory(case.model, num_blocks, block_size)
+    kv = KVCache(case.model, num_blocks, block_size)
     runner = ModelRunner(case.model, TorchAttention(), kv, max_num_seqs, MAX_LENGTH, use_graphs=False)
     blocks = BlockManager(num_blocks, block_size, prefix_caching)
     return Engine(Counting(blocks, max_num_seqs, max_num_batched_tokens, MAX_LENGTH, chunked_prefill), runner)

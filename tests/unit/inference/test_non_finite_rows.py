@@ -16,7 +16,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVMemory
+from verl.inference.memory import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
@@ -54,7 +54,7 @@ def make_engine(value: float, fused: bool = False, num_blocks: int = 20) -> Engi
         model = FusedModel(module.config, MAX_LENGTH, torch.float32, "cpu")
         for name, tensor in model.named_weights().items():
             tensor.copy_(module.state_dict()[name])
-    kv = KVMemory(model, num_blocks, 4)
+    kv = KVCache(model, num_blocks, 4)
     runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
     return Engine(Scheduler(BlockManager(num_blocks, 4, True), 8, 64, MAX_LENGTH), runner, VOCABULARY)
 
@@ -171,7 +171,7 @@ def test_parameters_that_are_accepted_give_finite_log_probs():
         shaped = {"repetition_penalty": penalty, "logit_bias": ((3, bias),), "frequency_penalty": bias}
         found.append(SamplingParams(temperature=temperature, **shaped))
     assert len(found) > 50
-    batch = SamplingBatch.of(found, "cpu")
+    batch = SamplingBatch.from_params(found, "cpu")
     torch.manual_seed(0)
     for dtype, scale in ((torch.float32, 30.0), (torch.float16, 6e4), (torch.bfloat16, 1e20)):
         logits = (torch.randn(len(found), 8).clamp(-1, 1) * scale).to(dtype)

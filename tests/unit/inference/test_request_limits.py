@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.support.tiny import tiny_tokenizer
-from verl.inference.constraints import AnswerRules, json_grammar
+from verl.inference.constraints import OutputConstraints, json_grammar
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.app import api_errors
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelFacts, parse
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_cannot_follow_a_grammar_is_refused_with_cause_and_reme
     pytest.importorskip("llguidance")
     params = SamplingParams(grammar=json_grammar({"type": "object"}), eos_token_ids=frozenset({1}))
     with pytest.raises(ApiError) as caught, api_errors("response_format"):
-        AnswerRules(tokenizer).prepare(params)
+        OutputConstraints(tokenizer).prepare(params)
     error = caught.value.content["error"]
     assert (caught.value.status, error["param"]) == (400, "response_format")
     assert "decoder" in error["message"]

@@ -17,7 +17,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVMemory
+from verl.inference.memory import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.sequence import Sequence
@@ -34,8 +34,8 @@ def engine_and_model(family: str, num_blocks: int = 80, **options) -> tuple[Engi
     """An engine that notes experts, and the same model of transformers."""
     changes = {"num_hidden_layers": 3, **FAMILIES[family]}
     model = GenericModel(tiny_model(family, **changes), MAX_LENGTH)
-    kv = KVMemory(model, num_blocks, 4)
-    kv.note_experts(model)
+    kv = KVCache(model, num_blocks, 4)
+    kv.record_experts(model)
     runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
     scheduler = Counting(BlockManager(num_blocks, 4), 8, returns_experts=True, max_model_len=MAX_LENGTH, **options)
     return Engine(scheduler, runner), tiny_model(family, **changes)
@@ -115,7 +115,7 @@ class Versions:
         for name, weight in model.state_dict().items():
             self.weights[name].copy_(weight)
         self.models.append(model)
-        self.engine.requeue_all()
+        self.engine.preempt_all()
         self.engine.version += 1
 
     def wanted(self, prompt: list[int], output: Output) -> torch.Tensor:

@@ -41,9 +41,9 @@ def finish(engine: Engine) -> None:
     raise AssertionError("it does not end")
 
 
-def settle(scheduler: Scheduler, plan: StepPlan, token: int = 3) -> list[Sequence]:
+def postprocess(scheduler: Scheduler, plan: StepPlan, token: int = 3) -> list[Sequence]:
     n = len(plan.sample_slots)
-    return scheduler.settle(plan, [token] * n, [-1.0] * n, [-1.0] * n, [-1.0] * n, 0)
+    return scheduler.postprocess(plan, [token] * n, [-1.0] * n, [-1.0] * n, [-1.0] * n, 0)
 
 
 def test_a_group_is_prefilled_once_and_its_members_sample_from_the_same_position():
@@ -55,8 +55,8 @@ def test_a_group_is_prefilled_once_and_its_members_sample_from_the_same_position
     assert [(p.start, p.token_ids, len(p.samples)) for p in plan.prefills] == [(0, [1, 2, 3, 4, 5, 6], 5)]
     assert plan.sample_slots == plan.prefills[0].samples == [s.slot for s in group]
     assert plan.sample_positions == [6] * 5
-    assert len(plan.copies_after) == 4
-    assert {source for source, _ in plan.copies_after} == {group[0].block_table[1]}
+    assert len(plan.block_copies) == 4
+    assert {source for source, _ in plan.block_copies} == {group[0].block_table[1]}
     assert {s.block_table[0] for s in group} == {group[0].block_table[0]}
     assert len({s.block_table[1] for s in group}) == 5
 
@@ -120,9 +120,9 @@ def test_running_sequences_are_decoded_first_and_prompts_fill_the_step():
     engine.add(sequences([3] * 9, [4] * 2, first=2))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert (len(plan.decodes), plan.positions) == (2, [3, 3])
+    assert (len(plan.decode_slots), plan.decode_positions) == (2, [3, 3])
     assert [(p.start, p.token_ids, p.samples) for p in plan.prefills] == [(0, [3] * 4, [])]
-    settle(engine.scheduler, plan)
+    postprocess(engine.scheduler, plan)
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert [(p.start, len(p.token_ids)) for p in plan.prefills] == [(4, 4)], "nobody overtakes the one that was cut"
@@ -133,8 +133,8 @@ def test_without_chunked_prefill_a_step_decodes_or_computes_whole_prompts():
     engine.add(sequences([1] * 6, [2] * 6, [3] * 23))
     shapes = []
     while (plan := engine.scheduler.schedule()) is not None and len(shapes) < 6:
-        shapes.append(([len(p.token_ids) for p in plan.prefills], len(plan.decodes)))
-        settle(engine.scheduler, plan)
+        shapes.append(([len(p.token_ids) for p in plan.prefills], len(plan.decode_slots)))
+        postprocess(engine.scheduler, plan)
     assert shapes == [([6], 0), ([6], 0), ([10], 0), ([10], 0), ([3], 0), ([], 3)]
 
 
@@ -200,8 +200,8 @@ def test_more_running_sequences_than_a_step_has_tokens_are_not_admitted():
     for _ in range(4):
         plan = engine.scheduler.schedule()
         assert plan is not None
-        assert len(plan.decodes) + sum(len(p.token_ids) for p in plan.prefills) <= 3
-        settle(engine.scheduler, plan)
+        assert len(plan.decode_slots) + sum(len(p.token_ids) for p in plan.prefills) <= 3
+        postprocess(engine.scheduler, plan)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_row_that_is_not_finite_ends_alone_with_an_error(columns, error, words
     plan = engine.scheduler.schedule()
     assert plan is not None
     full, raw, sampled = ([value, bad] for value, bad in zip((-1.0, -2.0, -3.0), columns, strict=True))
-    assert engine.scheduler.settle(plan, [3, 3], full, raw, sampled, 7) == [second]
+    assert engine.scheduler.postprocess(plan, [3, 3], full, raw, sampled, 7) == [second]
     with pytest.raises(error, match=words):
         raise second.error
     assert second.done
@@ -227,7 +227,7 @@ def test_a_row_that_is_not_finite_ends_alone_with_an_error(columns, error, words
     assert first.output == Output([3], [-1.0], [7], "abort", [-2.0], [-3.0])
     following = engine.scheduler.schedule()
     assert following is not None
-    assert following.decodes == [first.slot]
+    assert following.decode_slots == [first.slot]
 
 
 def test_a_row_that_was_removed_may_have_results_that_are_not_finite():
@@ -237,7 +237,7 @@ def test_a_row_that_was_removed_may_have_results_that_are_not_finite():
     plan = engine.scheduler.schedule()
     assert plan is not None
     engine.remove([gone])
-    assert not engine.scheduler.settle(plan, [3, 3], [-1.0, math.nan], [0.0] * 2, [0.0] * 2, 7)
+    assert not engine.scheduler.postprocess(plan, [3, 3], [-1.0, math.nan], [0.0] * 2, [0.0] * 2, 7)
     assert other.output == Output([3], [-1.0], [7], "abort", [0.0], [0.0])
     assert gone.output == Output()
     assert gone.error is None

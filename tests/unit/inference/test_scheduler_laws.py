@@ -81,7 +81,7 @@ class House:
             self.report(self.engine.drain())
         self.runner.weights += 1
         self.engine.version += 1
-        self.engine.requeue_all()
+        self.engine.preempt_all()
         self.check()
 
     def check(self) -> None:
@@ -95,25 +95,25 @@ class House:
         assert all(s.slot == -1 and not s.block_table for s in self.everyone if s not in running)
         assert set(running) | set(waiting) == {s for s in self.everyone if not s.done}
         # First come, first served: who runs came before who waits, and nobody was ever passed over.
-        order = [s.serial for s in running + waiting]
+        order = [s.arrival for s in running + waiting]
         assert order == sorted(order)
         self.admitted |= {s for s in running}
-        unfinished_and_new = [s.serial for s in waiting if s not in self.admitted]
-        assert not unfinished_and_new or min(unfinished_and_new) > max([s.serial for s in self.admitted], default=-1)
+        unfinished_and_new = [s.arrival for s in waiting if s not in self.admitted]
+        assert not unfinished_and_new or min(unfinished_and_new) > max([s.arrival for s in self.admitted], default=-1)
 
 
 def check_blocks(blocks: BlockManager, holders: list[Sequence]) -> None:
     """Every block is blank, reusable or held, and counted exactly."""
     held = Counter(block for sequence in holders for block in sequence.block_table)
     assert [held[block] for block in range(blocks.num_blocks)] == blocks._references
-    free = blocks._blank + list(blocks._reusable)
+    free = blocks._uncached_free + list(blocks._cached_free)
     assert len(free) == blocks.free_blocks
     assert sorted([*free, *held]) == list(range(blocks.num_blocks))
     assert all(len(set(sequence.block_table)) == len(sequence.block_table) for sequence in holders)
-    findable = {block for block in range(blocks.num_blocks) if blocks._key_of[block] is not None}
+    findable = {block for block in range(blocks.num_blocks) if blocks._key_by_block[block] is not None}
     assert findable == set(blocks._block_by_key.values())
-    assert findable >= set(blocks._reusable)
-    assert not findable & set(blocks._blank)
+    assert findable >= set(blocks._cached_free)
+    assert not findable & set(blocks._uncached_free)
 
 
 @st.composite

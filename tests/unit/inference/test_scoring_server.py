@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there_is_told_before_training():
 
 def test_a_classifier_that_is_parked_can_be_closed_and_tells_who_waits(reward_model):
     model = Classifier(AutoModelForSequenceClassification.from_pretrained(reward_model), max_tokens=64)
-    model.park()
+    model.offload()
     (waits,) = model.submit([[1, 2, 3]])
     model.close()
     with pytest.raises(RuntimeError, match="closed before"):

@@ -20,7 +20,9 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])
 
 def draw(count: int, logits: torch.Tensor = LOGITS, **params):
     """`count` independent samples of one distribution."""
-    batch = SamplingBatch.of([SamplingParams(key=sample_keys(0, 0, "u", i), **params) for i in range(count)], CPU)
+    batch = SamplingBatch.from_params(
+        [SamplingParams(key=sample_keys(0, 0, "u", i), **params) for i in range(count)], CPU
+    )
     return sample_tokens(logits.expand(count, -1), batch, torch.full((count,), 11))[:2]
 
 
@@ -91,7 +93,7 @@ def test_ends_are_not_drawn_before_the_minimum_length():
     )
     assert banned_tokens([(0, params, 2), (1, params, 3)]) == [(0, 0), (0, 1)]
     keys = [SamplingParams(key=i, min_new_tokens=1, eos_token_ids=frozenset([0])) for i in range(3000)]
-    batch = SamplingBatch.of(keys, CPU)
+    batch = SamplingBatch.from_params(keys, CPU)
     tokens, log_probs, _, drawn = sample_tokens(
         LOGITS.expand(3000, -1), batch, torch.zeros(3000).long(), banned(keys, 0)
     )
@@ -104,7 +106,7 @@ def test_log_probs_of_the_full_the_raw_and_the_drawn_distribution():
     """Probabilities .5 .3 .2 at temperature 1; at 0.5 they are squared: .25 .09 .04 over .38; top-k 2 leaves two."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(64, 3)
     params = [SamplingParams(key=i, temperature=0.5, top_k=2) for i in range(63)] + [SamplingParams(do_sample=False)]
-    tokens, log_probs, raw, drawn = sample_tokens(logits, SamplingBatch.of(params, CPU), torch.arange(64))
+    tokens, log_probs, raw, drawn = sample_tokens(logits, SamplingBatch.from_params(params, CPU), torch.arange(64))
     assert set(tokens.tolist()) == {0, 1}
     full = torch.tensor([0.25, 0.09]) / 0.38
     torch.testing.assert_close(log_probs[:-1].exp(), full[tokens[:-1]])
@@ -126,7 +128,7 @@ def test_drawn_log_probs_are_those_of_what_truncation_leaves_and_add_up_to_one(s
     logits = 1.5 * torch.rand(6, generator=torch.Generator().manual_seed(seed))
     shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     params = [SamplingParams(key=sample_keys(0, 0, "u", i), **shape) for i in range(1500)]
-    found = sample_tokens(logits.expand(1500, -1), SamplingBatch.of(params, CPU), torch.zeros(1500).long())
+    found = sample_tokens(logits.expand(1500, -1), SamplingBatch.from_params(params, CPU), torch.zeros(1500).long())
     expected = drawn_probs((logits.double() / temperature).tolist(), top_k, top_p, min_p)
     seen = dict(zip(found.tokens.tolist(), found.drawn_log_probs.exp().tolist(), strict=True))
     assert seen == pytest.approx(expected, abs=1e-5), "every token that is left was drawn, and none that is not"
@@ -152,10 +154,10 @@ def test_a_rows_sample_does_not_depend_on_the_batch_it_is_drawn_in(params, seed)
     rows = len(params)
     logits = torch.randn(rows, 11, generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(rows)
-    batch = SamplingBatch.of(params, CPU)
+    batch = SamplingBatch.from_params(params, CPU)
     whole = sample_tokens(logits, batch, positions, banned(params, 1))
     for row in range(rows):
-        alone = SamplingBatch.of(params[row : row + 1], CPU)
+        alone = SamplingBatch.from_params(params[row : row + 1], CPU)
         here = slice(row, row + 1)
         single = sample_tokens(logits[here], alone, positions[here], banned(params[here], 1))
         for found, expected in zip(single, whole, strict=True):
@@ -164,7 +166,7 @@ def test_a_rows_sample_does_not_depend_on_the_batch_it_is_drawn_in(params, seed)
 
 def test_working_in_blocks_changes_nothing(monkeypatch):
     params = [SamplingParams(key=i, min_new_tokens=1, stop_token_ids=frozenset([i])) for i in range(7)]
-    batch = SamplingBatch.of(params, CPU)
+    batch = SamplingBatch.from_params(params, CPU)
     logits = torch.randn(7, 9)
     whole = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
     monkeypatch.setattr(sampler, "_BLOCK_ELEMENTS", 20)
@@ -174,7 +176,7 @@ def test_working_in_blocks_changes_nothing(monkeypatch):
 
 def test_log_probs_of_half_precision_logits_are_computed_in_float32():
     logits = (torch.randn(1, 50_000) * 3).bfloat16()
-    batch = SamplingBatch.of([SamplingParams(temperature=0.7)], CPU)
+    batch = SamplingBatch.from_params([SamplingParams(temperature=0.7)], CPU)
     token, log_prob, *_ = sample_tokens(logits, batch, torch.tensor([0]))
     exact = (logits.double() / 0.7).log_softmax(dim=-1)[0, token]
     assert log_prob.dtype == torch.float32

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.inference.attention import AttentionStep, TorchAttention, torch_attention
+from verl.inference import attention
+from verl.inference.attention import AttentionStep, TorchAttention
 
 DIM = 8
 
@@ -27,8 +28,8 @@ DIM = 8
 )
 def test_any_mix_of_chunks_and_decodes(prefills, decodes, heads, block_size, window, softcap, padding, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_attention, "_TOKENS_PER_CALL", padding)
-        patch.setattr(torch_attention, "_SCORE_ELEMENTS", 64)
+        patch.setattr(attention, "_TOKENS_PER_CALL", padding)
+        patch.setattr(attention, "_SCORE_ELEMENTS", 64)
         difference = compared(prefills, decodes, heads, block_size, window, softcap, seed)
     assert difference < 1e-5
 

@@ -38,7 +38,7 @@ class InferenceModel(Protocol):
         """Of which of these only a part is here (tensor parallelism)."""
         ...
 
-    def noted_experts(self, slots: int) -> torch.Tensor:
+    def record_experts(self, slots: int) -> torch.Tensor:
         """[slots, layers, k], where every later pass writes the experts of its tokens at their KV slots."""
         ...
 

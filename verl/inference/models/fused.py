@@ -28,9 +28,9 @@ _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def unsupported_reason(config: Any, max_length: int) -> str | None:
-    """Why a model of this HF config cannot take the fused path; None if it can."""
+    """Why FusedModel cannot run this HF config; None if it can."""
     if config.model_type not in _FAMILIES:
-        return f"{config.model_type} is none of {', '.join(_FAMILIES)}"
+        return f"{config.model_type} is not one of {', '.join(_FAMILIES)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     rotary = config.rope_parameters.get("rope_type", "default")
@@ -44,7 +44,7 @@ def unsupported_reason(config: Any, max_length: int) -> str | None:
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer's weights; views into the region, merged where a matmul is."""
+    """One layer's weights: views into the region, merged per matmul."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -70,7 +70,7 @@ class FusedModel:
     ) -> None:
         reason = unsupported_reason(config, max_length)
         if reason is not None:
-            raise ValueError(f"the fused path does not run this model: {reason}. Use the generic one.")
+            raise ValueError(f"FusedModel does not support this model: {reason}. Use GenericModel.")
         self.layout = Layout(config, parallel)
         self._parallel = parallel
         self.dtype = dtype
@@ -80,8 +80,8 @@ class FusedModel:
         self.eps = config.rms_norm_eps
         self.region = Region(self.layout.bytes(dtype), device)
         self.device = self.region.bytes.device
-        turned_below = torch_ops.LARGE_WEIGHT if self.device.type == "cpu" else 0
-        self._weights, merged = self.layout.carve(self.region.bytes, dtype, turned_below)
+        transpose_below = torch_ops.LARGE_WEIGHT if self.device.type == "cpu" else 0
+        self._weights, merged = self.layout.split_buffer(self.region.bytes, dtype, transpose_below)
         self._layers = [self._layer(merged, index) for index in range(self.num_layers)]
         self._embedding = merged["model.embed_tokens.weight"]
         self._head = merged.get("lm_head.weight", self._embedding)
@@ -96,8 +96,8 @@ class FusedModel:
     def named_weights(self) -> dict[str, torch.Tensor]:
         return dict(self._weights)
 
-    def noted_experts(self, slots: int) -> torch.Tensor:
-        raise ValueError("return_routed_experts: this model has no experts. Leave it out.")
+    def record_experts(self, slots: int) -> torch.Tensor:
+        raise ValueError("return_routed_experts: this model has no experts. Set it to false.")
 
     def shards(self) -> dict[str, Shard]:
         return self.layout.shards()
@@ -109,35 +109,35 @@ class FusedModel:
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             attended = self._attend(index, linear(x, layer.qkv, layer.qkv_bias), positions, step)
-            x = self._parallel.sum_(linear(attended, layer.out, layer.out_bias))
+            x = self._parallel.all_reduce_(linear(attended, layer.out, layer.out_bias))
             x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self._parallel.sum_(linear(ops.gated_silu(linear(x, layer.gate_up)), layer.down))
+            x = self._parallel.all_reduce_(linear(ops.gated_silu(linear(x, layer.gate_up)), layer.down))
             x = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        # float32, whatever the weights are: rounded logits are not the trainer's.
+        # float32 for weights of any dtype: the trainer's logits are not rounded either.
         exact = hidden.dtype == torch.float32
         logits = self._ops.linear(hidden, self._head) if exact else wide_product(hidden, self._head.t())
-        return self._parallel.joined(logits) if self.layout.vocab_is_cut else logits
+        return self._parallel.all_gather(logits) if self.layout.vocab_is_sharded else logits
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Each rank looks up the tokens it has; the others' rows are zero in the sum."""
-        if not self.layout.vocab_is_cut:
+        """Embeddings [T, hidden]. Each rank looks up the tokens of its shard; other rows are zero in the sum."""
+        if not self.layout.vocab_is_sharded:
             return embedding(token_ids, self._embedding)
         local = token_ids - self._parallel.rank * len(self._embedding)
         absent = (local < 0) | (local >= len(self._embedding))
-        found = embedding(local.masked_fill(absent, 0), self._embedding)
-        return self._parallel.sum_(found.masked_fill_(absent.unsqueeze(1), 0.0))
+        rows = embedding(local.masked_fill(absent, 0), self._embedding)
+        return self._parallel.all_reduce_(rows.masked_fill_(absent.unsqueeze(1), 0.0))
 
     def _attend(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """`qkv` [T, (heads + 2 kv) * dim] → [T, heads * dim]; the new keys and values are in the cache after it."""
+        """`qkv` [T, (heads + 2 kv) * dim] → [T, heads * dim]; writes the new keys and values to the cache."""
         scale = self.head_dim**-0.5
         norms = self._layers[index].head_norms
         heads = qkv.view(len(qkv), -1, self.head_dim)
         if self._ops is not torch_ops:
             self._ops.rotate_and_cache(qkv, positions, self._rotary, step.slots, *step.kv_cache[index], norms)
-            # mypy: only backends of this device reach here, and they have `attend`.
+            # Only TritonAttention is used on CUDA; the protocol has no `attend`.
             attend: Any = step.backend
             return attend.attend(index, heads[:, : self.num_heads], step, scale).flatten(1)
         turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -166,7 +166,7 @@ class FusedModel:
             qkv_bias=merged.get(at + "self_attn.qkv.bias"),
             head_norms=norms,
             out=merged[at + "self_attn.o_proj.weight"],
-            # Added once: what the ranks compute is summed up.
+            # On rank 0 only: the ranks' outputs are summed.
             out_bias=merged.get(at + "self_attn.o_proj.bias") if self._parallel.rank == 0 else None,
             post_norm=merged[at + "post_attention_layernorm.weight"],
             gate_up=merged[at + "mlp.gate_up.weight"],
@@ -175,7 +175,7 @@ class FusedModel:
 
 
 def _rotary_table(config: Any, length: int, device: torch.device) -> torch.Tensor:
-    """cos and sin of every position, [length, dim] float32: the model family's own angles."""
+    """cos and sin of every position, [length, dim] float32, by transformers' own implementation."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config=config)
@@ -189,7 +189,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A weight under its HF name, and what of it is here."""
+    """A weight under its HF name, and the shard of it on this rank."""
 
     name: str
     full: tuple[int, ...]
@@ -203,7 +203,7 @@ class _Part:
 
 
 class Layout:
-    """Merged tensors in order, and the HF names they consist of, as far as they are on this tensor-parallel rank."""
+    """Placement of the weights in one buffer: merged tensors and the HF tensors they consist of, on this rank."""
 
     def __init__(self, config: Any, parallel: TensorParallel = SINGLE) -> None:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -220,38 +220,38 @@ class Layout:
                 " other."
             )
         self.heads, self.kv_heads = heads // size, max(1, kv_heads // size)
-        # A vocabulary that cannot be cut evenly is kept whole by every rank.
-        self.vocab_is_cut = size > 1 and config.vocab_size % size == 0
+        # A vocabulary that does not divide evenly is replicated on every rank.
+        self.vocab_is_sharded = size > 1 and config.vocab_size % size == 0
         self._fill()
 
     def shards(self) -> dict[str, Shard]:
-        """What of each HF tensor is here, for those that are not whole."""
-        found = {part.name: part.shard for parts in self._merged.values() for part in parts if part.shard is not None}
-        if self._config.tie_word_embeddings and _EMBEDDING in found:
-            found["lm_head.weight"] = found[_EMBEDDING]
-        return found
+        """Shards by HF name, of the tensors that are split over ranks."""
+        shards = {part.name: part.shard for parts in self._merged.values() for part in parts if part.shard is not None}
+        if self._config.tie_word_embeddings and _EMBEDDING in shards:
+            shards["lm_head.weight"] = shards[_EMBEDDING]
+        return shards
 
     def mismatch(self) -> str | None:
-        """How the family's own module differs from this layout in names or shapes; None if it does not."""
+        """The first parameter whose name or shape differs between this layout and transformers' module, or None."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(self._config)
         theirs = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         ours = {part.name: part.full for parts in self._merged.values() for part in parts}
-        strange = sorted(theirs.items() ^ ours.items())
-        return f"parameter {strange[0][0]!r} is not as expected" if strange else None
+        different = sorted(theirs.items() ^ ours.items())
+        return f"parameter {different[0][0]!r} has an unexpected name or shape" if different else None
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         return sum(padded(_elements(parts) * dtype.itemsize) for parts in self._merged.values())
 
-    def carve(
-        self, buffer: torch.Tensor, dtype: torch.dtype, turned_below: int = 0
+    def split_buffer(
+        self, buffer: torch.Tensor, dtype: torch.dtype, transpose_below: int = 0
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(every HF name, every merged name) as views into `buffer` (uint8).
+        """Return (tensors by HF name, merged tensors by name) as views into `buffer` (uint8).
 
-        Matrices of fewer than `turned_below` elements lie there column by column (but not embeddings, which are looked
+        Matrices of fewer than `transpose_below` elements are stored column-major (but not embeddings, which are looked
         up by row).
         """
         named: dict[str, torch.Tensor] = {}
@@ -261,7 +261,7 @@ class Layout:
             size = _elements(parts) * dtype.itemsize
             columns = parts[0].shape[1:]
             flat = buffer[start : start + size].view(dtype)
-            if columns and flat.numel() < turned_below and name != _EMBEDDING:
+            if columns and flat.numel() < transpose_below and name != _EMBEDDING:
                 merged[name] = flat.view(*columns, -1).t()
             else:
                 merged[name] = flat.view(-1, *columns)
@@ -277,21 +277,21 @@ class Layout:
     def _fill(self) -> None:
         config = self._config
         hidden, inner = config.hidden_size, config.intermediate_size
-        # Qwen2 has biases on query, key and value without saying so; where attention_bias is set, `o_proj` has one too.
-        stated = bool(getattr(config, "attention_bias", False))
-        qkv_bias = stated or config.model_type == "qwen2"
-        vocabulary = self._cut(0, config.vocab_size) if self.vocab_is_cut else None
+        # Qwen2 has biases on query, key and value without a config field; attention_bias adds one to `o_proj` too.
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        qkv_bias = attention_bias or config.model_type == "qwen2"
+        vocabulary = self._even_shard(0, config.vocab_size) if self.vocab_is_sharded else None
         self._add(_EMBEDDING, (config.vocab_size, hidden), vocabulary)
         for index in range(config.num_hidden_layers):
             at = f"model.layers.{index}."
             self._add(at + "input_layernorm.weight", (hidden,))
-            self._fill_attention(at + "self_attn.", hidden, qkv_bias, stated)
+            self._fill_attention(at + "self_attn.", hidden, qkv_bias, attention_bias)
             self._add(at + "post_attention_layernorm.weight", (hidden,))
             mlp = at + "mlp."
-            rows = self._cut(0, inner)
+            rows = self._even_shard(0, inner)
             gate_up = [_Part(f"{mlp}{name}.weight", (inner, hidden), rows) for name in ("gate_proj", "up_proj")]
             self._merged[mlp + "gate_up.weight"] = gate_up
-            self._add(mlp + "down_proj.weight", (hidden, inner), self._cut(1, inner))
+            self._add(mlp + "down_proj.weight", (hidden, inner), self._even_shard(1, inner))
         self._add("model.norm.weight", (hidden,))
         if not config.tie_word_embeddings:
             self._add("lm_head.weight", (config.vocab_size, hidden), vocabulary)
@@ -301,9 +301,9 @@ class Layout:
         queries = config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
         parts = {
-            "q_proj": (queries, self._cut(0, queries)),
-            "k_proj": (keys, self._cut_keys()),
-            "v_proj": (keys, self._cut_keys()),
+            "q_proj": (queries, self._even_shard(0, queries)),
+            "k_proj": (keys, self._kv_shard()),
+            "v_proj": (keys, self._kv_shard()),
         }
         weights = [_Part(f"{at}{name}.weight", (size, hidden), shard) for name, (size, shard) in parts.items()]
         self._merged[at + "qkv.weight"] = weights
@@ -314,25 +314,25 @@ class Layout:
         if config.model_type == "qwen3":
             self._add(at + "q_norm.weight", (self.head_dim,))
             self._add(at + "k_norm.weight", (self.head_dim,))
-        self._add(at + "o_proj.weight", (hidden, queries), self._cut(1, queries))
+        self._add(at + "o_proj.weight", (hidden, queries), self._even_shard(1, queries))
         if out_bias:
             self._add(at + "o_proj.bias", (hidden,))
 
     def _add(self, name: str, shape: tuple[int, ...], shard: Shard | None = None) -> None:
         self._merged[name] = [_Part(name, shape, shard)]
 
-    def _cut(self, dim: int, size: int) -> Shard | None:
-        """This rank's equal part of a dimension."""
+    def _even_shard(self, dim: int, size: int) -> Shard | None:
+        """This rank's equal share of a dimension."""
         rank, ranks = self._parallel.rank, self._parallel.size
         return None if ranks == 1 else Shard(dim, rank * (size // ranks), size // ranks, size)
 
-    def _cut_keys(self) -> Shard | None:
-        """The key/value heads of this rank's queries. With fewer heads than ranks several hold the same one."""
+    def _kv_shard(self) -> Shard | None:
+        """The key/value heads of this rank's queries. With fewer heads than ranks, several ranks hold the same head."""
         rank, ranks, heads = self._parallel.rank, self._parallel.size, self._config.num_key_value_heads
         if ranks == 1:
             return None
         first = rank * heads // ranks
-        # Counted once: by the first of the ranks that hold it.
+        # A replicated head is counted once, by the first rank that holds it.
         counted = heads >= ranks or rank % (ranks // heads) == 0
         dim = self.head_dim
         return Shard(0, first * dim, self.kv_heads * dim, heads * dim, counted)

@@ -62,7 +62,7 @@ class GenericModel:
             values += self._linear.bias
         return values if self._adjusted is None else self._adjusted(values)
 
-    def noted_experts(self, slots: int) -> torch.Tensor:
+    def record_experts(self, slots: int) -> torch.Tensor:
         routing = list(routers(self._hf).values())
         if not routing:
             raise ValueError(f"return_routed_experts: {type(self._hf).__name__} has no routers. Leave it out.")

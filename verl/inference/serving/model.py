@@ -29,7 +29,7 @@ __all__ = ["Served", "ServedModel", "add_model_options"]
 
 logger = logging.getLogger(__name__)
 
-_PARKED = "parked"
+_OFFLOADED = "offloaded"
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Served:
     tokenizer: Any
     what: str
     """For the log."""
-    park: Callable[[], None]
-    """Give the device's memory back; requests wait until `wake`."""
-    wake: Callable[[], None]
+    offload: Callable[[], None]
+    """Give the device's memory back; requests wait until `onload`."""
+    onload: Callable[[], None]
 
 
 class ServedModel:
@@ -53,13 +53,13 @@ class ServedModel:
 
     def __init__(self, options: argparse.Namespace, task: str = "generate") -> None:
         """`task`: generate, classify, or auto, which is classify for a model with a head of that kind."""
-        from verl.inference.build import read_model_config
+        from verl.inference.build import read_hf_config
 
         self._options = options
         self._path = resolve_model_path(options.model, "--model")
         given = {"path": self._path, "trust_remote_code": options.trust_remote_code}
         self._config = as_config(ModelConfig, given, at="actor_rollout_ref.model")
-        self._hf_config = read_model_config(self._path, self._config)
+        self._hf_config = read_hf_config(self._path, self._config)
         kinds = self._hf_config.architectures or ()
         scores = any(name.endswith("ForSequenceClassification") for name in kinds)
         self.task = ("classify" if scores else "generate") if task == "auto" else task
@@ -90,7 +90,7 @@ class ServedModel:
         # A tokenizer of its own for stop strings: the engine looks for them in its thread.
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
             what = f"{facts.names[0]} ({built.dtype}, {built.device})"
-            rest = (partial(_park, engine, built), partial(_wake, engine, built))
+            rest = (partial(_offload, engine, built), partial(_onload, engine, built))
             yield Served(engine, built.engine.check, facts, tokenizer, what, *rest)
 
     @contextlib.contextmanager
@@ -119,18 +119,18 @@ class ServedModel:
             yield classifier, facts, f"{facts.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"
 
 
-def _park(engine: AsyncEngine, built: BuiltEngine) -> None:
+def _offload(engine: AsyncEngine, built: BuiltEngine) -> None:
     import torch
 
-    engine.halt(_PARKED)
-    engine.recompute()
+    engine.halt(_OFFLOADED)
+    engine.invalidate_kv_cache()
     built.kv.release()
     if built.device.type == "cuda":  # host memory is where a CPU's weights are already
         built.weights.offload()
         torch.cuda.empty_cache()
 
 
-def _wake(engine: AsyncEngine, built: BuiltEngine) -> None:
+def _onload(engine: AsyncEngine, built: BuiltEngine) -> None:
     import torch
 
     if built.device.type == "cuda":
@@ -138,7 +138,7 @@ def _wake(engine: AsyncEngine, built: BuiltEngine) -> None:
     built.kv.restore()
     if built.device.type == "cuda":
         torch.cuda.current_stream(built.device).synchronize()  # steps run in another thread than this one
-    engine.go(_PARKED)
+    engine.resume(_OFFLOADED)
 
 
 def add_model_options(parser: argparse.ArgumentParser, port: int | None = None) -> None:

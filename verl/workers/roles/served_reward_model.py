@@ -66,7 +66,7 @@ class ServedRewardModelWorker(Worker):
     def offload(self) -> None:
         """Release the device memory; requests wait until `onload`."""
         if not self._offloaded:
-            self._served.park()
+            self._served.offload()
             self._offloaded = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -74,7 +74,7 @@ class ServedRewardModelWorker(Worker):
     def onload(self) -> None:
         """Allocate the device memory again and serve waiting requests."""
         if self._offloaded:
-            self._served.wake()
+            self._served.onload()
             self._offloaded = False
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from verl.config import RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.tensor_parallel import FollowingEngine
+from verl.inference.tensor_parallel import FollowerEngine
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
@@ -74,7 +74,7 @@ class EmbeddedRollout(BaseRollout):
         config: RolloutConfig,
         device: torch.device,
         weight_dtype: torch.dtype,
-        loop: AsyncEngine | FollowingEngine,
+        loop: AsyncEngine | FollowerEngine,
         weights: WeightStore,
         kv: KVStore | None,
         eos_token_ids: frozenset[int],
@@ -101,7 +101,7 @@ class EmbeddedRollout(BaseRollout):
 
     @property
     def is_leader(self) -> bool:  # type: ignore[override]
-        return not isinstance(self._loop, FollowingEngine)
+        return not isinstance(self._loop, FollowerEngine)
 
     # ---------------------------------------------------------------- requests
 
@@ -113,7 +113,7 @@ class EmbeddedRollout(BaseRollout):
         self._loop.abort(ids)
 
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        return {} if isinstance(self._loop, FollowingEngine) else self._loop.since(positions)
+        return {} if isinstance(self._loop, FollowerEngine) else self._loop.since(positions)
 
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         for name, value, known in (("mode", mode, PAUSE_MODES), ("kv", kv, KV_MODES)):
@@ -128,7 +128,7 @@ class EmbeddedRollout(BaseRollout):
 
     def wait_idle(self) -> None:
         self._loop.halt("wait_idle")
-        self._loop.go("wait_idle")
+        self._loop.resume("wait_idle")
 
     def _require_ready(self) -> None:
         if self._pending_version is not None:
@@ -174,17 +174,17 @@ class EmbeddedRollout(BaseRollout):
             self.fail_update(error)
             raise
         assert self._pending_version is not None, "begin_update comes first"
-        self._loop.recompute(running=not self._keep_kv)
+        self._loop.invalidate_kv_cache(running=not self._keep_kv)
         self._loop.version, self._pending_version = self._pending_version, None
         self._unfit = None
-        self._loop.go("update")
+        self._loop.resume("update")
 
     def fail_update(self, error: Exception) -> None:
         """Some weights may be new already: unfinished requests fail with `error`."""
         self._unfit = f"The update to version {self._pending_version} failed: {error}"
         self._pending_version = None
         self._loop.fail(error)
-        self._loop.go("update")
+        self._loop.resume("update")
 
     # ---------------------------------------------------------------- memory and life
 
@@ -194,7 +194,7 @@ class EmbeddedRollout(BaseRollout):
         new = _checked_tags(tags) - self._released
         self._loop.halt("release")
         if "kv_cache" in new:
-            self._loop.recompute()
+            self._loop.invalidate_kv_cache()
             if self._kv is not None:
                 self._kv.release()
         # On a CPU, weights are in host memory already.
@@ -219,7 +219,7 @@ class EmbeddedRollout(BaseRollout):
         if restored and self.device.type == "cuda" and not self.config.free_cache_engine:
             torch.cuda.current_stream(self.device).synchronize()  # engine steps run on another stream
         if not self._released:
-            self._loop.go("release")
+            self._loop.resume("release")
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory of the engine by purpose. Tables and captured graphs, which are never released, are not
@@ -229,7 +229,7 @@ class EmbeddedRollout(BaseRollout):
     def load(self) -> Load:
         held = self.held_bytes()
         memory = {"kv_cache_bytes": held["kv_cache"], "weight_bytes": held["weights"], "weight_version": self.version}
-        if isinstance(self._loop, FollowingEngine):
+        if isinstance(self._loop, FollowerEngine):
             return Load(**memory)
         running, waiting, tokens = self._loop.counts()
         return Load(

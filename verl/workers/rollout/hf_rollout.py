@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.build import end_tokens, load_module, read_model_config
+from verl.inference.build import end_tokens, load_module, read_hf_config
 from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.sequence import Sequence, accept_tokens
 from verl.inference.step_plan import banned_tokens
@@ -61,7 +61,7 @@ class HFRollout(EmbeddedRollout):
             )
         device = torch.device(device)
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
-        hf_config = read_model_config(model_path, model_config)
+        hf_config = read_hf_config(model_path, model_config)
         self.model = load_module(model_path, hf_config, model_config, config.load_format, device, dtype)
         if getattr(self.model, "_is_stateful", False):
             raise ValueError(f"name: hf cannot decode {type(self.model).__name__}, whose state is not a KV cache.")
@@ -146,13 +146,13 @@ class HFEngine:
     def drain(self) -> list[Sequence]:
         return []
 
-    def requeue_all(self) -> None:
+    def preempt_all(self) -> None:
         """Discard all KV; running sequences return to the head of the queue."""
         self._waiting.extendleft(reversed(self._running))
         self._running = []
         self._runner.clear()
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """There is no prefix cache: only sequences that are prefilled together share a prompt."""
 
     def clear(self) -> None:
@@ -208,7 +208,7 @@ class HFRunner:
         sampled: SampledTokens = []
         for chunk in self._chunks(joining):
             cache, owner, logits = self._run_prompts([sequence.token_ids for sequence in chunk])
-            batch = SamplingBatch.of([sequence.request.params for sequence in chunk], self._device)
+            batch = SamplingBatch.from_params([sequence.request.params for sequence in chunk], self._device)
             lengths = [len(sequence) for sequence in chunk]
             new = self._sample(logits.index_select(0, owner), chunk, batch, self._tensor(lengths))
             sampled += new
@@ -292,7 +292,7 @@ class HFRunner:
         self._cached = self._tensor(cached)
         self._last_tokens = self._tensor(last_tokens)
         self._mask = _left_padded_mask(self._cached, width)
-        self._batch = SamplingBatch.of([row.request.params for row in rows], self._device)
+        self._batch = SamplingBatch.from_params([row.request.params for row in rows], self._device)
 
     def _chunks(self, joining: SequenceOf[Sequence]) -> Iterator[list[Sequence]]:
         """Split into chunks of similar length, of at most `max_batched_tokens` padded tokens each."""

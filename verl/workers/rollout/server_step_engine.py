@@ -67,7 +67,7 @@ class TokenServer(Protocol):
     def resume(self) -> None:
         """Resume sampling."""
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Requests that are started later must not reuse earlier KV. Called while paused or without requests."""
 
     def close(self) -> None:
@@ -156,15 +156,15 @@ class ServerStepEngine:
             self._server.pause()
         return self._take_chunks()
 
-    def requeue_all(self) -> None:
+    def preempt_all(self) -> None:
         """Restart running sequences from their tokens, before waiting ones."""
         running = list(self._running.values())
         self._stop(list(self._running))
         self._waiting = running + self._waiting
-        self.forget_prefixes()
+        self.reset_prefix_cache()
 
-    def forget_prefixes(self) -> None:
-        self._server.forget_prefixes()
+    def reset_prefix_cache(self) -> None:
+        self._server.reset_prefix_cache()
 
     def clear(self) -> None:
         self._waiting = []

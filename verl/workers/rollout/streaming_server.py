@@ -46,7 +46,7 @@ class TokenSource(Protocol):
 
     def resume(self) -> None: ...
 
-    def forget_prefixes(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -118,8 +118,8 @@ class StreamingServer:
             streams = list(self._streams.values())
         self._loop.call_soon_threadsafe(self._launch, streams)
 
-    def forget_prefixes(self) -> None:
-        self._source.forget_prefixes()
+    def reset_prefix_cache(self) -> None:
+        self._source.reset_prefix_cache()
 
     def close(self) -> None:
         if self._loop.is_closed():

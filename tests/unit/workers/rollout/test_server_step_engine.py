@@ -39,7 +39,7 @@ class Served:
 
     def set_weights(self, version: int, keep_kv: bool) -> None:
         self.server.weights = version
-        self.loop.recompute(running=not keep_kv)
+        self.loop.invalidate_kv_cache(running=not keep_kv)
         self.loop.version = version
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class SGLangServer:
             self._thread.call(self._thread.manager.continue_generation(ContinueGenerationReqInput()))
             self._paused = False
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """SGLang cannot flush its cache while requests run: later requests use another cache key."""
         self._cache_key += 1
 

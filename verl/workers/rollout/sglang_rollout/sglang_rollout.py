@@ -14,7 +14,7 @@ from torch import nn
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.build import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
@@ -49,7 +49,7 @@ class SGLangRollout(EmbeddedRollout):
             )
         device = torch.empty(0, device=device).device
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
-        hf_config = read_model_config(model_path, model_config)
+        hf_config = read_hf_config(model_path, model_config)
         os.environ.update(self.process_environment(config, device))
         thread = EngineThread(engine_arguments(model_path, model_config, config, device, dtype))
         ranks = config.tensor_model_parallel_size
@@ -86,7 +86,7 @@ class SGLangRollout(EmbeddedRollout):
         """SGLang releases memory only while no request runs: unfinished requests restart from their tokens."""
         if "kv_cache" not in tags:
             self._loop.halt("release")
-            self._loop.recompute()
+            self._loop.invalidate_kv_cache()
             self.step_engine.server.flush_kv()
         super().release(tags)
 

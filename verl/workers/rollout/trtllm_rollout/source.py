@@ -66,7 +66,7 @@ class TRTLLMSource:
 
     def resume(self) -> None: ...
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         self._cache_salt += 1
 
     async def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:

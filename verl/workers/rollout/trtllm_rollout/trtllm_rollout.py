@@ -19,7 +19,7 @@ import torch
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.names import rollout_traits
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.build import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.device import resolve_dtype
@@ -56,7 +56,7 @@ class TRTLLMRollout(EmbeddedRollout):
             raise ImportError(f"TRTLLMRollout: tensorrt_llm is not installed. Run {rollout_traits('trtllm').install}.")
         device = torch.device(device)
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
-        hf_config = read_model_config(model_path, model_config)
+        hf_config = read_hf_config(model_path, model_config)
         os.environ.update(self.process_environment(config, device))
         import tensorrt_llm
         from tensorrt_llm.llmapi import AsyncLLM

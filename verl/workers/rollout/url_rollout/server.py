@@ -171,7 +171,7 @@ class ServerAPI(Protocol):
 
     def resume(self) -> None: ...
 
-    def forget_prefixes(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
 
     def weight_label(self) -> str | None:
         """The label of the server's current weights; None: unknown."""
@@ -185,7 +185,7 @@ class HTTPTokenSource:
         self._api = api
         self.max_streams = api.max_streams
         self.build_request, self.pause, self.resume = api.build_request, api.pause, api.resume
-        self.forget_prefixes = api.forget_prefixes
+        self.reset_prefix_cache = api.reset_prefix_cache
         self._reconnecting: asyncio.Task[None] | None = None
         self._http = httpx.AsyncClient(
             base_url=api.client.url,

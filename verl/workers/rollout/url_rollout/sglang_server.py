@@ -120,7 +120,7 @@ class SGLangServerAPI:
     def resume(self) -> None:
         self.client.post("/continue_generation", {})
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """SGLang cannot flush its cache while requests run: later requests use another cache key."""
         self._cache_key = uuid.uuid4().hex
 

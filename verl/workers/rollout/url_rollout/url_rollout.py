@@ -12,7 +12,7 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.build import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.tokenizer import hf_tokenizer
@@ -40,7 +40,7 @@ class URLRollout(EmbeddedRollout):
         url: str,
     ) -> None:
         """`device`: the trainer's, which the weights are sent from."""
-        hf_config = read_model_config(model_path, model_config)
+        hf_config = read_hf_config(model_path, model_config)
         eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
         trainer_device = torch.empty(0, device=device).device
         self._api, self._transport = connect(url, model_path, config, hf_config, eos_token_ids, trainer_device)

@@ -113,7 +113,7 @@ class VllmServerAPI:
     def resume(self) -> None:
         self.client.post("/resume")
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         if not self.client.post("/reset_prefix_cache")["success"]:
             raise ServerError(
                 f"{self.client.url} does not reset its prefix cache, because requests of another client run there."

@@ -153,11 +153,11 @@ class VllmStepEngine:
                 self._engine.wake_up(tags=["scheduling"])
         return finished
 
-    def requeue_all(self) -> None:
+    def preempt_all(self) -> None:
         """Let vLLM preempt running requests and recompute them from their tokens."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """vLLM cannot reset its cache while requests run: later requests use another cache salt."""
         self._cache_salt += 1
 

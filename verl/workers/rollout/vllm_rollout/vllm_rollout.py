@@ -16,7 +16,7 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.build import end_tokens, read_model_config
+from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
@@ -53,7 +53,7 @@ class vLLMRollout(EmbeddedRollout):
             raise ImportError("vLLMRollout: vllm is not installed. Run make setup-vllm, or pip install -e .[vllm].")
         device = torch.empty(0, device=device).device
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
-        hf_config = read_model_config(model_path, model_config)
+        hf_config = read_hf_config(model_path, model_config)
         os.environ.update(self.process_environment(config, device))
         arguments = engine_arguments(model_path, model_config, config, device, dtype)
         with _keep_random_states():
