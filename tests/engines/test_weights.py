@@ -114,7 +114,7 @@ def test_another_model_is_refused_before_anything_is_overwritten(
 
 def test_a_weight_that_never_arrives_is_named(start: Callable[..., Any]) -> None:
     engine, weights = start(), tiny_model(**MODELS["plain"]).state_dict()
-    with pytest.raises(WeightMismatchError, match=r"'model.norm.weight' never arrived"):
+    with pytest.raises(WeightMismatchError, match=r"'model.norm.weight'"):
         engine.update_weights((name, tensor) for name, tensor in weights.items() if name != "model.norm.weight")
     engine.update_weights(weights.items(), version=2)
 

@@ -1,1 +1,1 @@
-"""The embedded inference engine: continuous batching on paged KV memory, built for weights that change."""
+"""The embedded inference engine: continuous batching over a paged KV cache, with weights that change during a run."""

@@ -44,7 +44,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(slots=True)
 class AttentionStep:
-    """The layout of one forward pass over T tokens: prefill chunks first, one after the other, then the decodes."""
+    """The layout of one forward pass over T tokens: packed prefill chunks first, then the decodes."""
 
     kv_cache: list[LayerKVCache]
     """One pair per layer."""
@@ -63,17 +63,17 @@ class AttentionStep:
     decode_tables: torch.Tensor
     """[D, W] int32: its blocks."""
     scratch: dict[Any, Any] = field(default_factory=dict)
-    """What a backend works out once for all layers of this pass."""
+    """Values that a backend computes once for all layers of this pass."""
 
 
-# What one more call costs, as padded tokens: a bucket is closed when padding would cost more.
+# Cost of one more call in padding tokens: a bucket is closed when its padding would cost more.
 _TOKENS_PER_CALL = 400
-# Elements of one block of scores where they must be held (soft-capping): 64 MB in float32.
+# Elements of one block of materialised scores (soft-capping): 64 MB in float32.
 _SCORE_ELEMENTS = 2**24
 
 
 class TorchAttention:
-    """Attention over paged KV by torch's own operators."""
+    """An AttentionBackend by torch operators."""
 
     def __call__(
         self,
@@ -105,14 +105,14 @@ class TorchAttention:
 
 @dataclass(slots=True)
 class _Prompts:
-    """Whole prompts of similar length: they see only themselves."""
+    """Whole prompts of similar length, attended without the cache."""
 
     rows: torch.Tensor
-    """[tokens] their tokens in the pass, prompt after prompt."""
+    """[tokens] indices of their tokens in the pass, prompt after prompt."""
     padded: torch.Tensor
     """[n * longest] the same with padding after each prompt (its first token again: no token sees what follows it)."""
     places: torch.Tensor
-    """[tokens] where `rows` stand in `padded`."""
+    """[tokens] positions of `rows` in `padded`."""
     count: int
     bias: torch.Tensor | None
     """[1, 1, longest, longest], 0 or -inf; None: causal."""
@@ -120,14 +120,14 @@ class _Prompts:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A later piece of a prompt."""
+    """A later chunk of a prompt."""
 
     rows: slice
-    """Its tokens in the pass."""
+    """Indices of its tokens in the pass."""
     blocks: torch.Tensor
-    """Blocks that hold what it sees."""
+    """Blocks of its visible context."""
     length: int
-    """How many tokens of those blocks count."""
+    """Number of valid tokens in those blocks."""
     bias: torch.Tensor
     """[1, 1, queries, length], 0 or -inf."""
 
@@ -137,15 +137,15 @@ class _Bucket:
     """Decoded sequences of similar length."""
 
     rows: torch.Tensor
-    """[n] their tokens in the pass."""
+    """[n] indices of their tokens in the pass."""
     blocks: torch.Tensor
-    """[n * w] their blocks, w of each."""
+    """[n * w] their blocks, w per sequence."""
     length: int
-    """The longest of them."""
+    """Length of the longest."""
     bias: torch.Tensor | None
-    """[n, 1, 1, length], -inf where a sequence sees nothing; None: all see all."""
+    """[n, 1, 1, length], -inf at masked positions; None: no mask."""
     unseen: torch.Tensor | None
-    """[m] those places among all n * w * block_size."""
+    """[m] masked positions among all n * w * block_size."""
 
 
 class _Layout:
@@ -187,7 +187,7 @@ class _Layout:
             yield _Chunk(rows, blocks, length - origin, self._bias(first, queries, origin, length))
 
     def _bias(self, first: int, queries: int, origin: int, length: int) -> torch.Tensor:
-        """[1, 1, queries, length - origin]: what the tokens from position `first` see of those from `origin`."""
+        """[1, 1, queries, length - origin]: mask of keys from `origin` on for queries from position `first` on."""
         query = torch.arange(first, first + queries, device=self.device).unsqueeze(1)
         key = torch.arange(origin, length, device=self.device)
         hidden = key > query
@@ -224,7 +224,7 @@ class _Layout:
 
 
 def _similar(lengths: Sequence[int], members: Iterable[int]) -> Iterator[list[int]]:
-    """`members` in groups of similar length, the longest first: one more call is dearer than their padding."""
+    """Group `members` by similar length, longest first, while padding costs less than one more call."""
     group: list[int] = []
     padding = 0
     for i in sorted(members, key=lambda i: -lengths[i]):

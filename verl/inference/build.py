@@ -43,33 +43,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class NativeOptions:
-    """`rollout.engine_kwargs.native`: what is rarely set."""
+    """`rollout.engine_kwargs.native`: rarely used options."""
 
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int | None = None
     """KV blocks; None: as many as memory allows."""
     model: str = "auto"
-    """fused, generic, or whichever runs the model."""
+    """fused, generic, or auto: fused if it supports the model."""
 
     @classmethod
     def from_config(cls, config: GeneratorConfig) -> NativeOptions:
-        given = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
+        values = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
         where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
-        unknown = sorted(set(given) - set(known))
+        unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"{where}.{unknown[0]}: there is no such option. There are {', '.join(known)}.")
-        options = cls(**given)
+            raise ValueError(f"{where}.{unknown[0]}: unknown option. Use one of {', '.join(known)}.")
+        options = cls(**values)
         if options.model not in MODEL_KINDS:
             raise ValueError(f"{where}.model: {options.model!r} is unknown. Use one of {', '.join(MODEL_KINDS)}.")
         if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
-            raise ValueError(f"{where}: block_size and num_blocks are at least 1 (found {given}).")
+            raise ValueError(f"{where}: block_size and num_blocks must be at least 1 (got {values}).")
         return options
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine and the parts of it that its owner needs."""
+    """An engine and its parts."""
 
     engine: Engine
     runner: ModelRunner
@@ -84,7 +84,7 @@ class BuiltEngine:
     pad_token_id: int | None
 
     def start(self) -> AsyncEngine | FollowerEngine:
-        """The loop that drives the engine; on all but the first of several ranks, the one that follows."""
+        """Start the thread that drives the engine; a follower on all but the first of several ranks."""
         if self.parallel.size == 1:
             return AsyncEngine(self.engine, self.load_tokenizer)
         if self.parallel.rank == 0:
@@ -99,9 +99,9 @@ def build_engine(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> BuiltEngine:
-    """The model of a local folder on `device`, in `dtype` (None: `config.dtype`), ready to be stepped."""
+    """Load the model of a local folder on `device` in `dtype` (None: `config.dtype`) and build its engine."""
     options = NativeOptions.from_config(config)
-    device = torch.empty(0, device=device).device  # with its index, if it has one
+    device = torch.empty(0, device=device).device  # resolves the device index
     dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
     hf_config = read_hf_config(model_path, model_config)
     parallel = TensorParallel.from_world(config.tensor_model_parallel_size)
@@ -119,7 +119,7 @@ def build_engine(
     blocks = options.num_blocks or choose_num_blocks(
         model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
     )
-    # Block numbers mean the same on all ranks that share the model.
+    # The same number on all ranks that share the model: block tables are shared.
     kv = KVCache(model, parallel.all_reduce_min(blocks), options.block_size)
     if config.return_routed_experts:
         kv.record_experts(model)
@@ -130,7 +130,7 @@ def build_engine(
         config.max_num_seqs,
         config.max_model_len,
         use_graphs=not config.enforce_eager,
-        own_stream=not config.free_cache_engine,  # it keeps its memory while others compute, and so may go on
+        own_stream=not config.free_cache_engine,  # it may then run beside training
     )
     scheduler = Scheduler(
         BlockManager(kv.num_blocks, kv.block_size, config.enable_prefix_caching),
@@ -158,7 +158,7 @@ def build_engine(
 
 
 def _attention_for(device: torch.device) -> AttentionBackend:
-    """The attention kernels of a kind of device."""
+    """The attention backend for a device."""
     if device.type != "cuda":
         return TorchAttention()
     from verl.inference.kernels.paged_attention import TritonAttention
@@ -172,7 +172,7 @@ MODEL_KINDS = ("auto", "fused", "generic")
 
 
 def read_hf_config(path: str, model_config: ModelConfig) -> Any:
-    """The HF config with the overrides that training has too."""
+    """The HF config of a model folder, with the same overrides as in training."""
     return read_config(path, model_config.trust_remote_code, model_config.override_config)
 
 
@@ -187,21 +187,21 @@ def load_inference_model(
     kind: str = "auto",
     parallel: TensorParallel = SINGLE,
 ) -> InferenceModel:
-    """The model on `device` in `dtype`. With load_format=dummy its weights are whatever; an update brings them."""
-    foreign = model_config.trust_remote_code and getattr(hf_config, "auto_map", None)
-    against = "its code comes with the checkpoint" if foreign else unsupported_reason(hf_config, max_length)
-    if kind == "fused" and against:
+    """The model on `device` in `dtype`. With load_format=dummy its weights are arbitrary until the first update."""
+    remote_code = model_config.trust_remote_code and getattr(hf_config, "auto_map", None)
+    reason = "its code comes with the checkpoint" if remote_code else unsupported_reason(hf_config, max_length)
+    if kind == "fused" and reason:
         raise ValueError(
-            f"engine_kwargs.native.model: fused cannot run this {hf_config.model_type} model: {against}. Set it to"
-            " auto."
+            f"engine_kwargs.native.model: fused cannot run this {hf_config.model_type} model: {reason}. Set it to auto."
         )
-    if parallel.size > 1 and (kind == "generic" or against):
+    if parallel.size > 1 and (kind == "generic" or reason):
         raise ValueError(
-            f"tensor_model_parallel_size: {parallel.size}; only fused models run on several ranks, and this"
-            f" {hf_config.model_type} is not one ({against or 'generic was asked for'}). Set it to 1."
+            f"tensor_model_parallel_size: {parallel.size}; only fused models run on several ranks, but this"
+            f" {hf_config.model_type} is not one ({reason or 'engine_kwargs.native.model=generic'}). Set it to 1."
         )
-    if kind == "generic" or against:
-        logger.info("rollout: %s runs by its own module (%s)", hf_config.model_type, against or "asked for")
+    if kind == "generic" or reason:
+        reason = reason or "engine_kwargs.native.model=generic"
+        logger.info("rollout: %s runs with its transformers module (%s)", hf_config.model_type, reason)
         module = load_module(path, hf_config, model_config, load_format, device, dtype)
         return GenericModel(module, max_length, device, dtype)
     model = FusedModel(hf_config, max_length, dtype, device, parallel)
@@ -219,12 +219,12 @@ def load_module(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """The Hugging Face module: stored weights in host memory, or random ones of `dtype` on the device."""
+    """The Hugging Face module: with stored weights in host memory, or random ones of `dtype` on the device."""
     if load_format != "dummy":
         return pretrained_model(path, hf_config, "causal_lm", model_config.trust_remote_code)
     from transformers import AutoModelForCausalLM
 
-    # Throw-away values must not shift anyone's random numbers.
+    # Throw-away values must not advance the global random state.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
@@ -232,5 +232,5 @@ def load_module(
 
 
 def end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
-    """What ends an answer of this model unless a request says otherwise."""
+    """The model's end tokens, used unless a request sets its own."""
     return find_end_tokens(path, hf_config, tokenizer_if_any(path, model_config.trust_remote_code))

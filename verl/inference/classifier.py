@@ -1,4 +1,4 @@
-"""Classifier: sequences in, logits of a sequence classifier out; what arrives meanwhile is computed together."""
+"""Classifier: batches token sequences from any thread and returns the logits of a sequence classifier."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 __all__ = ["Classifier"]
 
-# So often somebody who waits for a parked model looks whether it will ever be woken.
+# Interval at which the thread checks for `close` while the model is offloaded.
 _CLOSE_POLL_S = 0.2
 _Item = tuple[list[int], "Future[list[float]]"]
 
 
 class Classifier:
-    """A Hugging Face sequence classifier with a thread of its own, which reads as many sequences at a time as have at
-    most `max_tokens` with their padding."""
+    """A Hugging Face sequence classifier with its own thread, which computes batches of at most `max_tokens` tokens,
+    padding included."""
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
         self._model: Any = model.eval()
@@ -38,11 +38,11 @@ class Classifier:
 
     @property
     def unfinished(self) -> int:
-        """Sequences that wait or are worked on."""
+        """Number of waiting and running sequences."""
         return len(self._waiting) + self._num_running
 
     def submit(self, sequences: Sequence[list[int]]) -> list[Future[list[float]]]:
-        """Logits [labels] of item, some time soon. One that is cancelled while it waits is left out."""
+        """Queue sequences; returns a future of the logits [labels] of each. A future cancelled in time is skipped."""
         added: list[_Item] = [(sequence, Future()) for sequence in sequences]
         with self._changed:
             if self._closing:
@@ -52,7 +52,7 @@ class Classifier:
         return [future for _, future in added]
 
     def offload(self) -> None:
-        """Give the device's memory back; what is asked meanwhile waits until `onload`."""
+        """Free the device memory; requests wait until `onload`."""
         self._on_device.acquire()
         self._device = self._model.device
         self._model.to("cpu")
@@ -62,11 +62,11 @@ class Classifier:
     def onload(self) -> None:
         self._model.to(self._device)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # it works in another thread, on another stream
+            torch.cuda.current_stream(self._device).synchronize()  # the classifier's thread uses another stream
         self._on_device.release()
 
     def close(self) -> None:
-        """End the thread; what waits fails."""
+        """Stop the thread; waiting sequences fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -93,19 +93,19 @@ class Classifier:
             self._num_running = 0
 
     def _acquire_model(self) -> bool:
-        """Take the model when it is on its device; False where it will not be again, because this ends."""
+        """Lock the model once it is on its device; False if the classifier is closed first."""
         while not self._on_device.acquire(timeout=_CLOSE_POLL_S):
             if self._closing:
                 return False
         return True
 
     def _take(self) -> list[_Item]:
-        """The first that came, so that nobody waits for ever, and those of about its length: little is padding."""
+        """Remove and return a batch: the oldest sequence, and others of similar length to limit padding."""
         first = len(self._waiting[0][0])
-        by_likeness = sorted(self._waiting, key=lambda item: abs(len(item[0]) - first))
+        by_similarity = sorted(self._waiting, key=lambda item: abs(len(item[0]) - first))
         taken: list[_Item] = []
         longest = 0
-        for item in by_likeness:
+        for item in by_similarity:
             longest = max(longest, len(item[0]))
             if taken and longest * (len(taken) + 1) > self._max_tokens:
                 break
@@ -119,7 +119,7 @@ class Classifier:
             return
         try:
             logits = self._logits([sequence for sequence, _ in batch]).tolist()
-        except Exception as error:  # noqa: BLE001 - whoever waits for these gets it
+        except Exception as error:  # noqa: BLE001 - raised in the waiting callers
             for _, future in batch:
                 future.set_exception(error)
             return
@@ -134,9 +134,9 @@ class Classifier:
         ids = torch.tensor([sequence + [self._pad] * (width - len(sequence)) for sequence in sequences])
         mask = torch.arange(width) < lengths[:, None]
         device = self._model.device
-        if not hasattr(self._model, "score"):  # an encoder: every token reads all
+        if not hasattr(self._model, "score"):  # an encoder: every token attends to all
             return self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits.float().cpu()
-        # A decoder: its last token has read everything, and padding only follows.
+        # A decoder: its last token attends to all others, and padding only follows.
         hidden = self._model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(sequences), device=device), (lengths - 1).to(device)]
         return self._model.score(last).float().cpu()

@@ -24,13 +24,13 @@ __all__ = [
     "token_masks",
 ]
 
-# A server may be asked with others every time; the oldest are made again.
-_KEPT_STOP_STRINGS = 256
-_KEPT_GRAMMARS = 64
+# Cache sizes: clients of a server may send new ones with every request.
+_MAX_CACHED_STOP_STRINGS = 256
+_MAX_CACHED_GRAMMARS = 64
 
 
 class OutputConstraints:
-    """Made from any thread; the tokenizer is loaded with the first that needs it."""
+    """Creates and caches the stop checks and grammars of requests; loads the tokenizer on first use. Thread-safe."""
 
     def __init__(self, load_tokenizer: Callable[[], Any] | None) -> None:
         self._load_tokenizer = load_tokenizer
@@ -39,29 +39,29 @@ class OutputConstraints:
         self._grammar_tokenizers: dict[frozenset[int], GrammarTokenizer] = {}
         self._grammars: dict[tuple[str, frozenset[int]], GrammarState] = {}
         self._loading = threading.Lock()
-        # Of its own: a grammar may take seconds, and requests with stop strings must not wait for it.
+        # A separate lock: compiling may take seconds, and requests with stop strings must not wait for it.
         self._compiling = threading.Lock()
 
     def stop_check(self, request: Request) -> StopStrings | None:
-        """What looks for its stop strings; None: it has none."""
+        """The stop check of a request; None if it has no stop strings."""
         stop = request.params.stop
         if not stop:
             return None
         if self._load_tokenizer is None:
             raise ValueError(
-                f"request {request.id!r}: stop={list(stop)} needs a tokenizer, and this engine has none."
+                f"request {request.id!r}: stop={list(stop)} needs a tokenizer, but this engine has none."
                 " Set stop_token_ids instead."
             )
         tokenizer = self._loaded()
         with self._loading:
             if stop not in self._stop_strings:
-                if len(self._stop_strings) >= _KEPT_STOP_STRINGS:
+                if len(self._stop_strings) >= _MAX_CACHED_STOP_STRINGS:
                     self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
                 self._stop_strings[stop] = StopStrings(tokenizer, stop)
             return self._stop_strings[stop]
 
     def grammar(self, request: Request) -> GrammarState | None:
-        """Where its answer begins in its grammar; None: it has none."""
+        """The grammar state of a request, advanced by the tokens it resumes from; None if it has no grammar."""
         if request.params.grammar is None:
             return None
         grammar = self._compiled(request.params.grammar, request.params.eos_token_ids).copy()
@@ -70,13 +70,13 @@ class OutputConstraints:
         return grammar
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile a grammar ahead of requests with it."""
+        """Compile the grammar of `params` ahead of requests with it."""
         if params.grammar is not None:
             self._compiled(params.grammar, params.eos_token_ids)
 
     def _compiled(self, grammar: str, ends: frozenset[int]) -> GrammarState:
         if self._load_tokenizer is None:
-            raise ValueError("a grammar needs a tokenizer, and this engine has none. Leave it out.")
+            raise ValueError("grammar: needs a tokenizer, but this engine has none. Remove it.")
         known = self._grammars.get((grammar, ends))
         if known is not None:
             return known
@@ -85,13 +85,12 @@ class OutputConstraints:
             if ends not in self._grammar_tokenizers:
                 self._grammar_tokenizers[ends] = GrammarTokenizer(tokenizer, ends)
             if (grammar, ends) not in self._grammars:
-                if len(self._grammars) >= _KEPT_GRAMMARS:
+                if len(self._grammars) >= _MAX_CACHED_GRAMMARS:
                     self._grammars.pop(next(iter(self._grammars)))  # sequences keep their own
                 self._grammars[grammar, ends] = self._grammar_tokenizers[ends].compile(grammar)
             return self._grammars[grammar, ends]
 
     def _loaded(self) -> Any:
-        """The tokenizer."""
         assert self._load_tokenizer is not None
         with self._loading:
             if self._tokenizer is None:
@@ -99,23 +98,24 @@ class OutputConstraints:
             return self._tokenizer
 
 
-# What a decoder writes for bytes that are no whole character.
+# Written by decoders for an incomplete character.
 _BROKEN = "\ufffd"
-# A token that stands for one byte: a run of them is decoded as a whole, or not at all where it is no text.
+# A token for one byte: a run of them is decoded together, or not at all if it is not valid UTF-8.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class StopStrings:
-    """Looks for some strings in generated text. Holds nothing of a sequence: one object serves all with these strings.
+    """Finds the token that completes a stop string, also if the string spans tokens or splits a character.
 
-    Most tokens cannot complete a string, since they do not hold its last character; that is looked up. Only for the
-    others the last few tokens are decoded.
+    Stateless with respect to sequences: one object serves all requests with these strings. Most tokens cannot complete
+    a string because they do not contain its last character; this is cached per token. Only for the others the last few
+    tokens are decoded.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        # A token is a byte at least. One token more in front: decoders treat the first one of a text differently.
+        # A token is at least a byte. One more token in front: decoders treat the first token of a text differently.
         self._window = max(len(text.encode()) for text in stop) + 1
         self._may_complete: dict[int, bool] = {}
         self._byte: dict[int, bool] = {}
@@ -125,7 +125,7 @@ class StopStrings:
         last = token_ids[-1]
         possible = self._may_complete.get(last)
         if possible is None:
-            possible = self._may_complete[last] = self._holds_an_end(last)
+            possible = self._may_complete[last] = self._contains_last_character(last)
         if not possible:
             return False
         start = max(0, len(token_ids) - self._window)
@@ -135,11 +135,11 @@ class StopStrings:
         text = self._decode(window)
         if not any(stop in text for stop in self._stop):
             return False
-        # One that was there before (when the answer was still too short to end) is not completed now.
+        # A string completed earlier (below min_new_tokens) does not count.
         before = self._decode(window[:-1])
         return any(text.rfind(stop) > before.rfind(stop) for stop in self._stop)
 
-    def _holds_an_end(self, token: int) -> bool:
+    def _contains_last_character(self, token: int) -> bool:
         text = self._decode([token])
         if _BROKEN in text:
             return True
@@ -147,37 +147,35 @@ class StopStrings:
         return any(stop[-1] in text or stop[-1].isspace() for stop in self._stop)
 
     def _is_byte(self, token: int) -> bool:
-        found = self._byte.get(token)
-        if found is None:
+        is_byte = self._byte.get(token)
+        if is_byte is None:
             name = self._tokenizer.convert_ids_to_tokens(token)
-            found = self._byte[token] = isinstance(name, str) and _BYTE.fullmatch(name) is not None
-        return found
+            is_byte = self._byte[token] = isinstance(name, str) and _BYTE.fullmatch(name) is not None
+        return is_byte
 
     def _decode(self, token_ids: list[int]) -> str:
-        # Special tokens count: their text may be the string that ends an answer.
+        # Special tokens are included: a stop string may be one.
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-# A model that is not sure goes on with white space for ever, if it may.
+# Limits white space: an uncertain model would otherwise generate it without end.
 _OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
-_ABSENT = "a grammar needs the package llguidance, which is not installed here: pip install llguidance"
+_NOT_INSTALLED = "grammar: needs the package llguidance, which is not installed: pip install llguidance"
 
 _UNSUPPORTED_TOKENIZER = (
     "constrained output (response_format, strict tools) needs a fast tokenizer with a byte-level or byte-fallback"
     " decoder, which maps each token to bytes; the tokenizer of this model has none"
 )
-_REMEDY = (
-    "Leave it out and describe the format in the prompt, or serve a model whose tokenizer.json has such a decoder."
-)
+_REMEDY = "Remove it and describe the format in the prompt, or serve a model whose tokenizer.json has such a decoder."
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of the JSON texts that a schema describes. ValueError: it cannot be one."""
+    """The grammar of JSON texts that match `schema`. Raises ValueError for an unsupported schema."""
     return _checked(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
 
 
 def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
-    """One of these choices: each a row of texts, as they stand, and of schemas, each for a JSON text."""
+    """The grammar of one of `choices`, each a sequence of literal texts (str) and JSON schemas (dict)."""
     rows = []
     for choice in choices:
         parts = [
@@ -198,7 +196,7 @@ def _checked(grammar: str) -> str:
 
 
 class GrammarTokenizer:
-    """A tokenizer as grammars read it; `ends` are the tokens that end an answer.
+    """A tokenizer in llguidance's form; `ends` are the end token ids.
 
     Raises ValueError for a tokenizer that llguidance does not support.
     """
@@ -213,7 +211,7 @@ class GrammarTokenizer:
             raise ValueError(f"{_UNSUPPORTED_TOKENIZER} ({error}). {_REMEDY}") from error
 
     def compile(self, grammar: str) -> GrammarState:
-        """The beginning of an answer in this grammar. ValueError: it is none."""
+        """Compile a grammar to its initial state. Raises ValueError if it is invalid."""
         matcher = _library().LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"grammar: {matcher.get_error().strip()}")
@@ -223,7 +221,7 @@ class GrammarTokenizer:
 def check_compiles(tokenizer: Any, ends: frozenset[int], grammar: str) -> None:
     """Compile a grammar and its first token mask, and discard them. Raises ValueError if the grammar is invalid.
 
-    For a process with limits on time and memory: compiling it again elsewhere costs about the same.
+    For processes with limits on time and memory: compiling it again in the engine costs about the same.
     """
     compiled = _grammar_tokenizer(tokenizer, ends).compile(grammar)
     token_masks([compiled])
@@ -237,34 +235,34 @@ def _grammar_tokenizer(tokenizer: Any, ends: frozenset[int]) -> GrammarTokenizer
 
 
 class GrammarState:
-    """Where an answer stands in its grammar."""
+    """State of a grammar after the tokens so far."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
 
     def copy(self) -> GrammarState:
-        """For another answer, from here on."""
+        """An independent copy of the state."""
         return GrammarState(self._matcher.deep_copy(), self._vocabulary)
 
     def accept(self, token: int) -> None:
-        """The token came."""
+        """Advance by a sampled token."""
         self._matcher.consume_token(token)
 
     @property
     def complete(self) -> bool:
-        """Nothing can follow."""
+        """Whether the output is complete: no token may follow."""
         return self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """Why it cannot be gone on with: a token that is not allowed, or a limit of the library."""
+        """Why the state is invalid: a forbidden token, or a limit of llguidance. None if it is valid."""
         return self._matcher.get_error().strip().partition("\n")[0] if self._matcher.is_error() else None
 
 
 def token_masks(grammars: Iterable[GrammarState | None]) -> TokenMasks | None:
-    """Which tokens may come next in the rows that have a grammar; None: no row has one.
+    """Allowed next tokens of the rows with a grammar; None if no row has one.
 
-    All cores look at once: a mask takes microseconds, but milliseconds where a text is unusual.
+    Computed on all cores: a mask usually takes microseconds, but sometimes milliseconds.
     """
     import llguidance.numpy
     import numpy as np
@@ -287,5 +285,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError as error:
-        raise ValueError(f"{_ABSENT}.") from error
+        raise ValueError(f"{_NOT_INSTALLED}.") from error
     return llguidance

@@ -1,4 +1,4 @@
-"""StepGraphs: a step's kernels recorded once per size and started together, so that launching does not cost."""
+"""StepGraphs: CUDA graphs of model steps, captured once per size, which save the launch overhead of kernels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["StepGraphs", "pool_bytes"]
 
 logger = logging.getLogger(__name__)
 
-# Sizes that are recorded; a step is padded up to the next one. Above the last, launching is not what costs.
+# Captured sizes; a step is padded to the next one. Above the last, launch overhead does not matter.
 _DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
 _MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
 
 
 def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
-    """What all graphs keep: the hidden states [size, `row_bytes`] of each, and the activations of the largest step,
-    `step_bytes` for each of its tokens."""
+    """Memory of all graphs: hidden states [size, `row_bytes`] of each, and activations of the largest step, with
+    `step_bytes` per token."""
     decode = [size for size in _DECODE_SIZES if size < 2 * max_sequences]
     return row_bytes * (sum(decode) + sum(_MIXED_SIZES)) + step_bytes * _MIXED_SIZES[-1]
 
 
 class StepGraphs:
-    """CUDA graphs by kind of step and size, recorded when first needed. All of them share one memory pool.
+    """CUDA graphs by kind of step and size, captured on first use. All share one memory pool.
 
-    A model whose step waits for the device (some mixtures of experts do) cannot be recorded and runs without.
+    A model whose step synchronises with the device (some mixtures of experts do) cannot be captured and runs eagerly.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StepGraphs:
         last_tokens: torch.Tensor,
         max_sequences: int,
     ) -> None:
-        """`decode` and `mixed` are the runner's; `last_tokens` has an entry per slot, the last one for nobody."""
+        """`decode` and `mixed` are the runner's; `last_tokens` has an entry per slot; the last slot is for padding."""
         device = last_tokens.device
         self._decode, self._mixed = decode, mixed
         self._last_tokens = last_tokens
@@ -60,7 +60,7 @@ class StepGraphs:
         self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
     def capture_all(self) -> None:
-        """Every size, as far as there are so many sequences. The largest first: the others fit into what it takes."""
+        """Capture every size up to `max_sequences`, the largest first: the others reuse its memory."""
         decode = [size for size in _DECODE_SIZES if size < 2 * self._max_sequences]
         steps = [(True, size) for size in _MIXED_SIZES] + [(False, size) for size in decode]
         for has_prefills, size in sorted(steps, key=lambda step: -step[1]):
@@ -68,7 +68,7 @@ class StepGraphs:
                 return
 
     def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
-        """Hidden states of the step, padding last; None if there is no graph for it."""
+        """Run the step's graph; returns its hidden states, padding last, or None if there is no graph for it."""
         sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES
         count = len(inputs.token_rows)
         if count > sizes[-1] or not self._can_capture:
@@ -93,14 +93,14 @@ class StepGraphs:
         self._ids[:prefilled].copy_(inputs.prefill_ids)
         self._ids[prefilled:count].copy_(self._last_tokens[inputs.token_rows[prefilled:]])
         self._starts[: sequences + 1].copy_(inputs.query_starts)
-        # Sequences beyond the step's own are empty: they start where the last one ends.
+        # Padding sequences are empty: they start where the last one ends.
         self._starts[sequences + 1 :].fill_(count)
         self._sequence_rows[:sequences].copy_(inputs.sequence_rows)
         self._lengths[:sequences].copy_(inputs.lengths)
 
     def _capture(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         run = self._run_mixed if has_prefills else self._run_decode
-        run(size)  # compiles kernels and fills caches of libraries, which a recording cannot do
+        run(size)  # compiles kernels and fills caches of libraries, which is not possible during a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -109,12 +109,10 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # It ran a moment ago, so it is the recording that this model does not allow.
+            # The step ran above, so it is the capture that fails.
             self._can_capture = False
             reason = str(error).strip().splitlines()[0]
-            logger.warning(
-                "steps of this model cannot be recorded as CUDA graphs and are launched one by one: %s", reason
-            )
+            logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
             return None
         self._graphs[has_prefills, size] = (graph, hidden)
         return graph, hidden

@@ -48,7 +48,7 @@ class Region:
             self.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def release(self) -> None:
-        """Give the memory back; what it held is gone."""
+        """Free the memory; its content is lost."""
         if self.held:
             self.held = False
             if self._range is not None:
@@ -58,7 +58,7 @@ class Region:
                 self.bytes.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take it again, with undefined content."""
+        """Allocate the memory again at the same address, with undefined content."""
         if not self.held:
             if self._range is not None:
                 self._range.map()
@@ -67,7 +67,7 @@ class Region:
             self.held = True
 
     def close(self) -> None:
-        """Give a device's memory and addresses back. No view may be used afterwards."""
+        """Free memory and addresses on a device. No view may be used afterwards."""
         if self._range is not None:
             self.release()
             self._range.free()
@@ -109,13 +109,13 @@ _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
 class _VirtualRange:
     """Reserved addresses with memory mapped in chunks (the CUDA driver's virtual memory management)."""
 
-    # One allocation of many GB can fail where pieces of this size do not.
+    # One allocation of many GB can fail where chunks of this size do not.
     _CHUNK = 1 << 30
 
     def __init__(self, size: int, device: torch.device) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        torch.empty(1, device=f"cuda:{index}")  # the driver's calls below need the device's context to exist
+        torch.empty(1, device=f"cuda:{index}")  # creates the device's context, which the driver calls below need
         self._index = index
         self._where = _Location(_DEVICE, index)
         self._properties = _AllocationProperties(type=_PINNED, location=self._where)
@@ -139,7 +139,7 @@ class _VirtualRange:
 
     def map(self) -> None:
         if torch.cuda.mem_get_info(self._index)[0] < self._size:
-            torch.cuda.empty_cache()  # what torch keeps for later is not free to anyone else
+            torch.cuda.empty_cache()  # memory cached by torch is not free for the driver
         try:
             for start in range(0, self._size, self._chunk):
                 size = min(self._chunk, self._size - start)
@@ -159,7 +159,7 @@ class _VirtualRange:
         except RuntimeError as error:
             free, total = torch.cuda.mem_get_info(self._index)
             raise torch.cuda.OutOfMemoryError(
-                f"rollout: {self._size / 2**30:.1f} GB of device memory could not be taken ({error};"
+                f"rollout: {self._size / 2**30:.1f} GB of device memory could not be allocated ({error};"
                 f" {free / 2**30:.1f} of {total / 2**30:.1f} GB are free). Lower"
                 " gpu_memory_utilization, or offload the trainer."
             ) from error
@@ -176,7 +176,7 @@ class _VirtualRange:
 
 
 class DriverError(PicklableError, RuntimeError):
-    """What the CUDA driver answers; `code` is its CUresult."""
+    """An error of the CUDA driver; `code` is its CUresult."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -189,7 +189,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def driver_call(name: str, *arguments: Any) -> None:
-    """A function of the CUDA driver; an error of it is raised."""
+    """Call a function of the CUDA driver. Raises DriverError if it fails."""
     code = getattr(_driver(), name)(*arguments)
     if code != 0:
         text = ctypes.c_char_p()
@@ -199,26 +199,26 @@ def driver_call(name: str, *arguments: Any) -> None:
 
 logger = logging.getLogger(__name__)
 
-# Of host memory, which programs share without saying what they will need.
+# Share of available host memory for KV: other programs need the rest.
 _HOST_SHARE = 0.25
-# Of device memory, for kernels' workspaces and captured graphs.
+# Share of device memory left for workspaces of kernels and CUDA graphs.
 _DEVICE_RESERVE = 0.03
-# float32 columns of [sequences, vocabulary] that sampling holds at most beside the logits.
+# float32 tensors [sequences, vocabulary] that sampling allocates at most besides the logits.
 _LOGIT_COPIES = 3
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """A key and a value of every head in every layer."""
+    """KV bytes of a token: a key and a value of every head in every layer."""
     return 2 * layers * kv_heads * head_dim * itemsize
 
 
 def bytes_per_block(model: InferenceModel, block_size: int) -> int:
-    """Keys and values of `block_size` tokens in every layer."""
+    """KV bytes of `block_size` tokens in every layer."""
     return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
 
 
 class KVCache:
-    """`num_blocks` blocks, and one more (`padding_block`) where rows that stand for nobody may write."""
+    """The paged KV cache: `num_blocks` blocks, and one more (`padding_block`) to which padding rows write."""
 
     def __init__(self, model: InferenceModel, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -231,39 +231,39 @@ class KVCache:
         self._experts: torch.Tensor | None = None
 
     def record_experts(self, model: InferenceModel) -> None:
-        """From now on every token's experts are kept beside its KV: who takes over a prefix takes over its experts."""
+        """Store the experts of every token beside its KV from now on, so that a cached prefix includes its experts."""
         table = model.record_experts((self.num_blocks + 1) * self.block_size)
         self._experts = table.unflatten(0, (-1, self.block_size))
 
     def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Experts [tokens, layers, k] of the tokens whose KV is at `slots` [tokens], as a copy on the device."""
-        assert self._experts is not None, "this KV memory stores no experts"
+        assert self._experts is not None, "this KV cache stores no experts"
         return self._experts.flatten(0, 1)[slots]
 
     @property
     def held_bytes(self) -> int:
-        """Memory it takes now."""
+        """Bytes allocated now."""
         return self.region.size if self.region.held else 0
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory; all KV is lost."""
         self.region.release()
 
     def restore(self) -> None:
-        """Take it again; nothing that was there is."""
+        """Allocate the memory again; the KV is not restored."""
         self.region.restore()
         self._clear()
 
     def _clear(self) -> None:
-        """Whatever was there is not a number that could spread: masked lanes multiply it by zero.
+        """Zero the memory on GPUs: kernels multiply masked entries by zero, which would spread NaN.
 
-        CPU attention looks at nothing it should not see; there, memory that is not touched is not even taken.
+        CPU attention reads no masked entries; there, untouched memory is not even allocated.
         """
         if self.region.device.type != "cpu":
             self._all.zero_()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Content of (from, to), all at once."""
+        """Copy blocks (from, to), all at once."""
         if pairs:
             (index,) = copy_to_device([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
             self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
@@ -278,58 +278,58 @@ def choose_num_blocks(
     max_model_len: int,
     gpu_memory_utilization: float,
 ) -> int:
-    """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; said in the log.
+    """Number of blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; logs it.
 
-    On a GPU, weights and KV may take `gpu_memory_utilization` of its memory, and never more than is free. On a CPU, KV
-    may take a quarter of what is available.
+    On a GPU, weights and KV take at most `gpu_memory_utilization` of its memory, and never more than is free. On a CPU,
+    KV takes at most a quarter of the available memory.
     """
-    each = bytes_per_block(model, block_size)
+    block_bytes = bytes_per_block(model, block_size)
     per_sequence = -(-max_model_len // block_size)
     wanted = max_num_seqs * per_sequence
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
         logits = logit_bytes(max_num_seqs, model.vocab_size)
-        room = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits)
+        available = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits)
         remedy = "Raise gpu_memory_utilization, or lower max_model_len"
     else:
-        room = host_kv_bytes(host_memory_available())
+        available = host_kv_bytes(host_memory_available())
         remedy = "Free host memory, or lower max_model_len"
-    blocks = min(wanted, room // each)
+    blocks = min(wanted, available // block_bytes)
     if blocks < per_sequence:
         raise ValueError(
             f"max_model_len: the KV of one sequence of {max_model_len} tokens takes"
-            f" {_gb(per_sequence * each)}, and there is room for {_gb(room)}. {remedy}."
+            f" {_gb(per_sequence * block_bytes)}, but only {_gb(available)} are available. {remedy}."
         )
     logger.info(
-        "rollout: %s of KV memory: %d blocks of %d tokens (%s)",
-        _gb(blocks * each),
+        "rollout: %s of KV cache: %d blocks of %d tokens (%s)",
+        _gb(blocks * block_bytes),
         blocks,
         block_size,
         f"enough for {max_num_seqs} sequences of {max_model_len} tokens"
         if blocks == wanted
-        else f"{blocks / wanted:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can take",
+        else f"{blocks / wanted:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
     )
     return blocks
 
 
 def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
-    """Bytes for KV on a GPU of `total` bytes, `free` of them once the weights are there."""
+    """Bytes for KV on a GPU of `total` bytes, of which `free` are free after loading the weights."""
     return max(0, min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits)
 
 
 def host_kv_bytes(available: int) -> int:
-    """The same on a CPU."""
+    """Bytes for KV on a CPU."""
     return int(_HOST_SHARE * available)
 
 
 def logit_bytes(sequences: int, vocab: int, truncated: bool = True) -> int:
-    """Logits of so many sequences and what sampling holds beside them; without top-k and the like a GPU needs none."""
+    """Bytes of the logits and of sampling's work tensors, which a GPU needs only for top-k, top-p and min-p."""
     return sequences * vocab * 4 * (1 + (_LOGIT_COPIES if truncated else 0))
 
 
 def step_bytes(tokens: int, hidden: int, intermediate: int, itemsize: int) -> int:
-    """Activations of a step at its fullest: residual, a norm's output, and the MLP's three products."""
+    """Peak activation bytes of a step: residual, a norm's output, and the three products of the MLP."""
     return tokens * itemsize * (2 * hidden + 3 * intermediate)
 
 

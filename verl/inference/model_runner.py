@@ -21,14 +21,14 @@ from verl.types.request import TopLogProbs
 
 __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
 
-# Logits of a long prompt that are there at a time.
+# Elements of prompt logits computed at a time.
 _BLOCK_ELEMENTS = 2**25
-# How long a thread that wants to go on waits for another's Python: a step asks twice, and takes a few milliseconds.
+# Interval of the GIL's thread switches: a step acquires it twice and takes only a few milliseconds.
 _SWITCH_S = 1e-4
 
 
 class LaunchedStep:
-    """A launched step's results on their way to the host."""
+    """A PendingStep: results that are being copied to the host."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LaunchedStep:
             self._done.record()
 
     def wait(self) -> StepResults:
-        """(tokens, log-probs, log-probs at temperature 1, log-probs as drawn), one entry per sampled row."""
+        """Return (tokens, log-probs, log-probs at temperature 1, log-probs as sampled), one entry per sampled row."""
         if self._done is not None:
             self._done.synchronize()
         full, raw, drawn = self._log_probs.tolist()
@@ -61,13 +61,13 @@ class LaunchedStep:
 
     def experts(self) -> StepExperts:
         assert self._experts is not None, "the plan does not return experts"
-        # Copied: sequences keep rows of these arrays, which would hold the step's page-locked buffers.
+        # Copied: sequences keep rows of these arrays, which would keep the step's pinned buffers alive.
         sampled, *contexts = (part.numpy().copy() for part in self._experts)
         return StepExperts(sampled, contexts)
 
 
 class ModelRunner:
-    """A model, its KV memory, and what the device remembers of each slot: block table, last token, sampling."""
+    """A model, its KV cache, and the state of each slot on the device: block table, last token, sampling parameters."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class ModelRunner:
         use_graphs: bool,
         own_stream: bool = False,
     ) -> None:
-        """`own_stream`: on a GPU steps run on a stream of their own, before other threads' work that waits there,
-        and all graphs are recorded now: while one is recorded, nobody else may give memory back."""
+        """`own_stream`: on a GPU, steps run on a high-priority stream beside the work of other threads, and all graphs
+        are captured now: during a capture no other thread may free memory."""
         device = model.device
         self.model, self.kv = model, kv
         self.lag = 1 if device.type == "cuda" else 0
         self._backend = backend
         width = -(-max_model_len // kv.block_size)
-        # One slot more than sequences: what padded rows of a graph belong to.
+        # One extra slot for the padding rows of CUDA graphs.
         self._tables = torch.full((max_num_seqs + 1, width), kv.padding_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
@@ -104,14 +104,14 @@ class ModelRunner:
             self._graphs.capture_all()
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         stream = torch.cuda.Stream(self.model.device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))  # tables and weights as they begin
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))  # until tables and weights are initialised
         return stream
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step; on a GPU this returns before it is done. Steps run in the order they were launched."""
+        """Launch a step; on a GPU this returns before it has run. Steps run in launch order."""
         if self._stream is not None:
-            torch.cuda.set_stream(self._stream)  # of this thread, and with it the device
+            torch.cuda.set_stream(self._stream)  # of this thread; also sets the device
         elif self.lag:
             # A new thread starts on device 0.
             torch.cuda.set_device(self.model.device)
@@ -162,7 +162,7 @@ class ModelRunner:
         )
 
     def decode(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """One token for each of `rows` [D]: the last one it sampled, which stands at `positions` [D]."""
+        """Hidden states [D, hidden] of the last sampled token of each of `rows` [D], at `positions` [D]."""
         empty = rows.new_empty(0, dtype=torch.int32)
         tables = self._tables[rows]
         step = AttentionStep(
@@ -188,7 +188,7 @@ class ModelRunner:
         lengths: torch.Tensor,
         prefill_tokens: int,
     ) -> torch.Tensor:
-        """Pieces of prompts and single tokens of other sequences, packed. On a GPU all go through one varlen kernel."""
+        """Hidden states of packed prefill chunks and decodes. On a GPU one varlen kernel handles both."""
         decodes = 0 if self.lag else len(token_ids) - prefill_tokens
         prefills = len(lengths) - decodes
         tables = self._tables[sequence_rows]
@@ -206,7 +206,7 @@ class ModelRunner:
         return self.model.hidden(token_ids, positions, step)
 
     def _slots(self, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Cache slot of tokens [T] at `positions` of the sequences whose blocks `tables[rows]` lists."""
+        """KV slots of tokens [T] at `positions` of the sequences with block tables `tables[rows]`."""
         size = self.kv.block_size
         return tables[rows, positions // size].long() * size + positions % size
 
@@ -218,7 +218,7 @@ class ModelRunner:
 def _details_of(
     plan: StepPlan, model: InferenceModel, hidden: torch.Tensor, logits: torch.Tensor
 ) -> Callable[[], StepDetails]:
-    """What the plan's `top_rows` and prefills with `targets` ask for; the device is not waited for until it is called.
+    """Launch the plan's top and prompt log-probs; the returned function waits for the device and returns them.
 
     `hidden` [tokens, hidden] of the step; `logits` [samples, vocab].
     """
@@ -241,7 +241,7 @@ def _details_of(
 def _top_log_probs(
     logits: torch.Tensor, targets: list[int], count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`logits` [rows, vocab] → log-probs of the targets [rows]; of the likeliest tokens [rows, count], and those."""
+    """`logits` [rows, vocab] → log-probs of the targets [rows]; top log-probs and their tokens [rows, count]."""
     log_probs = logits.float().log_softmax(dim=-1)
     of_target = log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1)
     values, tokens = log_probs.topk(min(count, logits.shape[-1]), dim=-1)
@@ -249,7 +249,7 @@ def _top_log_probs(
 
 
 def _on_host(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[TopLogProbs]]:
-    """Log-probs of the targets, and the likeliest tokens in their places, of all parts."""
+    """Log-probs of the targets and the most likely tokens at their positions, of all parts."""
     log_probs: list[float] = []
     tops: list[TopLogProbs] = []
     for of_target, values, tokens in parts:
@@ -264,14 +264,14 @@ _BUFFERS = 3
 
 @dataclass(slots=True)
 class StepInputs:
-    """What a step computes, int64 on the device. T tokens: those of the prefills, then one per decode."""
+    """Inputs of a step, int64 on the device. T tokens: those of the prefills, then one per decode."""
 
     token_rows: torch.Tensor
     """[T]: slot of the sequence a token belongs to."""
     positions: torch.Tensor
-    """[T]: where it stands in its sequence."""
+    """[T]: position of the token in its sequence."""
     prefill_ids: torch.Tensor
-    """[prefill tokens]: token ids; those of decodes are on the device already."""
+    """[prefill tokens]: token ids; those of decodes are already on the device."""
     query_starts: torch.Tensor
     """[sequences + 1]: first token of each sequence of the step, prefills first."""
     sequence_rows: torch.Tensor
@@ -279,11 +279,11 @@ class StepInputs:
     lengths: torch.Tensor
     """[sequences]: KV length after the step."""
     sampled_tokens: torch.Tensor
-    """[samples]: which token's hidden state each sample is drawn from."""
+    """[samples]: index of the token whose hidden state is sampled from."""
     sample_rows: torch.Tensor
     """[samples]: slots."""
     sample_positions: torch.Tensor
-    """[samples]: where the sampled token will stand."""
+    """[samples]: position of the sampled token."""
     table_entries: torch.Tensor
     """[updates]: flat index into the block tables."""
     table_blocks: torch.Tensor
@@ -291,17 +291,17 @@ class StepInputs:
 
 
 class InputSender:
-    """Sends plans to a device."""
+    """Packs a plan's lists into one pinned buffer and copies it to the device."""
 
     def __init__(self, device: torch.device, table_width: int) -> None:
         self._device = device
         self._width = table_width
-        self._turn = 0
+        self._next_buffer = 0
         self._pinned = [torch.empty(0, dtype=torch.int64)] * _BUFFERS
-        self._landed = [torch.empty(0, dtype=torch.int64)] * _BUFFERS
+        self._on_device_buffers = [torch.empty(0, dtype=torch.int64)] * _BUFFERS
 
     def send(self, plan: StepPlan) -> StepInputs:
-        """The plan's numbers. Valid until two more plans were sent."""
+        """Copy the plan to the device. The result is valid until two more plans have been sent."""
         lists = _flat(plan, self._width)
         ends = np.cumsum([len(values) for values in lists])
         numbers = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(ends[-1]))
@@ -311,15 +311,15 @@ class InputSender:
     def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
         if self._device.type == "cpu":
             return torch.from_numpy(numbers)
-        turn, size = self._turn, len(numbers)
-        self._turn = (turn + 1) % _BUFFERS
-        if self._pinned[turn].numel() < size:
-            self._pinned[turn] = torch.empty(2 * size, dtype=torch.int64, pin_memory=True)
-            self._landed[turn] = torch.empty(2 * size, dtype=torch.int64, device=self._device)
-        self._pinned[turn].numpy()[:size] = numbers
-        landed = self._landed[turn][:size]
-        landed.copy_(self._pinned[turn][:size], non_blocking=True)
-        return landed
+        buffer, size = self._next_buffer, len(numbers)
+        self._next_buffer = (buffer + 1) % _BUFFERS
+        if self._pinned[buffer].numel() < size:
+            self._pinned[buffer] = torch.empty(2 * size, dtype=torch.int64, pin_memory=True)
+            self._on_device_buffers[buffer] = torch.empty(2 * size, dtype=torch.int64, device=self._device)
+        self._pinned[buffer].numpy()[:size] = numbers
+        copied = self._on_device_buffers[buffer][:size]
+        copied.copy_(self._pinned[buffer][:size], non_blocking=True)
+        return copied
 
 
 def _flat(plan: StepPlan, width: int) -> list[list[int]]:

@@ -14,33 +14,33 @@ from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device import copy_to_device
 
-__all__ = ["SampledRows", "Sampler", "SamplingBatch", "Shape", "sample_tokens"]
+__all__ = ["LogitsProcessor", "SampledRows", "Sampler", "SamplingBatch", "sample_tokens"]
 
 
 class Sampler:
-    """Parameters of `slots` slots as columns on the device; a step gathers the rows it samples."""
+    """Samples tokens. Parameters of all slots are columns on the device; a step gathers the rows it samples."""
 
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         self._device = device
-        self._shaper = _LogitShaper(slots, max_model_len, device)
+        self._penalties = _PenaltiesAndBiases(slots, max_model_len, device)
         self._columns = SamplingBatch.from_params([SamplingParams()] * slots, device)
-        # What is true of any row decides which operations run; kept here, so that asking costs no look at the device.
+        # Slots that need an operation, on the host: deciding which operations run needs no device synchronisation.
         self._truncated: set[int] = set()
         self._greedy: set[int] = set()
         self._tempered: set[int] = set()
 
     def assign(
-        self, taken: Sequence[tuple[int, SamplingParams]], histories: Sequence[tuple[int, int, list[int]]] = ()
+        self, assigned: Sequence[tuple[int, SamplingParams]], histories: Sequence[tuple[int, int, list[int]]] = ()
     ) -> None:
-        """These slots belong to new sequences; `histories` as in StepPlan."""
-        if not taken:
+        """Set the parameters of newly assigned slots; `histories` as in StepPlan."""
+        if not assigned:
             return
-        self._shaper.assign(taken, histories)
-        rows = SamplingBatch.from_params([params for _, params in taken], self._device)
-        (index,) = copy_to_device([torch.tensor([slot for slot, _ in taken], dtype=torch.int64)], self._device)
+        self._penalties.assign(assigned, histories)
+        rows = SamplingBatch.from_params([params for _, params in assigned], self._device)
+        (index,) = copy_to_device([torch.tensor([slot for slot, _ in assigned], dtype=torch.int64)], self._device)
         for name in ("keys", "temperature", "greedy", "top_k", "top_p", "min_p"):
             getattr(self._columns, name).index_copy_(0, index, getattr(rows, name))
-        for slot, params in taken:
+        for slot, params in assigned:
             (self._truncated.add if params.truncated else self._truncated.discard)(slot)
             (self._greedy.add if params.greedy else self._greedy.discard)(slot)
             (self._tempered.discard if params.temperature in (0, 1) else self._tempered.add)(slot)
@@ -54,16 +54,16 @@ class Sampler:
         banned: Sequence[tuple[int, int]],
         masks: TokenMasks | None = None,
     ) -> SampledRows:
-        """One token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], which is index[i] on the device.
+        """Sample one token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], index[i] on the device.
 
-        `positions` [rows] int64: where each token will stand in its sequence. `banned` and `masks` as in StepPlan.
+        `positions` [rows] int64: position of each new token in its sequence. `banned` and `masks` as in StepPlan.
         """
         truncated = not self._truncated.isdisjoint(slots)
-        shape = self._shaper.shape(slots, index, positions)
+        processor = self._penalties.processor(slots, index, positions)
         if masks is not None:
-            shape = _masked(shape, masks, self._device)
-        if self._device.type == "cuda" and not truncated and not banned and shape is None:
-            return self._in_one_pass(logits, index, positions)
+            processor = _masked(processor, masks, self._device)
+        if self._device.type == "cuda" and not truncated and not banned and processor is None:
+            return self._sample_fused(logits, index, positions)
         columns = self._columns
         greedy_rows = sum(slot in self._greedy for slot in slots) if self._greedy else 0
         batch = SamplingBatch(
@@ -78,25 +78,25 @@ class Sampler:
             any_truncated=truncated,
             any_tempered=not self._tempered.isdisjoint(slots),
         )
-        sampled = sample_tokens(logits, batch, positions, banned, shape)
-        self._shaper.note(slots, index, positions, sampled.tokens)
+        sampled = sample_tokens(logits, batch, positions, banned, processor)
+        self._penalties.record(slots, index, positions, sampled.tokens)
         return sampled
 
-    def _in_one_pass(self, logits: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> SampledRows:
+    def _sample_fused(self, logits: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> SampledRows:
         from verl.inference.kernels.sampling import sample_rows
 
         columns = self._columns
         return sample_rows(logits, index, positions, columns.keys, columns.temperature, columns.greedy)
 
 
-def _masked(shape: Shape | None, masks: TokenMasks, device: torch.device) -> Shape:
-    """After `shape`, the tokens that a row's mask does not allow have no chance; nor have those it does not know."""
+def _masked(processor: LogitsProcessor | None, masks: TokenMasks, device: torch.device) -> LogitsProcessor:
+    """A processor that applies `processor`, then sets forbidden tokens and tokens beyond the mask to -inf."""
     rows, words = masks
     packed = torch.from_numpy(words).view(torch.uint8)
     packed, bit = copy_to_device([packed, torch.arange(8, dtype=torch.uint8)], device)
 
     def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:
-        logits = logits.clone() if shape is None else shape(logits, block)
+        logits = logits.clone() if processor is None else processor(logits, block)
         here = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
         if here:
             (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], device)
@@ -109,24 +109,24 @@ def _masked(shape: Shape | None, masks: TokenMasks, device: torch.device) -> Sha
     return apply
 
 
-class _LogitShaper:
-    """Penalties and biases: remembers penalised slots' tokens on the device, and nothing until the first slot asks."""
+class _PenaltiesAndBiases:
+    """Penalties and biases. Keeps tokens of penalised slots on the device, allocated for the first such slot."""
 
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         self._shape = (slots, max_model_len)
         self._device = device
-        # How many tokens each has: known here, so that asking for the longest costs no look at the device.
+        # Slot → number of tokens, on the host: the maximum needs no device synchronisation.
         self._penalised: dict[int, int] = {}
-        # Tokens and what is added to each.
+        # Slot → token ids and the values added to their logits.
         self._biases: dict[int, list[torch.Tensor]] = {}
         self._tokens = torch.empty(0)
 
     def assign(
-        self, taken: Iterable[tuple[int, SamplingParams]], histories: Iterable[tuple[int, int, list[int]]]
+        self, assigned: Iterable[tuple[int, SamplingParams]], histories: Iterable[tuple[int, int, list[int]]]
     ) -> None:
-        """These slots belong to new sequences. `histories`: (slot, length of the prompt, tokens) of penalised ones."""
+        """Set the parameters of newly assigned slots. `histories`: (slot, prompt length, tokens) of penalised ones."""
         strengths = {}
-        for slot, params in taken:
+        for slot, params in assigned:
             self._penalised.pop(slot, None)
             self._biases.pop(slot, None)
             if params.logit_bias:
@@ -138,33 +138,35 @@ class _LogitShaper:
         for slot, prompt_length, token_ids in histories:
             if not len(self._tokens):
                 self._tokens = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-                self._prompts = torch.zeros(self._shape[0], 1, dtype=torch.int64, device=self._device)
+                self._prompt_lengths = torch.zeros(self._shape[0], 1, dtype=torch.int64, device=self._device)
                 self._strengths = torch.zeros(self._shape[0], 3, dtype=torch.float32, device=self._device)
             self._penalised[slot] = len(token_ids)
             self._tokens[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32).to(self._device)
-            self._prompts[slot] = prompt_length
+            self._prompt_lengths[slot] = prompt_length
             self._strengths[slot] = torch.tensor(strengths[slot]).to(self._device)
 
-    def shape(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor) -> Shape | None:
-        """How the logits of these rows are changed; None: not at all. `index` and `positions` [rows] are on the device:
-        slots, and where each new token will stand."""
+    def processor(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor) -> LogitsProcessor | None:
+        """The processor of these rows; None if none has penalties or biases.
+
+        `index`, `positions` [rows] on the device: slots, and the position of each new token.
+        """
         if not self._penalised and not self._biases:
             return None
         if self._penalised.keys().isdisjoint(slots) and self._biases.keys().isdisjoint(slots):
             return None
-        return partial(self._shaped, slots=slots, index=index, positions=positions)
+        return partial(self._process, slots=slots, index=index, positions=positions)
 
-    def note(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """These tokens [rows] were drawn."""
+    def record(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Record the sampled tokens [rows]."""
         if not self._penalised:
             return
         grown = {slot: self._penalised[slot] + 1 for slot in slots if slot in self._penalised}
         if grown:
             self._penalised.update(grown)
-            # Slots that are not penalised have a row too, which nobody reads.
+            # Rows of slots without penalties are written too, but never read.
             self._tokens[index, positions] = tokens.int()
 
-    def _shaped(
+    def _process(
         self, logits: torch.Tensor, block: slice, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """`logits` [rows of the block, vocab] float32 → new ones."""
@@ -175,35 +177,36 @@ class _LogitShaper:
             (rows,) = copy_to_device([torch.tensor(penalised, dtype=torch.int64)], self._device)
             longest = max(self._penalised[here[row]] for row in penalised)
             tokens = self._tokens[:, :longest][index[block][rows]]
-            logits[rows] = self._penalties(logits[rows], tokens, index[block][rows], positions[block][rows])
+            logits[rows] = self._penalise(logits[rows], tokens, index[block][rows], positions[block][rows])
         for row, slot in enumerate(here):
             if slot in self._biases:
                 logits[row].index_add_(0, *self._biases[slot])
         return logits
 
-    def _penalties(
+    def _penalise(
         self, logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """`logits` [rows, vocab], of `tokens` [rows, longest] the first `lengths` [rows] count → [rows, vocab]."""
-        tokens, place = tokens.long(), torch.arange(tokens.shape[1], device=self._device)
-        there = place < lengths.unsqueeze(1)
-        said = torch.zeros_like(logits).scatter_add_(1, tokens, (there & (place >= self._prompts[slots])).float())
-        known = torch.zeros_like(logits).scatter_add_(1, tokens, there.float()) > 0
+        """Penalised `logits` [rows, vocab]; of `tokens` [rows, longest] the first `lengths` [rows] are valid."""
+        tokens, position = tokens.long(), torch.arange(tokens.shape[1], device=self._device)
+        valid = position < lengths.unsqueeze(1)
+        generated = valid & (position >= self._prompt_lengths[slots])
+        counts = torch.zeros_like(logits).scatter_add_(1, tokens, generated.float())
+        present = torch.zeros_like(logits).scatter_add_(1, tokens, valid.float()) > 0
         repetition, frequency, presence = self._strengths[slots].unsqueeze(-1).unbind(1)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        return torch.where(known, repeated, logits) - frequency * said - presence * (said > 0)
+        return torch.where(present, repeated, logits) - frequency * counts - presence * (counts > 0)
 
 
-Shape = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Changes logits [rows of the block, vocab] float32 before they are drawn from; the slice says which rows they are."""
+LogitsProcessor = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Returns processed logits [rows of the block, vocab] float32; the slice selects the block's rows of the batch."""
 
-# Elements of one float32 work block (128 MB): the extra memory of sampling, whatever batch × vocabulary is.
+# Elements of one float32 work block (128 MB): bounds the extra memory of sampling for any batch × vocabulary.
 _BLOCK_ELEMENTS = 2**25
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The parameters of a batch's rows as tensors, made once and used at every step."""
+    """Sampling parameters of the rows of a batch, as tensors on the device."""
 
     keys: torch.Tensor
     """[rows] int64."""
@@ -222,7 +225,7 @@ class SamplingBatch:
 
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
-        """One row per entry of `params`; the device is not waited for."""
+        """One row per entry of `params`, copied without synchronisation."""
         columns = [
             torch.tensor([p.key for p in params], dtype=torch.int64),
             _column([p.temperature or 1.0 for p in params]),
@@ -251,12 +254,12 @@ class SampledRows(NamedTuple):
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
-    """Of the full distribution at the row's temperature, untouched by penalties, truncation and bans: what training
-    computes."""
+    """Under the full distribution at the row's temperature, before penalties, truncation and bans, as training
+    computes them."""
     raw_log_probs: torch.Tensor
     """The same at temperature 1."""
     drawn_log_probs: torch.Tensor
-    """Of the distribution that was drawn from: after penalties, truncation and bans; 0 for a greedy row."""
+    """Under the distribution sampled from: after penalties, truncation and bans; 0 for a greedy row."""
 
 
 def sample_tokens(
@@ -264,16 +267,16 @@ def sample_tokens(
     batch: SamplingBatch,
     positions: torch.Tensor,
     banned: Sequence[tuple[int, int]] = (),
-    shape: Shape | None = None,
+    processor: LogitsProcessor | None = None,
 ) -> SampledRows:
-    """One token per row of `logits` [rows, vocab].
+    """Sample one token per row of `logits` [rows, vocab].
 
-    `positions` [rows] is where the new token will stand in its sequence (padding not counted).
+    `positions` [rows]: position of the new token in its sequence (padding not counted). `banned`: (row, token).
     """
     rows, vocab = logits.shape
     size = max(1, _BLOCK_ELEMENTS // vocab)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    log_probs = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     for start in range(0, rows, size):
         block = slice(start, min(rows, start + size))
         raw = logits[block].float()
@@ -281,7 +284,7 @@ def sample_tokens(
         scores = raw / temperature if batch.any_tempered else raw
         log_norm = torch.logsumexp(scores, dim=-1)
         raw_norm = torch.logsumexp(raw, dim=-1) if batch.any_tempered else log_norm
-        allowed = scores if shape is None else shape(raw, block) / temperature
+        allowed = scores if processor is None else processor(raw, block) / temperature
         here = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
         if here:
             (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], logits.device)
@@ -289,31 +292,31 @@ def sample_tokens(
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen
         score = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        found[0, block] = score - log_norm
-        found[1, block] = score * temperature.squeeze(-1) - raw_norm
+        log_probs[0, block] = score - log_norm
+        log_probs[1, block] = score * temperature.squeeze(-1) - raw_norm
         if drawn_norm is None and allowed is scores:
             drawn = score - log_norm
         else:
             norm = torch.logsumexp(allowed, dim=-1) if drawn_norm is None else drawn_norm
             drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
-        # Not finite where no token is allowed: the row must fail, also a greedy one.
-        found[2, block] = drawn.masked_fill(batch.greedy[block] & drawn.isfinite(), 0.0)
-    return SampledRows(tokens, found[0], found[1], found[2])
+        # Not finite if no token is allowed: such a row must fail, also a greedy one.
+        log_probs[2, block] = drawn.masked_fill(batch.greedy[block] & drawn.isfinite(), 0.0)
+    return SampledRows(tokens, log_probs[0], log_probs[1], log_probs[2])
 
 
 def _choose(
     scores: torch.Tensor, batch: SamplingBatch, block: slice, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`scores` [rows, vocab] → a token per row: the likeliest of greedy rows, a sample of the others.
+    """`scores` [rows, vocab] → a token per row: argmax for greedy rows, a sample for the others.
 
-    The second result is the log of what truncation leaves of exp(scores), [rows]; None where nothing is truncated.
+    The second result is the log-sum-exp of the scores left by truncation, [rows]; None without truncation.
     """
     if not batch.any_sampled:
         return scores.argmax(dim=-1), None
     noisy = gumbel_noise(batch.keys[block], positions, scores.shape[-1]).add_(scores)
     norm = None
     if batch.any_truncated:
-        dropped = _outside_of_nucleus(scores, batch.top_k[block], batch.top_p[block], batch.min_p[block])
+        dropped = _truncated_tokens(scores, batch.top_k[block], batch.top_p[block], batch.min_p[block])
         noisy.masked_fill_(dropped, -torch.inf)
         norm = torch.logsumexp(scores.masked_fill(dropped, -torch.inf), dim=-1)
     sampled = noisy.argmax(dim=-1)
@@ -322,10 +325,10 @@ def _choose(
     return sampled, norm
 
 
-def _outside_of_nucleus(
+def _truncated_tokens(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """What truncation drops, [rows, vocab] bool. Top-k first, then top-p of what it leaves; the likeliest always stays.
+    """Tokens dropped by truncation, [rows, vocab] bool: top-k first, then top-p and min-p; the most likely one stays.
 
     A token is in the nucleus while the tokens before it, by probability, have less than `top_p` together. Equal
     probabilities are ordered by token id.

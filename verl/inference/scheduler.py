@@ -153,7 +153,7 @@ class Scheduler:
         self._launched.append(_ScheduledStep(plan, rows, self._finishing, self._prompt_scored))
         return plan
 
-    def settle(
+    def postprocess(
         self,
         plan: StepPlan,
         tokens: list[int],

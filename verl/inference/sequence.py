@@ -1,4 +1,4 @@
-"""Sequence: a request under way, with its tokens and its place in the batch and in the KV memory."""
+"""Sequence: a request in progress, with its tokens, its slot in the batch and its KV blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_
 
 
 class StopCheck(Protocol):
-    """Looks for stop strings."""
+    """Detects stop strings."""
 
     def completed_by_last(self, token_ids: list[int]) -> bool:
         """Whether the last of the generated tokens completes one of the strings."""
 
 
 class Sequence:
-    """A request and what it has so far. Compared and hashed by identity."""
+    """A request and its output so far. Compared and hashed by identity."""
 
     __slots__ = (
         "aborted",
@@ -70,9 +70,9 @@ class Sequence:
         self.future: Future[Output] = Future()
         self.aborted = False
         self.done = False
-        """Finished or removed: tokens that still arrive for it are ignored."""
+        """Finished or removed: its tokens in flight are ignored."""
         self.error: Exception | None = None
-        """Why it ends without an answer; it alone."""
+        """Why it failed; other sequences are not affected."""
         self.prompt_ids = list(request.prompt_ids)
         self.output = Output(list(earlier.token_ids), list(earlier.log_probs), list(earlier.versions))
         self.output.raw_log_probs = _padded(earlier.raw_log_probs, count)
@@ -89,33 +89,33 @@ class Sequence:
         self.end_token_ids = request.params.ends
         self.stop_check = stop_check
         self.grammar = grammar
-        """Where the answer stands in it."""
+        """State of its grammar after the tokens so far."""
         self.max_length = len(self.prompt_ids) + request.params.max_new_tokens
-        """Tokens at which it ends; an engine lowers it to its own limit."""
+        """Number of tokens at which it ends; the scheduler lowers it to max_model_len."""
         self.min_length = len(self.prompt_ids) + request.params.min_new_tokens
-        # Where it stands in the batch and in the KV memory; the scheduler and the block manager write these.
+        # Written by the scheduler and the block manager.
         self.slot = -1
         """Its row in the device's tables; -1: not running."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once the launched steps have run."""
         self.block_table: list[int] = []
         self.next_check = 0
-        """Position up to which it can be decoded without a further look."""
-        # What the prefix cache knows of it: how many of its blocks, up to which content, since which flush.
+        """Position up to which the scheduler decodes it without checking blocks and length."""
+        # Its part of the prefix cache: number of blocks, content number of the last one, epoch of the cache.
         self.cached_blocks = 0
         self.cached_content = 0
         self.cached_epoch = 0
 
     def __len__(self) -> int:
-        """Tokens, those in flight included."""
+        """Number of tokens, including those in flight."""
         return len(self.token_ids) + self.in_flight
 
     def experts_since(self, position: int, end: int | None = None) -> np.ndarray | None:
-        """Experts [tokens, layers, k] in the entries of generated tokens `position` to `end`; None: not known."""
+        """Experts [tokens, layers, k] recorded with generated tokens `position` to `end`; None: not recorded."""
         return join_entries(self.experts[position:end], len(self.prompt_ids), position)
 
     def is_finished(self) -> bool:
-        """Whether the token it got last is its last one; if so, the output says why."""
+        """Whether the newest token is the last one; if so, sets the finish reason."""
         if self.token_ids[-1] in self.end_token_ids or self._completes_a_stop_string():
             self.output.finish_reason = "stop"
             return True
@@ -143,12 +143,12 @@ def accept_tokens(
     sampled_log_probs: list[float],
     version: int,
 ) -> list[Sequence]:
-    """Append to each row the token that was in flight for it. Rows that are done get nothing.
+    """Append the sampled tokens to their sequences; sequences that are done are skipped.
 
-    Returns the rows with a log-prob that is not finite: they get an `error` instead of the token. The others are not
+    Returns the sequences with a non-finite log-prob: they get an `error` instead of the token. The others are not
     affected.
     """
-    # One addition per column in the common case: the sum is not finite if a summand is not.
+    # Cheap check of the common case: a sum is not finite if any summand is not.
     if not math.isfinite(sum(log_probs) + sum(raw_log_probs) + sum(sampled_log_probs)):
         return _accept_finite(rows, tokens, log_probs, raw_log_probs, sampled_log_probs, version)
     for sequence, token, log_prob, raw, sampled in zip(
@@ -175,7 +175,7 @@ def _accept_finite(
     sampled_log_probs: list[float],
     version: int,
 ) -> list[Sequence]:
-    """`accept_tokens` of a step in which some log-prob is not finite."""
+    """`accept_tokens` for a step with a non-finite log-prob."""
     failed, finite = [], []
     for row, (sequence, token) in enumerate(zip(rows, tokens, strict=True)):
         values = [log_probs[row], raw_log_probs[row], sampled_log_probs[row]]
@@ -194,7 +194,7 @@ def _accept_finite(
 
 
 def _not_finite(sequence: Sequence, token: int, log_probs: list[float], version: int) -> Exception:
-    """The error of a row whose log-probs (full, raw, sampled) are not all finite."""
+    """The error of a sequence whose log-probs (full, raw, sampled) are not all finite."""
     full, raw, _ = log_probs
     if math.isfinite(full) and math.isfinite(raw):
         return ValueError(
@@ -208,13 +208,13 @@ def _not_finite(sequence: Sequence, token: int, log_probs: list[float], version:
 
 
 def accept_details(plan: StepPlan, rows: list[Sequence], scored: list[Sequence], details: StepDetails) -> None:
-    """Give those who asked the likeliest tokens, and the log-probs of their prompts. Goes before `accept_tokens`."""
+    """Append requested top log-probs and prompt log-probs to the outputs. Called before `accept_tokens`."""
     for (row, count), top in zip(plan.top_rows, details.top, strict=True):
         if not rows[row].done:
             rows[row].output.top_log_probs.append(top[:count])
     prefills = [prefill for prefill in plan.prefills if prefill.targets]
     for sequence, prefill, (log_probs, tops) in zip(scored, prefills, details.prompts, strict=True):
-        # What is computed again, after its KV was dropped, is known.
+        # A preempted sequence recomputes positions whose log-probs are already recorded.
         known = max(0, len(sequence.output.prompt_log_probs) - prefill.start)
         sequence.output.prompt_log_probs += log_probs[known:]
         sequence.output.prompt_top_log_probs += tops[known:]
@@ -242,5 +242,5 @@ def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -
 
 
 def _padded(values: list[float], count: int) -> list[float]:
-    """One per token: NaN where an earlier engine did not know it."""
+    """Pad with NaN to one value per token: an earlier engine may not have reported it."""
     return [*values, *([math.nan] * (count - len(values)))]

@@ -40,7 +40,7 @@ DEFAULT_PORT = 8001
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
+    """Serve until a signal arrives. Returns exit code 2 if the options are invalid or the server cannot start."""
     options = options_parser().parse_args(arguments)
     setup_logging()
     use_single_heap()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Load the model, then answer requests."""
+    """Load the model, then serve requests."""
     with bind_socket(options.host, options.port) as taken:
         if options.api_key is None:
             warn_if_public(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
@@ -71,12 +71,12 @@ class ServedApp:
     app: ASGIApp
     what: str
     offload: Callable[[], None]
-    """Give the device's memory back; requests wait until `onload`."""
+    """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
 
 
 def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp:
-    """Load the model that the options name; `held` closes it."""
+    """Load the model that the options name and build its application; `held` closes it."""
     model, max_body = ServedModel(options, options.task), options.max_body_mb * 2**20
     parse_body: Any = parse_scoring if model.task == "classify" else parse
     parsers: Parsers[Any] = Parsers(parse_body, model.load_tokenizer, options.max_parse_seconds)
@@ -108,7 +108,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens",
         type=positive,
         default=16384,
-        help="tokens that a classifier reads at once (default: %(default)s)",
+        help="tokens per batch of a classifier (default: %(default)s)",
     )
     add("--max-answers", type=positive, default=1024, help="prompts × n of one request (default: %(default)s)")
     seconds = "time limit for parsing one request (default: %(default)s)"

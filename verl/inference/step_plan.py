@@ -1,4 +1,4 @@
-"""StepPlan: what one step of the model computes, as plain data that can be sent to other processes."""
+"""StepPlan: the work of one model step, as plain data that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["Prefill", "StepDetails", "StepExperts", "StepPlan", "TokenMasks", "banned_tokens"]
 
 TokenMasks: TypeAlias = "tuple[list[int], np.ndarray]"
-"""Rows in sample order, and [those rows, words] int32: a bit for each token, the lowest first, whether it may come."""
+"""(rows in sample order, bitmask [rows, words] int32): bit i of a row, lowest first, is set if token i is allowed."""
 
 
 @dataclass(slots=True)
 class Prefill:
-    """A piece of a prompt (or of a sequence whose KV was dropped) that is computed in this step."""
+    """A chunk of a prompt (or of a preempted sequence) that is computed in this step."""
 
     slot: int
     start: int
@@ -27,9 +27,9 @@ class Prefill:
     token_ids: list[int]
     samples: list[int]
     """Slots that sample from its last position: the sequence's own first, then those forked from it in this step.
-    Empty if the piece does not reach the sequence's end."""
+    Empty if the chunk does not reach the sequence's end."""
     targets: list[int] = field(default_factory=list)
-    """The tokens after its first ones, to be told their log-probs and `top` likelier ones."""
+    """Next tokens of its first positions, whose log-probs and `top` most likely alternatives are returned."""
     top: int = 0
     context_experts: int = 0
     """Number of leading tokens of its sequence whose experts are returned; their KV may come from the prefix cache."""
@@ -41,41 +41,41 @@ class StepPlan:
 
     prefills: list[Prefill] = field(default_factory=list)
     decode_slots: list[int] = field(default_factory=list)
-    """Slots that are fed their last token, which the device knows."""
+    """Slots that decode: their last token, which is on the device, is fed."""
     decode_positions: list[int] = field(default_factory=list)
-    """Where each of those tokens stands in its sequence."""
+    """Position of each of those tokens in its sequence."""
     sample_slots: list[int] = field(default_factory=list)
     """Rows that sample, in order: every prefill's `samples`, then the decodes."""
     sample_positions: list[int] = field(default_factory=list)
-    """Where each sampled token will stand in its sequence (padding not counted)."""
+    """Position of each sampled token in its sequence (padding not counted)."""
     new_params: list[tuple[int, SamplingParams]] = field(default_factory=list)
-    """Slots that a sequence takes in this step."""
+    """(slot, parameters) of sequences admitted in this step."""
     histories: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(slot, length of the prompt, tokens) of those among them whose tokens change their logits."""
+    """(slot, prompt length, tokens) of the admitted sequences with penalties."""
     block_updates: list[tuple[int, int, int]] = field(default_factory=list)
-    """(slot, column, block): changes of the block tables, everything of a new slot included."""
+    """(slot, column, block): changes of the block tables; all entries of a new slot."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): blocks to be copied after this step's KV is written."""
+    """(from, to): blocks to copy after this step's KV is written."""
     banned: list[tuple[int, int]] = field(default_factory=list)
-    """(row in sample order, token): ends of answers that are still too short."""
+    """(row in sample order, token): end tokens of sequences below min_new_tokens."""
     masks: TokenMasks | None = None
-    """Rows of which only some tokens are allowed."""
+    """Allowed tokens of the rows with a grammar."""
     top_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(row in sample order, how many): who is told the likeliest tokens."""
+    """(row in sample order, count): rows whose `count` most likely tokens are returned."""
     detailed: bool = False
-    """There are `top_rows`, or prefills with `targets`."""
+    """Whether there are `top_rows`, or prefills with `targets`."""
     returns_experts: bool = False
     """The step returns the experts of every forward pass that samples."""
 
 
 @dataclass(slots=True)
 class StepDetails:
-    """What only some sequences ask for: a step's likeliest tokens."""
+    """Top log-probs and prompt log-probs, for a plan that is `detailed`."""
 
     top: list[TopLogProbs]
     """For each of the plan's `top_rows`."""
     prompts: list[tuple[list[float], list[TopLogProbs]]]
-    """For each prefill with `targets`: their log-probs, and the likeliest tokens in their places."""
+    """For each prefill with `targets`: their log-probs, and the most likely tokens at their positions."""
 
 
 @dataclass(slots=True)
@@ -89,9 +89,9 @@ class StepExperts:
 
 
 def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple[int, int]]:
-    """(row, token) pairs that may not be drawn now: the ends of answers that are too short.
+    """(row, token) pairs that must not be sampled: end tokens of sequences below min_new_tokens.
 
-    `rows` are (row, its parameters, how many tokens it has generated).
+    `rows`: (row, parameters, number of generated tokens).
     """
     return [
         (row, token)

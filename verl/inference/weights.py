@@ -1,4 +1,4 @@
-"""An engine's weights: one copy, at fixed addresses for life, filled in place and compared bit for bit."""
+"""EngineWeights: the engine's weights at fixed addresses, updated in place and verified by fingerprints."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that is on this rank: `length` of `full` entries of dimension `dim`, from `start` on."""
+    """This rank's part of a tensor: `length` of `full` entries of dimension `dim`, from `start` on."""
 
     dim: int
     start: int
     length: int
     full: int
     counted: bool = True
-    """Whether this rank's copy enters the fingerprint; a part that several ranks hold is counted by one of them."""
+    """Whether this rank's part enters the fingerprint; of replicated parts only one is counted."""
 
 
 class EngineWeights:
-    """Tensors by HF name, all of them in one region. Tied weights may come under any or all of their names.
+    """Tensors by HF name, all in one region. Tied weights may be loaded under any or all of their names.
 
-    On a tensor-parallel rank `shards` says of which tensors only a part is here. What comes in may be whole or rows of
-    it: of what this rank does not have, nothing is kept.
+    `shards`: tensors of which this tensor-parallel rank has a part. Loaded tensors may be whole or row slices; rows
+    that are not on this rank are ignored.
     """
 
     def __init__(
@@ -47,29 +47,29 @@ class EngineWeights:
         parallel: TensorParallel = SINGLE,
         keep: bool = True,
     ) -> None:
-        """`keep`: while they are offloaded their values wait in host memory; else the next update brings them."""
+        """`keep`: offloading keeps the values in host memory; otherwise the next update must load them."""
         self._tensors, self._keep = dict(tensors), keep
         self._region = region
         self._dtype = dtype
         self._shards = dict(shards or {})
         self._parallel = parallel
-        # Names that share memory; one of each group has to arrive.
+        # Names that share memory (tied weights); one of each group must be loaded.
         self._groups: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             self._groups.setdefault(tensor.data_ptr(), []).append(name)
-        self._arrived: dict[str, int] = {}  # rows that came of each
+        self._received_rows: dict[str, int] = {}  # number of rows received, by name
         self._host_copy: torch.Tensor | None = None
         self._offloaded = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights by HF name, at their addresses."""
+        """The weights by HF name."""
         return dict(self._tensors)
 
     # ---------------------------------------------------------------- updates
 
     def check_manifest(self, manifest: Manifest | None) -> None:
-        """Refuse a trainer whose model is another one, before anything is overwritten."""
+        """Raise WeightMismatchError if the trainer's model differs, before any weight is overwritten."""
         if manifest is None:
             return
         for name, spec in manifest.items():
@@ -77,51 +77,51 @@ class EngineWeights:
         self._require_all(set(manifest), "is not in the trainer's manifest")
 
     def wanted(self) -> Wanted:
-        """The rows of each tensor that are here."""
+        """The rows of each tensor on this rank."""
         return {name: self._rows(name) for name in self._tensors}
 
     def begin(self) -> None:
-        self._arrived = {}
+        self._received_rows = {}
 
     @torch.no_grad()
     def load(self, tensors: Bucket) -> None:
-        """One cast-copy of all of them, in place."""
+        """Copy a bucket of tensors into the weights, in place, with a cast to the engine's dtype."""
         places, parts = [], []
         for key, tensor in tensors.items():
             name = key if isinstance(key, str) else key.name
             self._check(name, self._whole_shape(key, tensor))
-            place, part = self._place_and_part(name, 0 if isinstance(key, str) else key.start, tensor)
+            place, part = self._destination_and_source(name, 0 if isinstance(key, str) else key.start, tensor)
             places.append(place)
             parts.append(part)
-            self._arrived[name] = self._arrived.get(name, 0) + _rows(tensor.shape)
+            self._received_rows[name] = self._received_rows.get(name, 0) + _rows(tensor.shape)
         if parts:
             torch._foreach_copy_(places, parts)
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        """Raise unless every weight arrived and has the trainer's bits, each in its place."""
-        whole = {name for name, rows in self._arrived.items() if rows >= len(self._rows(name))}
-        self._require_all(whole, "never arrived, or not all of its rows")
-        unchecked = sorted(set(self._arrived) - set(expected))
+        """Raise WeightMismatchError unless every weight was received and matches its fingerprint bit for bit."""
+        whole = {name for name, rows in self._received_rows.items() if rows >= len(self._rows(name))}
+        self._require_all(whole, "was not received, or not all of its rows")
+        unchecked = sorted(set(self._received_rows) - set(expected))
         if unchecked:
             raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
-        found = self._fingerprints([name for name in expected if name in self._tensors])
-        wrong = [name for name, total in expected.items() if found.get(name) != total]
+        actual = self._fingerprints([name for name in expected if name in self._tensors])
+        wrong = [name for name, total in expected.items() if actual.get(name) != total]
         if wrong:
             name = wrong[0]
             raise WeightMismatchError(
-                f"weights: {name!r} differs from the trainer's (fingerprint {found.get(name)} here, {expected[name]}"
-                f" there; {len(wrong)} of {len(expected)} tensors differ). The hand-over lost or changed data."
+                f"weights: {name!r} differs from the trainer's (fingerprint {actual.get(name)} here, {expected[name]}"
+                f" there; {len(wrong)} of {len(expected)} tensors differ). The weight sync lost or changed data."
             )
 
     # ---------------------------------------------------------------- memory
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the device that they take now."""
+        """Device bytes allocated now."""
         return self._region.size if self._region.held else 0
 
     def offload(self) -> None:
-        """Free the device's memory; tensors, views and ties stay what they are."""
+        """Free the device memory; tensors, views and ties stay valid for `onload`."""
         if not self._region.held:
             return
         if self._keep:
@@ -133,7 +133,7 @@ class EngineWeights:
         self._region.release()
 
     def onload(self) -> None:
-        """Take the memory again, and the values that were kept."""
+        """Allocate the memory again and restore the values if they were kept."""
         self._region.restore()
         if self._offloaded and self._host_copy is not None:
             self._region.bytes.copy_(self._host_copy)
@@ -147,7 +147,7 @@ class EngineWeights:
             raise WeightMismatchError(f"weights: {name!r} is {list(shape)} in the trainer and {list(here)} here.")
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
-        """In the whole model."""
+        """Shape of the unsharded tensor."""
         here = tuple(self._tensors[name].shape)
         if name not in self._shards:
             return here
@@ -155,25 +155,25 @@ class EngineWeights:
         return (*here[: shard.dim], shard.full, *here[shard.dim + 1 :])
 
     def _whole_shape(self, key: str | TensorSlice, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Of the tensor that this is, or is a part of."""
+        """Shape of the full tensor of which `tensor` is all rows or a row slice."""
         if isinstance(key, str) or key.name not in self._tensors:
             return tuple(tensor.shape)
         rows = _rows(self._full_shape(key.name))
         if not 0 <= key.start < key.stop <= rows or key.stop - key.start != len(tensor):
             raise WeightMismatchError(
-                f"weights: {len(tensor)} rows came as rows {key.start} to {key.stop} of {key.name!r}, which has {rows}."
+                f"weights: got {len(tensor)} rows as rows {key.start} to {key.stop} of {key.name!r}, which has {rows}."
             )
         return (rows, *tensor.shape[1:])
 
     def _rows(self, name: str) -> range:
-        """Those of the whole tensor that are here."""
+        """Rows of the full tensor on this rank."""
         shard = self._shards.get(name)
         if shard is None or shard.dim:
             return range(_rows(self._tensors[name].shape))
         return range(shard.start, shard.start + shard.length)
 
-    def _place_and_part(self, name: str, start: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows that begin at `start`: where those that are here go, and they themselves."""
+    def _destination_and_source(self, name: str, start: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(destination, source) of the part of `tensor`, whose rows begin at `start`, that belongs to this rank."""
         place, shard, own = self._tensors[name], self._shards.get(name), self._rows(name)
         if shard is not None and shard.dim:
             tensor = tensor.narrow(shard.dim, shard.start, shard.length)
@@ -184,8 +184,10 @@ class EngineWeights:
         return place[first - own.start :][:count], tensor[first - start :][:count]
 
     def _fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        """Of what was sent: parts of a tensor that came whole, each at its place, add up over the ranks that share the
-        model. What is all here, or of which only this rank's rows came, every rank compares for itself.
+        """Fingerprints of the received weights.
+
+        Those of sharded tensors that were sent whole are summed over the ranks that share the model. The others
+        (replicated, or sent as this rank's rows only) are local.
         """
         places = {
             name: Placement.of_shard(self._tensors[name].shape, shard.dim, shard.start, shard.full)
@@ -195,15 +197,15 @@ class EngineWeights:
         if self._parallel.size == 1:
             return here
         parts = [name for name in names if name in self._shards]
-        whole = [name for name in parts if self._arrived.get(name) == _rows(self._full_shape(name))]
+        whole = [name for name in parts if self._received_rows.get(name) == _rows(self._full_shape(name))]
         sums = torch.tensor([here[name] if self._shards[name].counted else 0 for name in whole], dtype=torch.int64)
         dist.all_reduce(sums, group=self._parallel.cpu_group)
         return here | dict(zip(whole, sums.tolist(), strict=True))
 
-    def _require_all(self, names: set[str], trouble: str) -> None:
+    def _require_all(self, names: set[str], problem: str) -> None:
         for group in self._groups.values():
             if not names.intersection(group):
-                raise WeightMismatchError(f"weights: {group[0]!r} {trouble}. The engine would mix two models.")
+                raise WeightMismatchError(f"weights: {group[0]!r} {problem}. The engine would mix two models.")
 
 
 def _rows(shape: Sequence[int]) -> int:
@@ -211,9 +213,9 @@ def _rows(shape: Sequence[int]) -> int:
 
 
 def pack_module(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> Region:
-    """Move a module to `device`, its weights into one region and into `dtype`; ties stay ties.
+    """Move a module to `device`, its weights into one region with `dtype`; ties are preserved.
 
-    Buffers that are no weights (the frequencies of a rotary embedding) keep their precision.
+    Buffers outside of the state dict (rotary frequencies) keep their dtype.
     """
     weights = {id(tensor): tensor for tensor in module.state_dict(keep_vars=True).values()}
     dtypes = {key: dtype if tensor.is_floating_point() else tensor.dtype for key, tensor in weights.items()}
@@ -234,5 +236,5 @@ def pack_module(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
 
 
 def padded(size: int) -> int:
-    """Bytes up to where the next tensor starts: on a boundary that vector loads and matmul kernels like."""
+    """`size` rounded up to the alignment that vector loads and matmul kernels need."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -188,7 +188,7 @@ def test_parameters_that_are_accepted_give_finite_log_probs():
                     shaped[row, token] += bias
             return shaped
 
-        sampled = sample_tokens(logits, batch, torch.zeros(len(found), dtype=torch.int64), shape=shape)
+        sampled = sample_tokens(logits, batch, torch.zeros(len(found), dtype=torch.int64), processor=shape)
         assert torch.stack(sampled[1:]).isfinite().all()
 
 

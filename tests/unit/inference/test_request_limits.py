@@ -93,4 +93,4 @@ def test_a_tokenizer_that_cannot_follow_a_grammar_is_refused_with_cause_and_reme
     error = caught.value.content["error"]
     assert (caught.value.status, error["param"]) == (400, "response_format")
     assert "decoder" in error["message"]
-    assert "Leave it out" in error["message"]
+    assert "Remove it" in error["message"]

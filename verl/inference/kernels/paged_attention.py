@@ -15,7 +15,7 @@ from verl.inference.kernels.pointwise import write_cache
 __all__ = ["TritonAttention", "decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
-# Programs that fill a large GPU a few times over; fewer sequences are split along their keys to reach it.
+# Programs that fill a large GPU a few times over; with fewer sequences, keys are split to reach this number.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 16
 # Rows of one varlen tile: a few query tokens times the heads that share their keys.
@@ -42,7 +42,7 @@ def decode_attention(
     group = heads // kv_heads
     longest = tables.shape[1] * keys.shape[1]
     splits = max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
-    # A power of two: every number is a kernel of its own, compiled in the middle of a run.
+    # A power of two: every number is a separate kernel, compiled in the middle of a run.
     splits = 1 << (splits.bit_length() - 1)
     out = query.new_empty(rows, heads, dim)
     partial = query.new_empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32)
@@ -62,7 +62,7 @@ def decode_attention(
 
 
 def decode_launch(dim: int, splits: int) -> dict[str, int]:
-    """Keys of a tile, warps of a program, and tiles that are held: the fastest on an H200 (benchmarks/attention.py)."""
+    """Keys per tile, warps and pipeline stages: the fastest on an H200 (benchmarks/attention.py)."""
     if dim > 64 and splits == 1:
         return {"TILE": 32, "num_warps": 2, "num_stages": 2}
     return {"TILE": 64, "num_warps": 2, "num_stages": 3}

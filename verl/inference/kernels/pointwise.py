@@ -1,4 +1,4 @@
-"""What stands between two matmuls of a decoder layer, a kernel each: norm with residual, rotation with cache, gate."""
+"""The operations between the matmuls of a decoder layer, one kernel each: add-and-norm, rotary-and-cache, gate."""
 
 from __future__ import annotations
 

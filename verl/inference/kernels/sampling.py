@@ -10,7 +10,7 @@ from verl.inference.sampler import SampledRows
 
 __all__ = ["sample_rows"]
 
-# Logits of one program: it walks them in steps of lanes × fold, and each thread folds its own without asking others.
+# Logits per program, processed in steps of lanes × fold; each thread reduces its own without synchronisation.
 _SPAN = 16384
 _LANES = 256
 _FOLD = 4
@@ -27,7 +27,7 @@ def sample_rows(
     """`logits` [rows, vocab] → tokens and log-probs of each row.
 
     `slots` [rows] int64 says where in `keys` (int64), `temperature`, `greedy` (one entry per slot) a row's parameters
-    are; keys and `positions` [rows] int64 give the noise of `verl.utils.counter_noise`, which greedy rows go without.
+    are; keys and `positions` [rows] int64 give the noise of `verl.utils.counter_noise`, which greedy rows do not use.
     """
     rows, vocab = logits.shape
     spans = triton.cdiv(vocab, _SPAN)

@@ -1,4 +1,4 @@
-"""Models as the engine runs them: packed tokens in, hidden states out, weights at fixed addresses."""
+"""InferenceModel: the interface of models: packed tokens in, hidden states out, weights at fixed addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InferenceModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     region: Region
-    """Where all weights lie."""
+    """The memory of all weights."""
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states (after the final norm). token_ids, positions: [T] int64; returns [T, hidden]."""
@@ -35,11 +35,11 @@ class InferenceModel(Protocol):
         ...
 
     def shards(self) -> dict[str, Shard]:
-        """Of which of these only a part is here (tensor parallelism)."""
+        """Shards by HF name, of the tensors that are split over tensor-parallel ranks."""
         ...
 
     def record_experts(self, slots: int) -> torch.Tensor:
-        """[slots, layers, k], where every later pass writes the experts of its tokens at their KV slots."""
+        """Return a table [slots, layers, k] to which every later pass writes its tokens' experts, at their KV slots."""
         ...
 
     def named_weights(self) -> dict[str, torch.Tensor]:

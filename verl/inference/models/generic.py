@@ -1,7 +1,7 @@
-"""GenericModel: any causal LM that attends through transformers' attention interface, run by its own module.
+"""GenericModel: any causal LM of transformers that uses its attention interface, run by its own module.
 
-Our paged attention is registered there under a name of its own. Whether a model really works that way is tried out
-when it is built (see `_Trial`).
+Paged attention is registered there as an attention implementation. `_Trial` checks at construction whether the model
+really works with it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from verl.models.routing import record_routes, route_dtype, routers, unrouted
 __all__ = ["GenericModel"]
 
 _ATTENTION = "verl_paged"
-# Rotary embeddings that turn to other angles for everyone once one sequence of a batch is long.
+# Rotary embeddings whose angles change for the whole batch once one of its sequences is long.
 _BATCH_DEPENDENT_ROTARY = ("dynamic", "longrope")
-# Of the texts that a model is tried with.
+# Lengths of the trial sequences.
 _LENGTHS = [7, 5]
 
 
 class GenericModel:
-    """An InferenceModel over a Hugging Face module, which it takes over: weights move into one region of `device`."""
+    """An InferenceModel over a Hugging Face module. Takes ownership: weights move into one region of `device`."""
 
     def __init__(
         self, hf: Any, max_length: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
@@ -65,7 +65,7 @@ class GenericModel:
     def record_experts(self, slots: int) -> torch.Tensor:
         routing = list(routers(self._hf).values())
         if not routing:
-            raise ValueError(f"return_routed_experts: {type(self._hf).__name__} has no routers. Leave it out.")
+            raise ValueError(f"return_routed_experts: {type(self._hf).__name__} has no routers. Set it to false.")
         dtype = route_dtype(routing[0].num_experts)
         shape = (slots, self.num_layers, routing[0].top_k)
         table = torch.full(shape, unrouted(dtype), dtype=dtype, device=self.device)
@@ -95,7 +95,7 @@ def _paged_attention(
     attention_step: AttentionStep | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: query [1, heads, T, dim] → [1, T, heads, dim]."""
+    """Called by transformers in every layer: query [1, heads, T, dim] → [1, T, heads, dim]."""
     if attention_step is None:
         raise _StepLostError
     query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
@@ -105,9 +105,9 @@ def _paged_attention(
 
 
 def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
-    """What its class and config say against it."""
+    """Why its class or config rules it out; None if they do not."""
     if getattr(hf, "_is_stateful", False):
-        return "its state is no KV cache"
+        return "its state is not a KV cache"
     if hf.config.is_encoder_decoder:
         return "it has an encoder"
     objection = unsupported_layers(hf, config)
@@ -119,7 +119,7 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
         limit = settings.get("original_max_position_embeddings") or config.max_position_embeddings
         if kind in _BATCH_DEPENDENT_ROTARY and max_length > limit:
             return (
-                f"beyond {limit} tokens its {kind} rotary embedding depends on who else is in the batch"
+                f"beyond {limit} tokens its {kind} rotary embedding depends on the other sequences of the batch"
                 f" (max_model_len is {max_length})"
             )
     return None
@@ -131,21 +131,21 @@ def _refuse(hf: Any, reason: str | None) -> None:
 
 
 class _StepLostError(Exception):
-    """The model does not hand the step on to its attention."""
+    """The model does not pass the step on to its attention."""
 
 
 class _UnevenError(Exception):
-    """Keys and values do not fit our cache."""
+    """Keys and values do not fit the KV cache."""
 
 
 class _Trial:
-    """Two short texts, packed into one paged pass, must give the logits the model gives alone.
+    """Two short sequences, packed into one paged pass, must give the logits of separate passes.
 
-    Made while the module still has its own attention; `difference` is asked when it has ours.
+    Created while the module has its own attention; `difference` is called once it has the paged one.
     """
 
     attention_shape: tuple[int, int, int]
-    """Heads, KV heads and head size, as `difference` has found them."""
+    """Heads, KV heads and head size; set by `difference`."""
 
     @torch.inference_mode()
     def __init__(self, hf: Any, device: torch.device) -> None:
@@ -159,12 +159,12 @@ class _Trial:
 
     @torch.inference_mode()
     def difference(self, model: InferenceModel, config: Any) -> str | None:
-        """What keeps `model` from running paged, in words; None if nothing does."""
+        """Why `model` cannot run with paged attention; None if it can."""
         positions = torch.cat([torch.arange(len(text), device=model.device) for text in self._texts])
         try:
             hidden = model.hidden(torch.cat(self._texts), positions, self._step(model.device))
         except _StepLostError:
-            return "its layers do not hand arguments on to the attention interface"
+            return "its layers do not pass arguments on to the attention interface"
         except _UnevenError as error:
             return str(error)
         layers = [layer for layer, _, _ in self._calls]
@@ -179,28 +179,28 @@ class _Trial:
     def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
         gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())
         limit = 1e-3 if model.dtype == torch.float32 else 0.05
-        # Weights that are not finite say nothing about the architecture; sampling refuses them.
+        # Non-finite weights say nothing about the architecture; sampling rejects them.
         if gap < limit or not bool(self._expected.isfinite().all()):
             return None
         return f"its logits differ by {gap:.1%} from those of its own attention ({self._attention})"
 
     def _step(self, device: torch.device) -> AttentionStep:
-        def whole(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         block_size = max(_LENGTHS)
         return AttentionStep(
             kv_cache=[],
             backend=self._record,
-            slots=whole(
+            slots=tensor(
                 [block_size * text + place for text, n in enumerate(_LENGTHS) for place in range(n)], torch.int64
             ),
             num_prefill_tokens=sum(_LENGTHS),
-            query_starts=whole([0, _LENGTHS[0], sum(_LENGTHS)]),
-            prefill_lengths=whole(_LENGTHS),
-            prefill_tables=whole([0, 1]).unsqueeze(1),
-            decode_lengths=whole([]),
-            decode_tables=whole([]).view(0, 1),
+            query_starts=tensor([0, _LENGTHS[0], sum(_LENGTHS)]),
+            prefill_lengths=tensor(_LENGTHS),
+            prefill_tables=tensor([0, 1]).unsqueeze(1),
+            decode_lengths=tensor([]),
+            decode_tables=tensor([]).view(0, 1),
         )
 
     def _record(
@@ -214,7 +214,7 @@ class _Trial:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """TorchAttention over a cache of the size that shows; every layer may use the same, as none reads later."""
+        """Record the call and attend with a temporary cache, which no later step reads."""
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
             raise _UnevenError("its queries, keys and values have heads of different size")
         self._calls.append((layer, (query.shape[1], key.shape[1], key.shape[2]), window))

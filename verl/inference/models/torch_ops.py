@@ -1,4 +1,4 @@
-"""The fused model's pointwise steps in plain torch: what `kernels.pointwise` does, for CPUs and as its reference."""
+"""The fused model's operations between matmuls in plain torch, for CPUs and as reference of `kernels.pointwise`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn.functional import silu
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 
 
-# Where CPU libraries multiply up to twice as fast with the weight first: few rows, weights of at least this size.
-# Smaller ones they multiply up to four times as fast if they lie column by column.
+# With few rows and weights of at least this size, CPU libraries multiply up to twice as fast with the weight first.
+# Smaller weights are multiplied up to four times as fast if stored column-major.
 _FEW_ROWS = range(2, 65)
 LARGE_WEIGHT = 2**18
 

@@ -52,7 +52,7 @@ def test_families_of_the_llama_shape_run_fused_and_the_others_by_their_own_modul
     assert isinstance(start(**native(model="generic")).model, GenericModel)
     phi = save_tiny_model(tmp_path, "phi")
     assert isinstance(start(phi).model, GenericModel)
-    with pytest.raises(ValueError, match=r"native.model: fused cannot run this phi model: phi is none of llama"):
+    with pytest.raises(ValueError, match=r"native.model: fused cannot run this phi model: phi is not one of llama"):
         start(phi, **native(model="fused"))
 
 
@@ -148,7 +148,7 @@ def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplo
 
 def test_a_request_that_can_never_fit_is_refused_at_once_and_the_others_go_on(start):
     engine = start(**native(num_blocks=4, block_size=8), max_model_len=200)
-    with pytest.raises(ValueError, match=r"need 8 KV blocks of 8 tokens, and there are 4"):
+    with pytest.raises(ValueError, match=r"need 8 KV blocks of 8 tokens, but there are 4"):
         ask(engine)
     assert len(ask(engine, prompt=PROMPT[:10]).token_ids) == 20
 

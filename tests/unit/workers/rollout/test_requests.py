@@ -263,7 +263,7 @@ def test_impossible_requests_are_refused_by_name(start, wrong, cause):
 
 def test_two_requests_of_one_id_are_refused(start):
     engine = start()
-    with pytest.raises(ValueError, match="request 'a': the engine is working on a request of this id"):
+    with pytest.raises(ValueError, match="request 'a': the engine is already processing a request with this id"):
         engine.submit([request(), request()])
     assert engine._loop._everyone() == [], "a refused call queues nothing"
 
