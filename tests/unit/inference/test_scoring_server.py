@@ -166,7 +166,7 @@ def test_a_server_that_is_not_there_is_told_before_training():
         require_server("127.0.0.1:9")
 
 
-def test_a_classifier_that_is_parked_can_be_closed_and_tells_who_waits(reward_model):
+def test_an_offloaded_classifier_can_be_closed_and_fails_waiting_requests(reward_model):
     model = Classifier(AutoModelForSequenceClassification.from_pretrained(reward_model), max_tokens=64)
     model.offload()
     (waits,) = model.submit([[1, 2, 3]])

@@ -28,7 +28,7 @@ from verl.utils.http_server.app import request_body
 
 __all__ = ["OpenAIServer", "api_errors", "in_options"]
 
-# Enough tokens before an answer for a decoder to know that a word does not begin the text.
+# Tokens before a response, so that decoders do not treat its first word as the beginning of a text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
 # Tokens and alternatives with log-probs that are encoded in a few milliseconds.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class OpenAIServer:
     """Serves an engine.
 
-    `check` raises ValueError for a request that the engine can never answer. Requests are parsed by `parsers`, in other
+    `check` raises ValueError for a request that the engine can never run. Requests are parsed by `parsers`, in other
     processes, because all clients share this event loop.
     """
 
@@ -130,7 +130,7 @@ class OpenAIServer:
 
 
 class _Choice:
-    """One answer under way: its text so far, and the tokens whose text is not out yet."""
+    """A response in progress: its text stream, and the tokens whose text is not sent yet."""
 
     def __init__(self, index: int, request: Request, ask: Ask, chat: bool, tokenizer: Any) -> None:
         self.index, self.request = index, request
@@ -144,28 +144,28 @@ class _Choice:
         self._offset = 0
 
     def counted(self, piece: Output) -> int:
-        """How many of its tokens the client asked for."""
+        """Number of completion tokens in the piece, for `usage`."""
         return 0 if self._scores_only else len(piece.token_ids)
 
     def take(self, piece: Output) -> Part:
-        """What is to be told after this piece, which is the last one if it has a finish reason."""
-        told = ""
+        """Process a piece of output (the last one has a finish reason); returns what to send."""
+        text = ""
         if self._echoed is not None and piece.token_ids:
-            told, self._echoed = self._echoed, None
+            text, self._echoed = self._echoed, None
             if self.request.params.prompt_log_probs:
                 self._held += prompt_tokens(self.request.prompt_ids, piece)
         if not self._scores_only:
             self._held += sampled_tokens(piece)
-            told += self._text.push(piece.token_ids)
+            text += self._text.push(piece.token_ids)
         reason = piece.finish_reason or ("stop" if self._text.stopped else None)
         self.finished = reason is not None
         if self.finished and not self._scores_only:
-            told += self._text.finish()
-        part = Part(self.index, told, offset=self._offset, finish_reason=reason)
+            text += self._text.finish()
+        part = Part(self.index, text, offset=self._offset, finish_reason=reason)
         if self._tells_prompt:
             part.prompt = prompt_tokens(self.request.prompt_ids, piece)
         if self._tools is not None:
-            part.text, part.calls = self._tools.push(told, last=self.finished)
+            part.text, part.calls = self._tools.push(text, last=self.finished)
             if self._tools.calls and reason == "stop":
                 part.finish_reason = "tool_calls"
         if part.text or part.calls or part.finish_reason:
@@ -177,7 +177,7 @@ class _Choice:
 async def _encoded(
     results: list[tuple[_Choice, Output]], replies: Replies, before: str, after: str
 ) -> AsyncGenerator[str, None]:
-    """The pieces of a whole reply, which may have megabytes of log-probs."""
+    """The JSON of a complete response in pieces: log-probs may take megabytes."""
     for choice, output in results:
         text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
         yield before + text
@@ -195,12 +195,12 @@ async def _forward(
     try:
         async for piece in engine.stream(choice.request):
             pieces.put_nowait((choice, piece))
-    except Exception as error:  # noqa: BLE001 - whoever reads the pieces gets it
+    except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
         pieces.put_nowait((choice, error))
 
 
 def in_options(message: str) -> str:
-    """An error of the engine in the words of this program: its fields are command-line options."""
+    """Rename config fields in an engine's error message to command-line options."""
     return rename_fields(message, _OPTIONS, lambda name: f"--{name.replace('_', '-')}")
 
 
@@ -214,7 +214,7 @@ def api_errors(param: str | None = None, status: int = 400) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ApiError(in_options(str(error)), param, status) from error
-    except FloatingPointError as error:  # of this request alone
+    except FloatingPointError as error:  # affects this request only
         logger.error("a request failed: %s", error)
         raise ApiError(str(error), status=500) from error
     except Exception as error:

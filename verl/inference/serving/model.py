@@ -1,4 +1,4 @@
-"""A model as a server's command line asks for it: the options, and the engine that they load."""
+"""ServedModel: the model options of a server's command line, and the engine or classifier they load."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ _OFFLOADED = "offloaded"
 
 @dataclass(frozen=True)
 class Served:
-    """What requests are answered with."""
+    """A loaded engine and what a server needs with it."""
 
     engine: AsyncEngine
     check: Callable[[Request], None]
-    """Raises a ValueError for a request that the engine can never answer."""
+    """Raises ValueError for a request that the engine can never run."""
     facts: ModelFacts
     tokenizer: Any
     what: str
-    """For the log."""
+    """Description for the log."""
     offload: Callable[[], None]
-    """Give the device's memory back; requests wait until `onload`."""
+    """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
 
 
 class ServedModel:
-    """The model that the options name. `loaded` takes long; making this one takes none of the device."""
+    """The model that the options name. Only `loaded` and `scoring` load it and use the device."""
 
     def __init__(self, options: argparse.Namespace, task: str = "generate") -> None:
-        """`task`: generate, classify, or auto, which is classify for a model with a head of that kind."""
+        """`task`: generate, classify, or auto: classify if the model is a sequence classifier."""
         from verl.inference.build import read_hf_config
 
         self._options = options
         self._path = resolve_model_path(options.model, "--model")
-        given = {"path": self._path, "trust_remote_code": options.trust_remote_code}
-        self._config = as_config(ModelConfig, given, at="actor_rollout_ref.model")
+        values = {"path": self._path, "trust_remote_code": options.trust_remote_code}
+        self._config = as_config(ModelConfig, values, at="actor_rollout_ref.model")
         self._hf_config = read_hf_config(self._path, self._config)
         kinds = self._hf_config.architectures or ()
         scores = any(name.endswith("ForSequenceClassification") for name in kinds)
         self.task = ("classify" if scores else "generate") if task == "auto" else task
-        self._length = _longest(options.max_model_len, self._hf_config)
+        self._length = _max_model_len(options.max_model_len, self._hf_config)
         self.load_tokenizer = partial(hf_tokenizer, self._path, trust_remote_code=options.trust_remote_code)
 
     @contextlib.contextmanager
     def loaded(self, max_answers: int, client_templates: bool) -> Iterator[Served]:
-        """The engine, which runs until this is left."""
+        """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
         from verl.utils.device import get_device_name, resolve_dtype
 
@@ -87,15 +87,15 @@ class ServedModel:
             client_templates=client_templates,
             longest_token=longest_token(tokenizer),
         )
-        # A tokenizer of its own for stop strings: the engine looks for them in its thread.
+        # A separate tokenizer for stop strings: the engine uses it in its own thread.
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
             what = f"{facts.names[0]} ({built.dtype}, {built.device})"
-            rest = (partial(_offload, engine, built), partial(_onload, engine, built))
-            yield Served(engine, built.engine.check, facts, tokenizer, what, *rest)
+            offload, onload = partial(_offload, engine, built), partial(_onload, engine, built)
+            yield Served(engine, built.engine.check, facts, tokenizer, what, offload, onload)
 
     @contextlib.contextmanager
     def scoring(self, max_answers: int) -> Iterator[tuple[Classifier, ModelFacts, str]]:
-        """The same for a sequence classifier: what scores, facts for requests, and words for the log."""
+        """Load a sequence classifier; yields it, the facts for requests, and a description for the log."""
         from verl.inference.classifier import Classifier
         from verl.models.loading import pretrained_model
         from verl.utils.device import get_device_name, resolve_dtype
@@ -125,7 +125,7 @@ def _offload(engine: AsyncEngine, built: BuiltEngine) -> None:
     engine.halt(_OFFLOADED)
     engine.invalidate_kv_cache()
     built.kv.release()
-    if built.device.type == "cuda":  # host memory is where a CPU's weights are already
+    if built.device.type == "cuda":  # on a CPU the weights are in host memory already
         built.weights.offload()
         torch.cuda.empty_cache()
 
@@ -137,12 +137,12 @@ def _onload(engine: AsyncEngine, built: BuiltEngine) -> None:
         built.weights.onload()
     built.kv.restore()
     if built.device.type == "cuda":
-        torch.cuda.current_stream(built.device).synchronize()  # steps run in another thread than this one
+        torch.cuda.current_stream(built.device).synchronize()  # steps run in another thread, on another stream
     engine.resume(_OFFLOADED)
 
 
 def add_model_options(parser: argparse.ArgumentParser, port: int | None = None) -> None:
-    """The model and its device. `port`: also the address, for servers without `add_server_options`."""
+    """Add options of the model and its device. `port`: also the address, for servers without `add_server_options`."""
     add = parser.add_argument
     add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of ours")
     add("--served-model-name", help="what clients call it (default: as given to --model)")
@@ -159,7 +159,7 @@ def add_model_options(parser: argparse.ArgumentParser, port: int | None = None) 
 
 
 def engine_config(options: Any, length: int) -> RolloutConfig:
-    """Of the engine that serves a model; `options` are those of a server, or `reward_model.rollout`."""
+    """The configuration of a serving engine; `options` are those of a server, or `reward_model.rollout`."""
     return as_config(
         RolloutConfig,
         {
@@ -173,17 +173,17 @@ def engine_config(options: Any, length: int) -> RolloutConfig:
 
 
 def _names(options: argparse.Namespace) -> tuple[str, ...]:
-    """What clients may call the model: as it was given here, or just its folder's name."""
+    """Names that clients may use for the model: the value of --model, or its folder's name."""
     if options.served_model_name:
         return (options.served_model_name,)
     return tuple(dict.fromkeys((options.model, os.path.basename(options.model.rstrip("/")))))
 
 
-def _longest(asked: int | None, hf_config: Any) -> int:
-    """Tokens a sequence may have: as asked, else the model's own limit."""
-    limit = context_limit(hf_config.get_text_config(decoder=True).to_dict()) or asked
+def _max_model_len(requested: int | None, hf_config: Any) -> int:
+    """The requested context length, else the model's limit."""
+    limit = context_limit(hf_config.get_text_config(decoder=True).to_dict()) or requested
     if limit is None:
-        raise ValueError(f"--max-model-len: this {hf_config.model_type} model names no limit of its own. Set it.")
-    if asked is not None and asked > limit:
-        raise ValueError(f"--max-model-len: {asked} is more than the {limit} positions of this model. Lower it.")
-    return asked or limit
+        raise ValueError(f"--max-model-len: the config of this {hf_config.model_type} model has no limit. Set it.")
+    if requested is not None and requested > limit:
+        raise ValueError(f"--max-model-len: {requested} is more than the {limit} positions of this model. Lower it.")
+    return requested or limit

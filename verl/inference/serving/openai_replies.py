@@ -1,4 +1,4 @@
-"""What an OpenAI client is told: choices, pieces of them, log-probs, calls of tools, usage."""
+"""JSON responses of the OpenAI API: choices, stream chunks, log-probs, tool calls, usage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from verl.types.request import Output, TopLogProbs
 __all__ = ["Part", "Replies", "Token", "prompt_tokens", "sampled_tokens"]
 
 Token = tuple[int, "float | None", "TopLogProbs | None"]
-"""A token, its log-prob and the likeliest ones in its place; None: there is none, as before the first of a prompt."""
+"""A token, its log-prob and the most likely tokens at its position; None for the first token of a prompt."""
 
 
 @dataclass
 class Part:
-    """Some text of an answer and the tokens it comes from; `offset` counts the characters told before."""
+    """A piece of a response: text and its tokens; `offset` is the number of characters sent before."""
 
     index: int
     text: str = ""
@@ -30,7 +30,7 @@ class Part:
     offset: int = 0
     finish_reason: str | None = None
     prompt: list[Token] = field(default_factory=list)
-    """The prompt's, where they are told by token id."""
+    """Tokens of the prompt, if `prompt_logprobs` was requested."""
 
 
 def sampled_tokens(output: Output) -> list[Token]:
@@ -39,7 +39,7 @@ def sampled_tokens(output: Output) -> list[Token]:
 
 
 def prompt_tokens(prompt: Sequence[int], output: Output) -> list[Token]:
-    """Of an output that was asked for the prompt's log-probs."""
+    """The prompt's tokens with log-probs, of an output with prompt log-probs."""
     known = zip(prompt[1:], output.prompt_log_probs, output.prompt_top_log_probs, strict=True)
     return [(prompt[0], None, None), *known]
 
@@ -61,12 +61,12 @@ class Replies:
         }
 
     def frame(self, completion_tokens: int) -> tuple[str, str]:
-        """What stands before and behind the choices of a whole reply."""
-        told = {**self._base, "object": self._kind, "usage": self._usage(completion_tokens), "choices": []}
-        return json.dumps(told, ensure_ascii=False)[: -len("]}")], "]}"
+        """The JSON before and after the choices of a complete response."""
+        content = {**self._base, "object": self._kind, "usage": self._usage(completion_tokens), "choices": []}
+        return json.dumps(content, ensure_ascii=False)[: -len("]}")], "]}"
 
     def choice(self, part: Part) -> str:
-        """An answer from its beginning to its end."""
+        """The JSON of a complete choice."""
         message: dict[str, Any] = {"role": "assistant", "content": part.text}
         if part.calls:
             calls = [{name: value for name, value in call.items() if name != "index"} for call in part.calls]
@@ -76,10 +76,10 @@ class Replies:
         )
 
     def first_piece(self, index: int) -> str | None:
-        """Said before an answer begins: who speaks."""
+        """The first chunk of a chat choice, with its role; None for completions."""
         part = Part(index)
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return self._event([{**self._choice(part, said), "logprobs": None}]) if self._chat else None
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return self._event([{**self._choice(part, delta), "logprobs": None}]) if self._chat else None
 
     def piece(self, part: Part) -> str:
         delta: dict[str, Any] = {"content": part.text} if part.text or not (part.calls or part.finish_reason) else {}
@@ -90,11 +90,11 @@ class Replies:
     def usage_piece(self, completion_tokens: int) -> str:
         return self._event([], usage=self._usage(completion_tokens))
 
-    def _choice(self, part: Part, said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, part: Part, content: dict[str, Any]) -> dict[str, Any]:
         log_probs = self._log_probs(part) if self._ask.log_probs else None
         if part.prompt:
-            said = {**said, "prompt_logprobs": [self._by_id(*token) for token in part.prompt]}
-        return {"index": part.index, **said, "logprobs": log_probs, "finish_reason": part.finish_reason}
+            content = {**content, "prompt_logprobs": [self._by_id(*token) for token in part.prompt]}
+        return {"index": part.index, **content, "logprobs": log_probs, "finish_reason": part.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._chat else self._kind
@@ -118,7 +118,7 @@ class Replies:
             ]
             return {"content": content, "refusal": None}
         texts = [self._text_of(token) for token, _, _ in part.tokens]
-        tops = [self._likeliest(*token) for token in part.tokens] if self._ask.params.top_log_probs else None
+        tops = [self._top_by_text(*token) for token in part.tokens] if self._ask.params.top_log_probs else None
         return {
             "tokens": texts,
             "token_logprobs": [log_prob for _, log_prob, _ in part.tokens],
@@ -127,7 +127,7 @@ class Replies:
         }
 
     def _by_id(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
-        """The likeliest tokens by id, and the token itself; none before the first."""
+        """The most likely tokens and the token itself, by id; None for the first token of the prompt."""
         if log_prob is None:
             return None
         ranked: list[tuple[int, float, int | None]]
@@ -140,23 +140,23 @@ class Replies:
 
     def _entry(self, token: int, log_prob: float | None) -> dict[str, Any]:
         text = self._text_of(token)
-        whole = "\ufffd" not in text  # half a character: which bytes it has is not told by its text
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode()) if whole else None}
+        is_complete = "\ufffd" not in text  # the bytes of an incomplete character are not known from its text
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode()) if is_complete else None}
 
-    def _likeliest(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
-        """By text; of tokens with the same text the likeliest. The token itself is always among them."""
+    def _top_by_text(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
+        """Log-probs of the most likely tokens and the token itself, by text; the most likely of equal texts."""
         if top is None:
             return None
-        found: dict[str, Any] = {}
+        log_probs: dict[str, Any] = {}
         for other, value in [*top, (token, log_prob)]:
-            found.setdefault(self._text_of(other), value)
-        return found
+            log_probs.setdefault(self._text_of(other), value)
+        return log_probs
 
 
 def _offsets(texts: Sequence[str], start: int) -> list[int]:
-    """Where each token's text begins."""
-    places = []
+    """Offset of each token's text."""
+    offsets = []
     for text in texts:
-        places.append(start)
+        offsets.append(start)
         start += len(text)
-    return places
+    return offsets

@@ -62,10 +62,10 @@ class HeavyRequest(Exception):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What requests are checked against."""
+    """Properties of the model and limits that requests are checked against."""
 
     names: tuple[str, ...]
-    """What clients may call the model; the first is its name."""
+    """Accepted names of the model; the first is used in responses."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -77,13 +77,13 @@ class ModelFacts:
 
     @property
     def max_characters(self) -> int:
-        """Characters of a text beyond which it has more than `max_model_len` tokens: it is refused untokenised."""
+        """Maximum characters of a text: a longer one has more than `max_model_len` tokens and is not tokenised."""
         return self.max_model_len * self.longest_token
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A checked request: `n` answers to each prompt."""
+    """A validated request: `n` responses to each prompt."""
 
     model: str
     prompts: list[list[int]]
@@ -94,34 +94,34 @@ class Ask:
     include_usage: bool
     log_probs: bool
     echoed: list[str] | None = None
-    """Texts of the prompts, with which the answers begin."""
+    """Texts of the prompts, which precede the responses (`echo`)."""
     tells_prompt: bool = False
-    """Log-probs of the prompts are told by token id, beside the answers."""
+    """Return log-probs of the prompts by token id (`prompt_logprobs`)."""
     scores_only: bool = False
-    """Only the prompts are told: max_tokens is 0."""
+    """Return only the prompts: max_tokens is 0."""
     tools: bool = False
-    """Calls of tools are looked for in the answers."""
+    """Parse tool calls in the responses."""
     begun: str = ""
-    """The beginning of the answer that is part of the prompt, so that a tool is called."""
+    """Beginning of the response that is appended to the prompt to force a tool call."""
 
     def requests(self, max_model_len: int) -> list[Request]:
-        """One per answer, those of a prompt in a row. The same seed gives the same answers to a prompt."""
+        """One engine request per response, grouped by prompt. The same seed gives the same responses to a prompt."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
-        made = []
+        requests = []
         for prompt in self.prompts:
-            words = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+            digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
             room = max_model_len - len(prompt)
             params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
             group = uuid.uuid4().hex
             for index in range(self.n):
-                keyed = params.with_key(sample_keys(seed, 0, words, index))
-                made.append(Request(f"{group}/{index}", prompt, keyed, group))
-        return made
+                keyed = params.with_key(sample_keys(seed, 0, digest, index))
+                requests.append(Request(f"{group}/{index}", prompt, keyed, group))
+        return requests
 
 
 @dataclass(frozen=True)
 class ChatAsk:
-    """A checked request whose prompt is still a conversation."""
+    """A validated chat request whose messages are not rendered yet."""
 
     ask: Ask
     messages: list[dict[str, Any]]
@@ -234,7 +234,7 @@ def _with_call_grammar(request: ChatRequest, params: SamplingParams) -> Sampling
 
 
 def _ask(request: GenerationRequest, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None) -> Ask:
-    """The part that both APIs share; without prompts, which are read last because that takes longest."""
+    """The part that both APIs share, without prompts, which are tokenised last because that takes longest."""
     model, answers = checked_model(request, facts), prompts * request.n
     if answers > facts.max_answers:
         raise ApiError(
@@ -309,8 +309,8 @@ def _params(request: GenerationRequest, facts: ModelFacts, new_tokens: int, top:
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], facts: ModelFacts) -> None:
     if token_ids and max(token_ids) >= facts.vocab_size:
-        wrong = next(token for token in token_ids if token >= facts.vocab_size)
-        raise ApiError(f"{name}: there is no token {wrong}; ids are 0 to {facts.vocab_size - 1}.", name)
+        invalid = next(token for token in token_ids if token >= facts.vocab_size)
+        raise ApiError(f"{name}: there is no token {invalid}; ids are 0 to {facts.vocab_size - 1}.", name)
 
 
 # ---------------------------------------------------------------- prompts
@@ -331,8 +331,8 @@ def _tokens(
 ) -> list[int]:
     if kept is None:
         check_characters(len(text), facts, name)
-    made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
-    return checked_length(made["input_ids"], facts, name, room, kept)
+    encoded = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
+    return checked_length(encoded["input_ids"], facts, name, room, kept)
 
 
 def checked_length(

@@ -1,4 +1,4 @@
-"""TextStream: text from tokens as they come. Never half a character, never a stop string or the beginning of one."""
+"""TextStream: incremental detokenisation without incomplete characters and without (parts of) stop strings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# What a decoder writes for bytes that are no whole character.
+# Written by decoders for an incomplete character.
 _BROKEN = "\ufffd"
 
 
 class TextStream:
-    """One answer. `push` returns text that will not change any more; together the pieces are the whole text.
+    """The text of one response. `push` returns text that is final; the pieces add up to the whole text.
 
-    `context` are the last tokens before the answer: decoders drop the space in front of the first word they see.
-    Special tokens are not written, unless asked for.
+    `context` are the last tokens before the response: decoders drop the space in front of the first word they see.
+    Special tokens are included only with `special`.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class TextStream:
         self._tokenizer, self._special = tokenizer, special
         self._stop = tuple(stop)
         self.stopped: str | None = None
-        """The stop string that was found: the text ends before it, whatever is pushed."""
-        # Tokens from the last but one cut on; up to `_cut` their text is known to be whole.
+        """The stop string that occurred: the text ends before it."""
+        # Recent tokens; the text of those up to `_cut` is already emitted, and gives the decoder context.
         self._tokens = list(context)
         if self._decode(self._tokens).endswith(_BROKEN):
             self._tokens = []
@@ -41,11 +41,11 @@ class TextStream:
         return "" if text.endswith(_BROKEN) else self._emit(self._beyond_cut(text), last=False)
 
     def finish(self) -> str:
-        """What was held back; nothing comes after it."""
+        """The text held back so far; call it once, at the end."""
         return self._emit(self._beyond_cut(self._decode(self._tokens)), last=True)
 
     def _beyond_cut(self, text: str) -> str:
-        """What `text` (of all tokens here) has after the cut, which is moved to its end."""
+        """The part of `text` (of all recent tokens) after the cut; moves the cut to its end."""
         known = len(self._decode(self._tokens[: self._cut]))
         del self._tokens[: self._cut]
         self._cut = len(self._tokens)
@@ -64,7 +64,7 @@ class TextStream:
         return text
 
     def _begun_stop(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Number of characters at the end that may begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self._pending)), 0, -1):
             if any(stop.startswith(self._pending[-count:]) for stop in self._stop):

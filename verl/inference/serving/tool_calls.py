@@ -53,38 +53,38 @@ def strict_grammar(request: ChatRequest) -> str | None:
 
 
 class ToolText:
-    """One answer's text, split into what is said and which tools are called. What is no call after all is said."""
+    """Splits the text of a response into content and tool calls. Invalid calls stay in the content."""
 
     def __init__(self, begun: str) -> None:
-        """`begun` is the beginning that was put into the answer's mouth."""
+        """`begun`: beginning of the response that was part of the prompt."""
         self._held = begun
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """What is sure by now: text, and calls as the API words them. White space around calls is dropped."""
+        """Content and calls that are final by now. White space around calls is dropped."""
         self._held += text
-        said, calls = "", []
+        content, calls = "", []
         while (start := self._held.find(HERMES_OPEN)) >= 0:
             end = self._held.find(HERMES_CLOSE, start)
             if end < 0 and not last:
                 break
             stop = len(self._held) if end < 0 else end + len(HERMES_CLOSE)
             call = _call(self._held[start + len(HERMES_OPEN) : stop if end < 0 else end])
-            said += self._held[:stop] if call is None else self._held[:start].rstrip()
+            content += self._held[:stop] if call is None else self._held[:start].rstrip()
             if call is not None:
                 calls.append({"index": self.calls, **call})
                 self.calls += 1
             self._held = self._held[stop:]
         if last:
             rest, self._held = self._held, ""
-            return said + (rest.rstrip() if self.calls else rest), calls
-        sure = self._held[: start if start >= 0 else len(self._held) - _begun(self._held)].rstrip()
-        self._held = self._held[len(sure) :]
-        return said + sure, calls
+            return content + (rest.rstrip() if self.calls else rest), calls
+        final = self._held[: start if start >= 0 else len(self._held) - _begun(self._held)].rstrip()
+        self._held = self._held[len(final) :]
+        return content + final, calls
 
 
 def _begun(text: str) -> int:
-    """How many characters at the end may begin a call."""
+    """Number of characters at the end that may begin a call."""
     return next((count for count in range(len(HERMES_OPEN) - 1, 0, -1) if text.endswith(HERMES_OPEN[:count])), 0)
 
 
