@@ -12,7 +12,7 @@ import torch
 from tests.support.engine_cases import fork_ranks
 from tests.support.tensor_parallel_ranks import generate, make_rollout, run_rank, weights_of
 from tests.support.tiny import save_tiny_model, tiny_config
-from verl.inference.models.fused import Layout
+from verl.inference.models.fused import WeightLayout
 from verl.inference.tensor_parallel import TensorParallel
 from verl.utils.weight_fingerprint import fingerprints
 
@@ -75,15 +75,17 @@ def test_several_ranks_answer_as_one(tmp_path, family, changes, ranks, world):
 def test_a_model_that_cannot_be_cut_is_refused_with_the_key():
     for changes in ({"num_attention_heads": 6, "hidden_size": 96}, {"intermediate_size": 130}):
         with pytest.raises(ValueError, match="tensor_model_parallel_size: 4 does not divide"):
-            Layout(tiny_config("llama", **changes), TensorParallel(0, 4))
+            WeightLayout(tiny_config("llama", **changes), TensorParallel(0, 4))
     with pytest.raises(ValueError, match="one must divide the other"):
-        Layout(tiny_config("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=96), TensorParallel(0, 2))
+        WeightLayout(
+            tiny_config("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=96), TensorParallel(0, 2)
+        )
 
 
 def test_the_parts_of_all_ranks_make_up_every_tensor_once():
     config = tiny_config("qwen2", num_key_value_heads=2)
     for ranks in (2, 4):
-        layouts = [Layout(config, TensorParallel(rank, ranks)) for rank in range(ranks)]
+        layouts = [WeightLayout(config, TensorParallel(rank, ranks)) for rank in range(ranks)]
         for name, shard in layouts[0].shards().items():
             parts = [layout.shards()[name] for layout in layouts]
             covered = sorted((part.start, part.length) for part in parts if part.counted)

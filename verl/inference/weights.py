@@ -14,13 +14,13 @@ from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 
-__all__ = ["EngineWeights", "Shard", "pack_module", "padded"]
+__all__ = ["EngineWeights", "WeightShard", "pack_module", "padded"]
 
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightShard:
     """This rank's part of a tensor: `length` of `full` entries of dimension `dim`, from `start` on."""
 
     dim: int
@@ -43,7 +43,7 @@ class EngineWeights:
         tensors: Mapping[str, torch.Tensor],
         region: Region,
         dtype: torch.dtype,
-        shards: Mapping[str, Shard] | None = None,
+        shards: Mapping[str, WeightShard] | None = None,
         parallel: TensorParallel = SINGLE,
         keep: bool = True,
     ) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from verl.inference.attention import AttentionStep
 from verl.inference.memory import Region
-from verl.inference.weights import Shard
+from verl.inference.weights import WeightShard
 
 __all__ = ["InferenceModel"]
 
@@ -34,7 +34,7 @@ class InferenceModel(Protocol):
         """hidden: [N, hidden]; returns [N, vocab] in the model's dtype."""
         ...
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> dict[str, WeightShard]:
         """Shards by HF name, of the tensors that are split over tensor-parallel ranks."""
         ...
 

@@ -1,7 +1,7 @@
 """FusedModel: Llama-shaped decoders (Llama, Mistral, Qwen2, Qwen3, SmolLM2) with few, large operations per layer.
 
 Query, key and value are one matmul, gate and up another; between matmuls runs one kernel (CUDA) or a few torch
-operations (CPU). A model qualifies only if all of its parameters are known to `Layout`.
+operations (CPU). A model qualifies only if all of its parameters are known to `WeightLayout`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from verl.inference.attention import AttentionStep
 from verl.inference.memory import Region
 from verl.inference.models import torch_ops
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
-from verl.inference.weights import Shard, padded
+from verl.inference.weights import WeightShard, padded
 from verl.models.heads import wide_product
 
-__all__ = ["FusedModel", "Layout", "unsupported_reason"]
+__all__ = ["FusedModel", "WeightLayout", "unsupported_reason"]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary kinds whose angles depend on the position alone.
@@ -39,7 +39,7 @@ def unsupported_reason(config: Any, max_length: int) -> str | None:
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True) and window < max_length:
         return f"its sliding window of {window} tokens is shorter than max_model_len={max_length}"
-    return Layout(config).mismatch()
+    return WeightLayout(config).mismatch()
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class FusedModel:
         reason = unsupported_reason(config, max_length)
         if reason is not None:
             raise ValueError(f"FusedModel does not support this model: {reason}. Use GenericModel.")
-        self.layout = Layout(config, parallel)
+        self.layout = WeightLayout(config, parallel)
         self._parallel = parallel
         self.dtype = dtype
         self.num_layers, self.vocab_size = config.num_hidden_layers, config.vocab_size
@@ -99,7 +99,7 @@ class FusedModel:
     def record_experts(self, slots: int) -> torch.Tensor:
         raise ValueError("return_routed_experts: this model has no experts. Set it to false.")
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> dict[str, WeightShard]:
         return self.layout.shards()
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -193,7 +193,7 @@ class _Part:
 
     name: str
     full: tuple[int, ...]
-    shard: Shard | None = None
+    shard: WeightShard | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ class _Part:
         return (*self.full[: self.shard.dim], self.shard.length, *self.full[self.shard.dim + 1 :])
 
 
-class Layout:
+class WeightLayout:
     """Placement of the weights in one buffer: merged tensors and the HF tensors they consist of, on this rank."""
 
     def __init__(self, config: Any, parallel: TensorParallel = SINGLE) -> None:
@@ -224,7 +224,7 @@ class Layout:
         self.vocab_is_sharded = size > 1 and config.vocab_size % size == 0
         self._fill()
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> dict[str, WeightShard]:
         """Shards by HF name, of the tensors that are split over ranks."""
         shards = {part.name: part.shard for parts in self._merged.values() for part in parts if part.shard is not None}
         if self._config.tie_word_embeddings and _EMBEDDING in shards:
@@ -318,15 +318,15 @@ class Layout:
         if out_bias:
             self._add(at + "o_proj.bias", (hidden,))
 
-    def _add(self, name: str, shape: tuple[int, ...], shard: Shard | None = None) -> None:
+    def _add(self, name: str, shape: tuple[int, ...], shard: WeightShard | None = None) -> None:
         self._merged[name] = [_Part(name, shape, shard)]
 
-    def _even_shard(self, dim: int, size: int) -> Shard | None:
+    def _even_shard(self, dim: int, size: int) -> WeightShard | None:
         """This rank's equal share of a dimension."""
         rank, ranks = self._parallel.rank, self._parallel.size
-        return None if ranks == 1 else Shard(dim, rank * (size // ranks), size // ranks, size)
+        return None if ranks == 1 else WeightShard(dim, rank * (size // ranks), size // ranks, size)
 
-    def _kv_shard(self) -> Shard | None:
+    def _kv_shard(self) -> WeightShard | None:
         """The key/value heads of this rank's queries. With fewer heads than ranks, several ranks hold the same head."""
         rank, ranks, heads = self._parallel.rank, self._parallel.size, self._config.num_key_value_heads
         if ranks == 1:
@@ -335,7 +335,7 @@ class Layout:
         # A replicated head is counted once, by the first rank that holds it.
         counted = heads >= ranks or rank % (ranks // heads) == 0
         dim = self.head_dim
-        return Shard(0, first * dim, self.kv_heads * dim, heads * dim, counted)
+        return WeightShard(0, first * dim, self.kv_heads * dim, heads * dim, counted)
 
 
 def _elements(parts: list[_Part]) -> int:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from verl.inference.attention import AttentionStep, TorchAttention
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
-from verl.inference.weights import Shard, pack_module
+from verl.inference.weights import WeightShard, pack_module
 from verl.models.attention import missing_window, unsupported_layers
 from verl.models.heads import logit_adjustment, wide_product
 from verl.models.routing import record_routes, route_dtype, routers, unrouted
@@ -76,7 +76,7 @@ class GenericModel:
         record_routes(self._hf, note)
         return table
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> dict[str, WeightShard]:
         return {}
 
     def named_weights(self) -> dict[str, torch.Tensor]:

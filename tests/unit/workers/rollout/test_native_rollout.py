@@ -140,9 +140,9 @@ def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplo
     with caplog.at_level(logging.INFO, logger="verl"):
         engine = start(max_num_seqs=4, max_model_len=100)
     assert engine._kv.num_blocks == 10
-    assert "36% of what 4 sequences of 100 tokens can take" in caplog.text
+    assert "36% of what 4 sequences of 100 tokens can use" in caplog.text
     monkeypatch.setattr(memory, "host_memory_available", lambda: 4 * 6 * block)
-    with pytest.raises(ValueError, match=r"max_model_len: the KV of one sequence of 100 tokens takes .* room for"):
+    with pytest.raises(ValueError, match=r"max_model_len: the KV of one sequence of 100 tokens takes .* available"):
         start(max_num_seqs=4, max_model_len=100)
 
 
