@@ -40,7 +40,7 @@ def test_a_prefix_is_found_block_by_block_and_its_last_token_is_always_left_to_c
     ]:
         other = sequence_of(tokens)
         manager.allocate(other)
-        assert other.computed == reused * 4, tokens
+        assert other.num_computed_tokens == reused * 4, tokens
         assert other.block_table[:reused] == first.block_table[:reused]
         assert not set(other.block_table[reused:]) & set(first.block_table)
 
@@ -51,7 +51,7 @@ def test_a_block_is_not_found_where_other_tokens_come_before_it():
         manager.deallocate(computed(manager, tokens))
     other = sequence_of([1, 1, 8, 8, 0])
     manager.allocate(other)
-    assert other.computed == 2
+    assert other.num_computed_tokens == 2
 
 
 def test_content_survives_its_owner_and_the_longest_unused_is_forgotten_first():
@@ -62,14 +62,14 @@ def test_content_survives_its_owner_and_the_longest_unused_is_forgotten_first():
     assert manager.free_blocks == 4
     kept = sequence_of([1, 1, 9, 9, 9])
     manager.allocate(kept)
-    assert kept.computed == 2, "it was used again, and stayed"
+    assert kept.num_computed_tokens == 2, "it was used again, and stayed"
     assert manager.free_blocks == 1
     for tokens, reused in (([2, 2, 0], 0), ([1, 1, 0], 2)):
         other = sequence_of(tokens)
         assert manager.can_allocate(other) is (tokens[0] == 1)
         if reused:
             manager.allocate(other)
-            assert other.computed == reused
+            assert other.num_computed_tokens == reused
 
 
 def test_of_a_prefix_the_end_is_forgotten_first():
@@ -78,7 +78,7 @@ def test_of_a_prefix_the_end_is_forgotten_first():
     manager.deallocate(computed(manager, [8, 8]))
     other = sequence_of([1, 1, 2, 2, 3, 3])
     manager.allocate(other)
-    assert other.computed == 4
+    assert other.num_computed_tokens == 4
 
 
 def test_new_weights_make_all_content_unknown_also_that_of_sequences_under_way():
@@ -90,7 +90,7 @@ def test_new_weights_make_all_content_unknown_also_that_of_sequences_under_way()
     for tokens in ([1, 1, 1], [2, 2, 2]):
         other = sequence_of(tokens)
         manager.allocate(other)
-        assert other.computed == 0
+        assert other.num_computed_tokens == 0
         manager.deallocate(other)
     assert manager.free_blocks == 10
 

@@ -164,9 +164,9 @@ def test_little_memory_changes_no_answer(start, make_prompts):
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"blocks": 3}, r"native.blocks: there is no such option. There are block_size, num_blocks, model"),
+        ({"blocks": 3}, r"native.blocks: unknown option"),
         ({"model": "fast"}, r"native.model: 'fast' is unknown"),
-        ({"block_size": 0}, r"native: block_size and num_blocks are at least 1"),
+        ({"block_size": 0}, r"native: block_size and num_blocks must be at least 1"),
     ],
 )
 def test_unknown_options_are_refused(start, options, cause):
