@@ -46,7 +46,7 @@ def wait_tokens(engine: Any, count: int) -> None:
     """Wait until every request of the engine has `count` tokens."""
 
     def all_have() -> bool:
-        outputs = [sequence.output for sequence in engine._loop._everyone()]
+        outputs = [sequence.output for sequence in engine._loop._all_unfinished()]
         return bool(outputs) and all(len(output.token_ids) >= count for output in outputs)
 
     wait_until(all_have)

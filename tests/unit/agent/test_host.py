@@ -227,7 +227,7 @@ def test_finishing_a_job_cancels_its_rows_only_and_empties_the_engines(two: Agen
     two.start(prompts)
     assert len(two.collect(len(prompts))) == 4
     assert two.host.partials("endless") == {}
-    while any(two.engine(number)._loop._everyone() for number in range(2)):
+    while any(two.engine(number)._loop._all_unfinished() for number in range(2)):
         time.sleep(0.001)
 
 

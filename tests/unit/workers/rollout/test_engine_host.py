@@ -103,7 +103,7 @@ def test_an_invalid_row_fails_the_submit_and_no_row_of_it_runs(engine, make_prom
     with pytest.raises(ValueError, match="the prompt is empty"):
         host.submit("a", rows)
     assert host._jobs["a"].unfinished == {}
-    assert engine._loop._everyone() == []
+    assert engine._loop._all_unfinished() == []
     host.submit("a", named_rows(make_prompts))
     assert len(tokens_by_name(collect_all(host, 4))) == 4
     assert not host.failed
@@ -200,7 +200,7 @@ def test_requests_of_lost_clients_are_aborted_and_rows_go_on(engine, make_prompt
     host.abort_clients()
     engine.resume_generation()
     assert len(tokens_by_name(collect_all(host, 4))) == 4
-    wait_until(lambda: not engine._loop._everyone())
+    wait_until(lambda: not engine._loop._all_unfinished())
 
 
 # ---------------------------------------------------------------- failures and end
