@@ -129,7 +129,10 @@ def test_rows_of_a_tensor_may_come_apart_and_in_any_order(start):
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda rows: rows.pop(next(key for key in rows if not isinstance(key, str))), "never arrived, or not all of"),
+        (
+            lambda rows: rows.pop(next(key for key in rows if not isinstance(key, str))),
+            "was not received, or not all of",
+        ),
         (lambda rows: rows.update({key: t.flip(0) for key, t in rows.items() if not isinstance(key, str)}), "differs"),
         (
             lambda rows: rows.update({TensorSlice("model.embed_tokens.weight", 260, 270): torch.ones(10, 64)}),
