@@ -117,14 +117,14 @@ def test_weights_lie_in_one_region_and_ties_stay_ties():
 @pytest.mark.parametrize(
     ("family", "changes", "cause"),
     [
-        ("mamba", {}, "MambaForCausalLM: its state is no KV cache"),
+        ("mamba", {}, "MambaForCausalLM: its state is not a KV cache"),
         ("bloom", {}, "BloomForCausalLM: it does not use transformers' attention interface"),
         ("llama4_text", {"head_dim": 16}, "Llama4ForCausalLM: it has layers of type chunked_attention"),
         ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, r"GptOssForCausalLM: its logits differ"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "LlamaForCausalLM: beyond 512 tokens its dynamic rotary embedding depends on who else is in the batch",
+            "LlamaForCausalLM: beyond 512 tokens its dynamic rotary embedding depends on the other sequences",
         ),
     ],
 )
