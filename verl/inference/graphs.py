@@ -5,14 +5,11 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-if TYPE_CHECKING:
-    from verl.inference.model_runner import StepInputs
-
-__all__ = ["StepGraphs", "pool_bytes"]
+__all__ = ["StepGraphs", "StepInputs", "pool_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +23,34 @@ def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
     `step_bytes` per token."""
     decode = [size for size in _DECODE_SIZES if size < 2 * max_sequences]
     return row_bytes * (sum(decode) + sum(_MIXED_SIZES)) + step_bytes * _MIXED_SIZES[-1]
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Inputs of a step, int64 on the device. T tokens: those of the prefills, then one per decode."""
+
+    token_rows: torch.Tensor
+    """[T]: slot of the sequence a token belongs to."""
+    positions: torch.Tensor
+    """[T]: position of the token in its sequence."""
+    prefill_ids: torch.Tensor
+    """[prefill tokens]: token ids; those of decodes are already on the device."""
+    query_starts: torch.Tensor
+    """[sequences + 1]: first token of each sequence of the step, prefills first."""
+    sequence_rows: torch.Tensor
+    """[sequences]: slots."""
+    lengths: torch.Tensor
+    """[sequences]: KV length after the step."""
+    sampled_tokens: torch.Tensor
+    """[samples]: index of the token whose hidden state is sampled from."""
+    sample_rows: torch.Tensor
+    """[samples]: slots."""
+    sample_positions: torch.Tensor
+    """[samples]: position of the sampled token."""
+    table_entries: torch.Tensor
+    """[updates]: flat index into the block tables."""
+    table_blocks: torch.Tensor
+    """[updates]"""
 
 
 class StepGraphs:

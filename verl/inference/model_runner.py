@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl.inference.attention import AttentionBackend, AttentionStep
 from verl.inference.engine import StepResults
-from verl.inference.graphs import StepGraphs
+from verl.inference.graphs import StepGraphs, StepInputs
 from verl.inference.memory import KVCache
 from verl.inference.models import InferenceModel
-from verl.inference.sampler import SampledRows, Sampler
-from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
+from verl.inference.sampler import Sampler
+from verl.inference.step_plan import SampledRows, StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
 
 __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
@@ -260,34 +259,6 @@ def _on_host(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tu
 
 # The host may be one step ahead of the device, so two buffers are in use at a time; the third is being filled.
 _BUFFERS = 3
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """Inputs of a step, int64 on the device. T tokens: those of the prefills, then one per decode."""
-
-    token_rows: torch.Tensor
-    """[T]: slot of the sequence a token belongs to."""
-    positions: torch.Tensor
-    """[T]: position of the token in its sequence."""
-    prefill_ids: torch.Tensor
-    """[prefill tokens]: token ids; those of decodes are already on the device."""
-    query_starts: torch.Tensor
-    """[sequences + 1]: first token of each sequence of the step, prefills first."""
-    sequence_rows: torch.Tensor
-    """[sequences]: slots."""
-    lengths: torch.Tensor
-    """[sequences]: KV length after the step."""
-    sampled_tokens: torch.Tensor
-    """[samples]: index of the token whose hidden state is sampled from."""
-    sample_rows: torch.Tensor
-    """[samples]: slots."""
-    sample_positions: torch.Tensor
-    """[samples]: position of the sampled token."""
-    table_entries: torch.Tensor
-    """[updates]: flat index into the block tables."""
-    table_blocks: torch.Tensor
-    """[updates]"""
 
 
 class InputSender:

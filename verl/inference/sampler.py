@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from verl.inference.step_plan import TokenMasks
+from verl.inference.step_plan import SampledRows, TokenMasks
 from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device import copy_to_device
@@ -247,19 +246,6 @@ class SamplingBatch:
             any_truncated=any(p.truncated for p in params),
             any_tempered=any(p.temperature not in (0, 1) for p in params),
         )
-
-
-class SampledRows(NamedTuple):
-    """A token per row [rows] int64, and its log-probs [rows] float32."""
-
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
-    """Under the full distribution at the row's temperature, before penalties, truncation and bans, as training
-    computes them."""
-    raw_log_probs: torch.Tensor
-    """The same at temperature 1."""
-    drawn_log_probs: torch.Tensor
-    """Under the distribution sampled from: after penalties, truncation and bans; 0 for a greedy row."""
 
 
 def sample_tokens(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from verl.types.request import SamplingParams, TopLogProbs
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
-__all__ = ["Prefill", "StepDetails", "StepExperts", "StepPlan", "TokenMasks", "banned_tokens"]
+__all__ = ["Prefill", "SampledRows", "StepDetails", "StepExperts", "StepPlan", "TokenMasks", "banned_tokens"]
 
 TokenMasks: TypeAlias = "tuple[list[int], np.ndarray]"
 """(rows in sample order, bitmask [rows, words] int32): bit i of a row, lowest first, is set if token i is allowed."""
@@ -86,6 +87,19 @@ class StepExperts:
     """[samples, layers, k]: of the tokens whose hidden states were sampled from, in the order of `sample_slots`."""
     contexts: list[np.ndarray]
     """[context_experts, layers, k] for each prefill with `context_experts`."""
+
+
+class SampledRows(NamedTuple):
+    """A token per row [rows] int64, and its log-probs [rows] float32."""
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    """Under the full distribution at the row's temperature, before penalties, truncation and bans, as training
+    computes them."""
+    raw_log_probs: torch.Tensor
+    """The same at temperature 1."""
+    drawn_log_probs: torch.Tensor
+    """Under the distribution sampled from: after penalties, truncation and bans; 0 for a greedy row."""
 
 
 def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple[int, int]]:

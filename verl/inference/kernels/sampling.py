@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.inference.sampler import SampledRows
+from verl.inference.step_plan import SampledRows
 
 __all__ = ["sample_rows"]
 
