@@ -11,7 +11,7 @@ from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVCache
+from verl.inference.kv_cache import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler

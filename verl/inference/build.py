@@ -16,7 +16,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.memory import KVCache, choose_num_blocks
+from verl.inference.kv_cache import KVCache, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
 from verl.inference.models.fused import FusedModel, unsupported_reason

@@ -1,36 +1,17 @@
-"""Device memory of the engine: regions that can be released and restored, and the KV cache."""
+"""Region: device memory that can be released and restored at the same address."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from verl.config.devices import host_memory_available
-from verl.inference.attention import LayerKVCache
-from verl.utils.device import copy_to_device, record_mapped_bytes
+from verl.utils.device import record_mapped_bytes
 from verl.utils.exceptions import PicklableError
 
-if TYPE_CHECKING:
-    from verl.inference.models import InferenceModel
-
-__all__ = [
-    "DriverError",
-    "KVCache",
-    "Region",
-    "bytes_per_block",
-    "bytes_per_token",
-    "choose_num_blocks",
-    "device_kv_bytes",
-    "driver_call",
-    "host_kv_bytes",
-    "logit_bytes",
-    "step_bytes",
-]
+__all__ = ["DriverError", "Region", "driver_call"]
 
 
 class Region:
@@ -195,143 +176,3 @@ def driver_call(name: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
         raise DriverError(f"{name} failed: {(text.value or b'unknown error').decode()}", code)
-
-
-logger = logging.getLogger(__name__)
-
-# Share of available host memory for KV: other programs need the rest.
-_HOST_SHARE = 0.25
-# Share of device memory left for workspaces of kernels and CUDA graphs.
-_DEVICE_RESERVE = 0.03
-# float32 tensors [sequences, vocabulary] that sampling allocates at most besides the logits.
-_LOGIT_COPIES = 3
-
-
-def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """KV bytes of a token: a key and a value of every head in every layer."""
-    return 2 * layers * kv_heads * head_dim * itemsize
-
-
-def bytes_per_block(model: InferenceModel, block_size: int) -> int:
-    """KV bytes of `block_size` tokens in every layer."""
-    return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
-
-
-class KVCache:
-    """The paged KV cache: `num_blocks` blocks, and one more (`padding_block`) to which padding rows write."""
-
-    def __init__(self, model: InferenceModel, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.padding_block = num_blocks
-        self.region = Region((num_blocks + 1) * bytes_per_block(model, block_size), model.device)
-        shape = (model.num_layers, 2, num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
-        self._all = self.region.bytes.view(model.dtype).view(shape)
-        self.layers: list[LayerKVCache] = [(layer[0], layer[1]) for layer in self._all]
-        self._clear()
-        self._experts: torch.Tensor | None = None
-
-    def record_experts(self, model: InferenceModel) -> None:
-        """Store the experts of every token beside its KV from now on, so that a cached prefix includes its experts."""
-        table = model.record_experts((self.num_blocks + 1) * self.block_size)
-        self._experts = table.unflatten(0, (-1, self.block_size))
-
-    def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Experts [tokens, layers, k] of the tokens whose KV is at `slots` [tokens], as a copy on the device."""
-        assert self._experts is not None, "this KV cache stores no experts"
-        return self._experts.flatten(0, 1)[slots]
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes allocated now."""
-        return self.region.size if self.region.held else 0
-
-    def release(self) -> None:
-        """Free the memory; all KV is lost."""
-        self.region.release()
-
-    def restore(self) -> None:
-        """Allocate the memory again; the KV is not restored."""
-        self.region.restore()
-        self._clear()
-
-    def _clear(self) -> None:
-        """Zero the memory on GPUs: kernels multiply masked entries by zero, which would spread NaN.
-
-        CPU attention reads no masked entries; there, untouched memory is not even allocated.
-        """
-        if self.region.device.type != "cpu":
-            self._all.zero_()
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to), all at once."""
-        if pairs:
-            (index,) = copy_to_device([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
-            self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
-            if self._experts is not None:
-                self._experts[index[:, 1]] = self._experts[index[:, 0]]
-
-
-def choose_num_blocks(
-    model: InferenceModel,
-    block_size: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-) -> int:
-    """Number of blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; logs it.
-
-    On a GPU, weights and KV take at most `gpu_memory_utilization` of its memory, and never more than is free. On a CPU,
-    KV takes at most a quarter of the available memory.
-    """
-    block_bytes = bytes_per_block(model, block_size)
-    per_sequence = -(-max_model_len // block_size)
-    wanted = max_num_seqs * per_sequence
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(model.device)
-        logits = logit_bytes(max_num_seqs, model.vocab_size)
-        available = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits)
-        remedy = "Raise gpu_memory_utilization, or lower max_model_len"
-    else:
-        available = host_kv_bytes(host_memory_available())
-        remedy = "Free host memory, or lower max_model_len"
-    blocks = min(wanted, available // block_bytes)
-    if blocks < per_sequence:
-        raise ValueError(
-            f"max_model_len: the KV of one sequence of {max_model_len} tokens takes"
-            f" {_gb(per_sequence * block_bytes)}, but only {_gb(available)} are available. {remedy}."
-        )
-    logger.info(
-        "rollout: %s of KV cache: %d blocks of %d tokens (%s)",
-        _gb(blocks * block_bytes),
-        blocks,
-        block_size,
-        f"enough for {max_num_seqs} sequences of {max_model_len} tokens"
-        if blocks == wanted
-        else f"{blocks / wanted:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
-    )
-    return blocks
-
-
-def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
-    """Bytes for KV on a GPU of `total` bytes, of which `free` are free after loading the weights."""
-    return max(0, min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits)
-
-
-def host_kv_bytes(available: int) -> int:
-    """Bytes for KV on a CPU."""
-    return int(_HOST_SHARE * available)
-
-
-def logit_bytes(sequences: int, vocab: int, truncated: bool = True) -> int:
-    """Bytes of the logits and of sampling's work tensors, which a GPU needs only for top-k, top-p and min-p."""
-    return sequences * vocab * 4 * (1 + (_LOGIT_COPIES if truncated else 0))
-
-
-def step_bytes(tokens: int, hidden: int, intermediate: int, itemsize: int) -> int:
-    """Peak activation bytes of a step: residual, a norm's output, and the three products of the MLP."""
-    return tokens * itemsize * (2 * hidden + 3 * intermediate)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 2**30:.2f} GB"

@@ -12,7 +12,7 @@ import torch
 from verl.inference.attention import AttentionBackend, AttentionStep
 from verl.inference.engine import StepResults
 from verl.inference.graphs import StepGraphs, StepInputs
-from verl.inference.memory import KVCache
+from verl.inference.kv_cache import KVCache
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_plan import SampledRows, StepDetails, StepExperts, StepPlan

@@ -16,7 +16,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, RolloutConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
-from verl.inference.memory import bytes_per_token, device_kv_bytes, host_kv_bytes, logit_bytes, step_bytes
+from verl.inference.kv_cache import bytes_per_token, device_kv_bytes, host_kv_bytes, logit_bytes, step_bytes
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.shapes import ModelShape
