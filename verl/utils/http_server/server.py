@@ -26,7 +26,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
-from verl.utils.http_server.lobby import MOST_READY, Lobby
+from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, AcceptQueue
 from verl.utils.resources import trim_heap
 
 __all__ = [
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OTHER_FILES = 256 + MOST_READY
+_OTHER_FILES = 256 + MAX_READY_CONNECTIONS
 _POLL_SECONDS = 0.01
 # Events of connections that are handled in one iteration of the loop. A request needs several iterations.
 _EVENTS_AT_ONCE = 256
 # After this time a thread that computes lets the event loop run (Python's default: 5 ms).
 _SWITCH_SECONDS = 0.001
-_BACKLOG = MOST_READY
+_BACKLOG = MAX_READY_CONNECTIONS
 # Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._name, self._limits, self._path = name, limits, path
         self._signals = _SIGNALS if signals else ()
-        self._lobbies: list[Lobby] = []
+        self._accept_queues: list[AcceptQueue] = []
         self._trimmed_to = 0
         self._trimmed_after_requests = 0
 
@@ -216,7 +216,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for bound in sockets or ():
             loop.remove_reader(bound)  # of asyncio, which would accept and prepare all connections that wait at once
-            self._lobbies.append(self._lobby(bound))
+            self._accept_queues.append(self._create_accept_queue(bound))
         host, port = (sockets or [])[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %s at http://%s:%d%s", self._name, shown, port, self._path)
@@ -234,17 +234,17 @@ class _Server(uvicorn.Server):
             return True
         return not self.server_state.tasks and self.server_state.total_requests > self._trimmed_after_requests
 
-    def _lobby(self, bound: socket.socket) -> Lobby:
+    def _create_accept_queue(self, bound: socket.socket) -> AcceptQueue:
         def create_protocol() -> asyncio.Protocol:
             protocol: Any = self.config.http_protocol_class
             return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
         connections, limits = self.server_state.connections, self._limits
-        return Lobby(bound, create_protocol, lambda: len(connections), limits.connections, limits.request_seconds)
+        return AcceptQueue(bound, create_protocol, lambda: len(connections), limits.connections, limits.request_seconds)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for lobby in self._lobbies:
-            lobby.close()
+        for queue in self._accept_queues:
+            queue.close()
         if self._signals:
             grace = self._limits.grace_seconds
             logger.info("stopping: in-flight requests have %d s to finish (send the signal again to stop now)", grace)

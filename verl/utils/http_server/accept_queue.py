@@ -1,8 +1,8 @@
-"""Lobby: accepted connections until their first request is handled, which is what a flood of connections must pass.
+"""AcceptQueue: accepted connections until their first request, so that a flood of connections delays no other client.
 
-A connection costs little until its client sends something. Those that have sent something are admitted in the order of
-their requests, a few in each iteration of the event loop, and GET /health before all others: it is answered within a
-fraction of a second whatever arrives with it.
+A connection costs little until its client sends data. Connections with data are passed to the server in the order of
+their data, a few in each iteration of the event loop. GET /health comes first: it is answered within a fraction of a
+second during a flood.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["MOST_READY", "Lobby"]
+__all__ = ["MAX_READY_CONNECTIONS", "AcceptQueue"]
 
 _HEALTH = b"GET /health"
-# In one iteration of the event loop: connections that are accepted (about 40 µs each) and admitted (400 µs).
-_ACCEPTED_AT_ONCE, _ADMITTED_AT_ONCE = 256, 16
+# Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
+_ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
 _PAUSE_SECONDS = 1.0
 
-MOST_READY = 2048
-"""Connections that have sent something and wait until they are admitted, besides those that the server allows."""
+MAX_READY_CONNECTIONS = 2048
+"""Connections with data that wait to be passed on, in addition to those that the server allows."""
 
 
-class Lobby:
-    """Accepts the connections of a listening socket and admits them to the server.
+class AcceptQueue:
+    """Accepts the connections of a listening socket and passes them to the server when they have data.
 
-    `open_connections` returns the number of admitted ones. Above `most` connections in total, the one that has been
-    silent for longest is closed; without a silent one, a new one is admitted and the server decides. One that sends
-    nothing for `seconds` is closed.
+    `open_connections` returns the number of connections of the server. Above `max_connections` in total, the oldest
+    connection without data is closed; if there is none, the new one is passed on and the server decides. A connection
+    without data is closed after `seconds`.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class Lobby:
         listener: socket.socket,
         create_protocol: Callable[[], asyncio.BaseProtocol],
         open_connections: Callable[[], int],
-        most: int,
+        max_connections: int,
         seconds: float,
     ) -> None:
         self._listener, self._create_protocol = listener, create_protocol
-        self._open_connections, self._most, self._seconds = open_connections, most, seconds
+        self._open_connections, self._max_connections, self._seconds = open_connections, max_connections, seconds
         self._silent: dict[socket.socket, float] = {}
-        """When each was accepted, oldest first."""
+        """Connections without data and when each was accepted, oldest first."""
         self._health: deque[socket.socket] = deque()
         self._ready: deque[socket.socket] = deque()
-        self._admissions: set[asyncio.Task[None]] = set()
-        self._is_admitting = False
+        self._pending: set[asyncio.Task[None]] = set()
+        self._is_passing = False
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._close_expired)
         self._resume()
 
     def close(self) -> None:
-        """Accept nothing any more, and close the connections that wait here."""
+        """Stop accepting, and close the connections in the queue."""
         self._loop.remove_reader(self._listener)
         self._timer.cancel()
         for connection in list(self._silent):
@@ -74,31 +74,31 @@ class Lobby:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # too many open files
-                if not self._make_room(0):
+                if not self._evict(0):
                     self._loop.remove_reader(self._listener)
                     self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             connection.setblocking(False)
-            self._make_room(self._most)
+            self._evict(self._max_connections)
             self._silent[connection] = time.monotonic()
-            self._look(connection)
+            self._check_data(connection)
             if connection in self._silent:
-                self._loop.add_reader(connection, self._look, connection)
+                self._loop.add_reader(connection, self._check_data, connection)
 
-    def _make_room(self, most: int) -> bool:
-        """Close one connection if there are `most`; whether there was one to close."""
-        if len(self._silent) + len(self._ready) + self._open_connections() < most:
+    def _evict(self, limit: int) -> bool:
+        """Close one connection if there are `limit` or more. Returns False if none could be closed."""
+        if len(self._silent) + len(self._ready) + self._open_connections() < limit:
             return True
         if self._silent:
             self._close_silent(next(iter(self._silent)))
-        elif len(self._ready) >= MOST_READY or not most:
+        elif len(self._ready) >= MAX_READY_CONNECTIONS or not limit:
             if not self._ready:
                 return False
             self._ready.popleft().close()
         return True
 
-    def _look(self, connection: socket.socket) -> None:
-        """Queue the connection if its client has sent something."""
+    def _check_data(self, connection: socket.socket) -> None:
+        """Queue the connection if its client has sent data."""
         try:
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -111,26 +111,26 @@ class Lobby:
         del self._silent[connection]
         self._loop.remove_reader(connection)
         (self._health if start == _HEALTH else self._ready).append(connection)
-        if not self._is_admitting:
-            self._is_admitting = True
-            self._loop.call_soon(self._admit)
+        if not self._is_passing:
+            self._is_passing = True
+            self._loop.call_soon(self._pass_on)
 
-    def _admit(self) -> None:
-        for _ in range(_ADMITTED_AT_ONCE):
+    def _pass_on(self) -> None:
+        for _ in range(_PASSED_AT_ONCE):
             queue = self._health or self._ready
             if not queue:
                 break
-            admission = self._loop.create_task(self._connect(queue.popleft()))
-            self._admissions.add(admission)
-            admission.add_done_callback(self._admissions.discard)
-        self._is_admitting = bool(self._health or self._ready)
-        if self._is_admitting:
-            self._loop.call_soon(self._admit)
+            task = self._loop.create_task(self._connect(queue.popleft()))
+            self._pending.add(task)
+            task.add_done_callback(self._pending.discard)
+        self._is_passing = bool(self._health or self._ready)
+        if self._is_passing:
+            self._loop.call_soon(self._pass_on)
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._create_protocol, connection)
-        except OSError:  # the client has left
+        except OSError:  # the client has disconnected
             connection.close()
 
     def _close_silent(self, connection: socket.socket) -> None:
