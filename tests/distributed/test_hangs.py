@@ -24,7 +24,7 @@ from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.ray_monitor import ControllerMonitor, RayProcesses
 from verl.utils.process_tree import command_line, why_not_running, with_descendants
 from verl.utils.progress import expect, tick
-from verl.utils.stacks import answer_stack_requests
+from verl.utils.stacks import enable_stack_dumps
 
 
 class Stuck(CollectiveWorker):
@@ -197,7 +197,7 @@ class Controller:
         return StatusSnapshot(1, 9, "rollout", pid=os.getpid(), host=os.uname().nodename)
 
     def hold_the_gil(self) -> None:
-        answer_stack_requests()
+        enable_stack_dumps()
         while True:
             ctypes.PyDLL(None).sleep(600)
 
@@ -248,7 +248,7 @@ import os, signal, time
 import ray
 from ray.cluster_utils import Cluster
 from verl.single_controller.ray.rank_monitor import NodeInspector, RankProcess
-from verl.utils.stacks import answer_stack_requests
+from verl.utils.stacks import enable_stack_dumps
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 cluster.add_node(num_cpus=1, resources={"there": 1})
@@ -257,7 +257,7 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 class Rank:
     def where(self):
-        answer_stack_requests()
+        enable_stack_dumps()
         return ray.get_runtime_context().get_node_id(), "there", os.getpid()
 
 

@@ -1,7 +1,7 @@
-"""Python stacks: of the threads of this process, and of another one on this machine, even if it holds the GIL.
+"""Python stacks of the threads of this process, and of other local processes, even of one that holds the GIL.
 
-A process that calls `answer_stack_requests` writes the stacks of all its threads into a file in memory when a certain
-signal comes (`faulthandler` does, without the interpreter); whoever may look at the process can read that file.
+After `enable_stack_dumps`, `faulthandler` writes the stacks of all threads into an in-memory file when a real-time
+signal arrives, without the interpreter. `stacks_of` sends the signal and reads the file through /proc.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from types import FrameType
 from typing import NamedTuple
 
 _FILE = "verl-stacks"
-_DEEPEST = 60
+_MAX_FRAMES = 60
 _PACKAGE = str(Path(__file__).parents[1])
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_requests: int | None = None
+_dump_file: int | None = None
 
 
 class Frame(NamedTuple):
-    """A place in a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -44,33 +44,33 @@ Stack = tuple[Frame, ...]
 
 
 def own_stacks(only: int | None = None) -> dict[int, Stack]:
-    """Of every thread of this process, by its identity; or of one of them."""
+    """Stacks of the threads of this process by thread identity; `only`: of one thread."""
     return {thread: _walk(frame) for thread, frame in sys._current_frames().items() if only in (None, thread)}
 
 
-def answer_stack_requests() -> None:
-    """From now on `stacks_of(this process)` works, for this user; where the system cannot do it, nothing happens."""
-    global _requests
+def enable_stack_dumps() -> None:
+    """Let processes of this user read the stacks with `stacks_of`. No effect where the system does not support it."""
+    global _dump_file
     number = _signal()
-    if _requests is None and number is not None and hasattr(os, "memfd_create"):
-        _requests = os.memfd_create(_FILE, os.MFD_CLOEXEC)
-        faulthandler.register(number, file=_requests, all_threads=True, chain=False)
+    if _dump_file is None and number is not None and hasattr(os, "memfd_create"):
+        _dump_file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+        faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
 
 
 def stacks_of(pid: int, timeout: float = 2.0) -> dict[int, Stack]:
-    """Of every thread of a process, by its identity; empty where it does not answer: it is stopped, or never will."""
-    file = _request_file(pid)
+    """Stacks of the threads of a process by thread identity; empty if it has no dump file or does not respond."""
+    file = _find_dump_file(pid)
     if file is None or not _catches(pid):
         return {}
     try:
-        with open(file, "rb") as answers:
-            before = answers.seek(0, os.SEEK_END)
+        with open(file, "rb") as dump:
+            before = dump.seek(0, os.SEEK_END)
             os.kill(pid, _signal() or 0)
             text, deadline = b"", time.monotonic() + timeout
             while time.monotonic() < deadline:
                 time.sleep(0.05)
-                answers.seek(before)
-                more = answers.read()
+                dump.seek(before)
+                more = dump.read()
                 if more and more == text:
                     break
                 text = more
@@ -80,31 +80,31 @@ def stacks_of(pid: int, timeout: float = 2.0) -> dict[int, Stack]:
 
 
 def parse_dump(text: str) -> dict[int, Stack]:
-    """What faulthandler writes, by thread."""
-    found: dict[int, list[Frame]] = {}
+    """Parse the output of faulthandler: stacks by thread identity."""
+    stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
         if (thread := _THREAD.match(line)) is not None:
-            frames = found.setdefault(int(thread[1], 16), [])
+            frames = stacks.setdefault(int(thread[1], 16), [])
         elif (place := _FRAME.match(line)) is not None:
             frames.append(Frame(place[1], int(place[2]), place[3], origin_of(place[1])))
-    return {thread: tuple(frames) for thread, frames in found.items()}
+    return {thread: tuple(frames) for thread, frames in stacks.items()}
 
 
 def users_frame(stack: Stack) -> Frame | None:
-    """The user's function that a thread is in: it has not called this package from there."""
+    """The user's function that a thread is executing; None if that function has called this package."""
     own = next((frame for frame in stack if frame.origin != "installed"), None)
     return own if own is not None and own.origin == "user" else None
 
 
 def show(stack: Stack, indent: str = "    ") -> str:
-    """One line per place, innermost first."""
+    """One line per frame, innermost first."""
     return "\n".join(f"{indent}{frame}" for frame in stack) or f"{indent}(no Python code)"
 
 
 @functools.cache
 def origin_of(file: str) -> str:
-    """Whose a source file is: of this package, of the user, or installed."""
+    """Origin of a source file: verl (this package), user, or installed."""
     if file.startswith(_PACKAGE + os.sep):
         return "verl"
     places = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -119,21 +119,21 @@ def _has_packages(folder: Path) -> bool:
 
 
 def _walk(frame: FrameType | None) -> Stack:
-    found: list[Frame] = []
-    while frame is not None and len(found) < _DEEPEST:
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
-        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name, origin_of(code.co_filename)))
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name, origin_of(code.co_filename)))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def _signal() -> int | None:
-    """One that nothing else uses: schedulers and users send SIGUSR1 and SIGUSR2."""
+    """A real-time signal: schedulers and users send SIGUSR1 and SIGUSR2."""
     first = getattr(signal, "SIGRTMIN", None)
     return None if first is None else first + 9
 
 
-def _request_file(pid: int) -> str | None:
+def _find_dump_file(pid: int) -> str | None:
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             place = f"/proc/{pid}/fd/{name}"
@@ -145,7 +145,7 @@ def _request_file(pid: int) -> str | None:
 
 
 def _catches(pid: int) -> bool:
-    """Whether the signal has a handler there: without one it would end the process."""
+    """Whether the process handles the signal: without a handler the signal would end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

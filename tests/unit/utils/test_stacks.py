@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 HOLDS_THE_GIL = """
 import ctypes
-from verl.utils.stacks import answer_stack_requests
-answer_stack_requests()
+from verl.utils.stacks import enable_stack_dumps
+enable_stack_dumps()
 def never_lets_go():
     print("now", flush=True)
     while True: ctypes.PyDLL(None).sleep(600)

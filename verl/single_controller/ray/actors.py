@@ -25,7 +25,7 @@ from verl.single_controller.ray.resource_pool import ResourceError, describe_clu
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
 from verl.utils.resources import WarmupGcFreeze
-from verl.utils.stacks import answer_stack_requests
+from verl.utils.stacks import enable_stack_dumps
 
 NAMESPACE = "verl"
 _INLINE_BYTES = 64 * 1024
@@ -45,7 +45,7 @@ class RayRankHost(RankHost):
 
     def describe(self) -> Any:
         """The tuple of the base class, then Ray's node id and the node's `MemoryState`."""
-        answer_stack_requests()
+        enable_stack_dumps()
         return (*super().describe(), ray.get_runtime_context().get_node_id(), memory_state())
 
     def prepare(self) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from verl.trainer.recovery.signals import (
 from verl.trainer.recovery.supervised_process import previous_attempts
 from verl.utils.exceptions import annotate_error
 from verl.utils.process_tree import with_descendants
-from verl.utils.stacks import answer_stack_requests
+from verl.utils.stacks import enable_stack_dumps
 
 
 def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
@@ -37,7 +37,7 @@ def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool
     starts_ray = not ray.is_initialized()
     with before_first_step():
         processes, runner = _start_runner(config, runner_class, head)
-    answer_stack_requests()
+    enable_stack_dumps()
     monitor = ControllerMonitor(runner, processes, config.trainer.hang_timeout)
     stopping: AbstractContextManager[StopRequest] = nullcontext(StopRequest())
     if hasattr(runner, "request_stop"):

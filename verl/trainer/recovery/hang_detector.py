@@ -32,7 +32,7 @@ from verl.trainer.recovery.hang_diagnosis import (
 )
 from verl.utils.progress import pulse_count
 from verl.utils.resources import load_factor
-from verl.utils.stacks import answer_stack_requests, own_stacks, show
+from verl.utils.stacks import enable_stack_dumps, own_stacks, show
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class HangDetector:
         self._reset(time.monotonic())
 
     def __enter__(self) -> HangDetector:
-        answer_stack_requests()
+        enable_stack_dumps()
         self._watched_thread = threading.get_ident()
         self._reset(time.monotonic())
         self._done = threading.Event()
