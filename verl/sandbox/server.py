@@ -13,19 +13,19 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox
-from verl.sandbox.fusion_api import DEFAULT_SECONDS, MAX_FILES, PING, PONG, RUN, decode_files, result_to_json
+from verl.sandbox.fusion_api import PING, PONG, RUN, result_to_json
+from verl.sandbox.request import RunRequest
 from verl.sandbox.types import find_language
 from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
-from verl.utils.http_server.json_body import BodyParser, RequestModel
+from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import Limits as HttpLimits
 from verl.utils.http_server.server import (
     add_server_options,
@@ -38,41 +38,7 @@ from verl.utils.http_server.server import (
 from verl.utils.logging_setup import setup_logging
 from verl.utils.resources import available_cores, use_single_heap
 
-__all__ = ["RunRequest", "SandboxServer", "main", "serve"]
-
-_Path = Annotated[str, Field(max_length=4096)]
-
-
-class RunRequest(RequestModel):
-    """`POST /run_code`: one program to run. Fields of other versions of the API are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    code: str
-    language: Annotated[str, Field(max_length=40)] = "python"
-    stdin: str = ""
-    files: Annotated[dict[_Path, bytes], Field(max_length=MAX_FILES)] = Field(default_factory=dict)
-    fetch_files: Annotated[list[_Path], Field(max_length=MAX_FILES)] = Field(default_factory=list)
-    run_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
-    compile_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
-    memory_limit_MB: int = -1
-    """-1: the server's default."""
-
-    @field_validator("files", mode="before")
-    @classmethod
-    def _decode_files(cls, files: Any) -> Any:
-        return decode_files(files) if isinstance(files, dict) else files
-
-    @field_validator("memory_limit_MB")
-    @classmethod
-    def _check_memory(cls, value: int) -> int:
-        if value != -1 and value < 1:
-            raise ValueError("must be at least 1, or -1 for the server's default")
-        return value
-
-    @property
-    def memory_mb(self) -> int | None:
-        return None if self.memory_limit_MB == -1 else self.memory_limit_MB
+__all__ = ["SandboxServer", "main", "serve"]
 
 
 logger = logging.getLogger("verl.sandbox.server")  # not "__main__", which is outside the one logging setup

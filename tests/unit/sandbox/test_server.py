@@ -18,7 +18,7 @@ import pytest
 from verl.sandbox import REQUIRE, Limits, Result, SandboxClient, SandboxUnavailable, available
 from verl.sandbox.code_runner import CodeSettings
 from verl.sandbox.fusion_api import ServerFailed, result_from_json, result_to_json, run_request
-from verl.sandbox.server import RunRequest
+from verl.sandbox.request import RunRequest
 from verl.utils.http_server.app import create_app
 from verl.utils.http_server.server import serve_in_thread
 from verl.utils.reward_score.code import compute_score
@@ -55,6 +55,11 @@ def url():
 
 def post(url, **fields):
     return httpx.post(f"{url}/run_code", json=fields, timeout=60)
+
+
+def test_a_large_body_is_parsed_in_another_process(url):
+    reply = post(url, code="print(len(input()))", stdin="x" * 300_000).json()
+    assert reply["run_result"]["stdout"] == "300000\n"
 
 
 def test_ping_is_answered_with_pong(url):
