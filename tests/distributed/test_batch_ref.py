@@ -269,6 +269,7 @@ def test_dtypes_and_shapes_survive_the_store(ray_cluster):
     assert_same(stored[[2, 0]], data[[2, 0]])
 
 
+@pytest.mark.slow
 def test_chained_calls_move_only_indices_and_named_columns_through_the_controller(cpu_pool):
     """generate on dp1×tp2 → balance → union(scores) → update on dp2."""
     prompt, response, rows = 64, 1024, 64

@@ -40,15 +40,20 @@ def test_the_rank_that_failed_is_named(ray_counters):
     assert caught.value.rank == 1
 
 
-def test_a_failing_constructor_is_named_and_leaves_no_process(cpu_pool):
-    class Broken(Counter):
-        def __init__(self) -> None:
-            raise FileNotFoundError("model.safetensors is missing")
+class Broken(Counter):
+    def __init__(self) -> None:
+        raise FileNotFoundError("model.safetensors is missing")
 
+
+def test_a_failing_constructor_is_named():
+    with pytest.raises(WorkerCallError, match=r"FileNotFoundError: model.safetensors is missing.*method '__init__'"):
+        LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Broken))
+
+
+@pytest.mark.slow
+def test_a_failing_constructor_leaves_no_process(cpu_pool):
     with pytest.raises(WorkerCallError, match=r"FileNotFoundError: model.safetensors is missing.*method '__init__'"):
         RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Broken), name_prefix="test-broken")
-    with pytest.raises(WorkerCallError, match="FileNotFoundError"):
-        LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Broken))
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
@@ -61,6 +66,7 @@ def test_a_failing_constructor_is_named_and_leaves_no_process(cpu_pool):
     pytest.fail("the broken group's actors are still registered")
 
 
+@pytest.mark.slow
 def test_an_error_of_a_group_arrives_whole_from_the_process_of_its_controller(ray_cluster):
     """The trainer is an actor; who started it gets its errors over Ray."""
 
@@ -104,7 +110,9 @@ def test_killed_during_a_call_the_controller_has_a_named_error_soon(start):
         group.add(1)  # at once, not after a time-out
 
 
-@pytest.mark.parametrize(("how", "expected"), [("die", WorkerDiedError), ("raise", WorkerCallError)])
+@pytest.mark.parametrize(
+    ("how", "expected"), [("die", WorkerDiedError), pytest.param("raise", WorkerCallError, marks=pytest.mark.slow)]
+)
 def test_ranks_left_waiting_in_a_collective_do_not_hang_the_controller(start, how, expected):
     group = start(CollectiveWorker)
     group.setup()

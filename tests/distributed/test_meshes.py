@@ -16,6 +16,7 @@ def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows)})
 
 
+@pytest.mark.slow
 def test_dp2_tp2_over_a_real_device_mesh(ray_cluster):
     pool = RayResourcePool([4], use_gpu=False)
     with RayWorkerGroup(pool, RayClassWithInitArgs(MeshWorker, 2, 2)) as group:

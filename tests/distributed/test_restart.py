@@ -17,7 +17,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 @pytest.fixture(scope="module")
 def group(cpu_pool):
-    """Shared: the first test ends with processes that were started anew, which the second one uses."""
+    """Shared: the first test ends with restarted processes, which the next ones use."""
     roles = {"counter": RayClassWithInitArgs(Counter, 5), "summer": RayClassWithInitArgs(CollectiveWorker)}
     with RayWorkerGroup(cpu_pool, create_colocated_worker_cls(roles), expendable=True) as started:
         yield started
@@ -47,20 +47,26 @@ def test_processes_are_started_anew_under_the_same_groups_and_batches_outlive_th
     summer.setup()
     assert summer.add_total(DataProto.from_dict({"x": torch.arange(2)})).batch["total"].tolist() == [1] * 2
 
-    os.kill(after[1], signal.SIGKILL)
+
+@pytest.mark.slow
+def test_only_dead_processes_are_restarted_if_requested(group):
+    counter = group.spawn(["counter"])["counter"]
+    call, before = counter.add, [rank[3] for rank in counter.whoami()]
+    call(1)
+    os.kill(before[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 1"):
         call(1)
     assert group.restart(alone=True) == [1]
-    assert counter.whoami()[0][3] == after[0]
-    assert call(1)[1] == 6, "what it was constructed with"
-    assert call(1)[0] > 7, "the other one goes on with what it had"
+    assert counter.whoami()[0][3] == before[0]
+    assert call(1)[1] == 6, "the value passed to the constructor, plus one"
+    assert call(1)[0] > 7, "rank 0 keeps its state"
 
-    group.shutdown()  # who was killed may still answer for a moment
+    group.shutdown()  # a killed process may still answer for a moment
     assert group.restart(alone=True) == [0, 1]
     assert call(1) == [6, 6]
 
 
-def test_the_first_failure_of_a_expendable_group_ends_the_wait_too(group):
+def test_the_first_failure_of_an_expendable_group_ends_the_wait_too(group):
     summer = group.spawn(["summer"])["summer"]
     summer.setup()
     with pytest.raises(WorkerCallError, match="rank 1"):

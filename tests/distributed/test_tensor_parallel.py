@@ -20,7 +20,7 @@ from verl.utils.weight_fingerprint import fingerprints
 # each other, tied and untied heads, a vocabulary that cannot be cut.
 CASES = [
     ("qwen2", {"tie_word_embeddings": True}, 2, 2),
-    ("llama", {"vocab_size": 265, "attention_bias": True}, 2, 2),
+    pytest.param("llama", {"vocab_size": 265, "attention_bias": True}, 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3", {"head_dim": 32}, 4, 4, marks=pytest.mark.slow),
     pytest.param("llama", {}, 2, 4, marks=pytest.mark.slow),
 ]

@@ -249,7 +249,14 @@ def test_a_trainer_whose_receiver_dies_in_the_middle_goes_on_with_new_ones(tmp_p
             child.process.kill()
 
 
-@pytest.mark.parametrize(("name", "rollouts", "tied"), [("native", 1, True), ("native", 2, False), ("hf", 1, True)])
+@pytest.mark.parametrize(
+    ("name", "rollouts", "tied"),
+    [
+        ("native", 2, False),
+        pytest.param("native", 1, True, marks=pytest.mark.slow),
+        pytest.param("hf", 1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
     tmp_path: Path, name: str, rollouts: int, tied: bool
 ):

@@ -216,6 +216,7 @@ def test_user_modules_are_imported_before_a_worker_is_constructed(tmp_path, monk
         LocalWorkerGroup(ray_cls_with_init=prepared)
 
 
+@pytest.mark.slow
 def test_colocated_roles_share_a_process_and_keep_their_own_methods(cpu_pool):
     both = create_colocated_worker_cls(
         {"first": RayClassWithInitArgs(Counter, 1), "second": RayClassWithInitArgs(Counter, 100)}
@@ -234,6 +235,7 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(cpu_pool):
     assert (local["first"].add(1), local["second"].add(1)) == ([2], [101])
 
 
+@pytest.mark.slow
 def test_attaching_to_a_running_group_by_name(cpu_pool):
     with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 7), name_prefix="test-attach", detached=True) as group:
         by_prefix = RayWorkerGroup.from_detached(name_prefix="test-attach")

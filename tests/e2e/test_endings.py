@@ -56,7 +56,13 @@ def test_what_the_task_runner_refuses_is_last_and_its_traceback_in_the_file_it_n
     assert "in make_dataloader" in log, "the traceback of the other process"
 
 
-@pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_generation", "main_eval"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "main_ppo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("main_sft", "main_generation", "main_eval")),
+    ],
+)
 def test_a_yaml_that_does_not_parse_is_shown_where_it_breaks(program, tmp_path):
     (tmp_path / "mine.yaml").write_text("data:\n  train_files: x.parquet\n  max_length: 5: 6\n")
     arguments = ["--config-path", str(tmp_path), "--config-name", "mine"]

@@ -100,6 +100,7 @@ CHOSEN = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_uses_one_extension_of_each_kind_from_its_own_file(tmp_path):
     extensions, log = tmp_path / "extensions", tmp_path / "used.txt"
     extensions.mkdir()

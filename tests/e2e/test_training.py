@@ -40,19 +40,20 @@ def test_the_first_update_starts_from_the_policy_that_generated(task, tmp_path):
         assert row["critic/grad_norm"] > 0
 
 
-def test_six_steps_equal_three_resumed_and_three_more_bit_for_bit(task, tmp_path):
+def test_four_steps_equal_two_and_two_resumed_bit_for_bit(task, tmp_path):
     more = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=8")
     schedule = ("actor_rollout_ref.actor.optim.total_training_steps=12", "critic.optim.total_training_steps=12")
-    whole = run_training(overrides(task, tmp_path / "whole", *more, *schedule, "trainer.total_training_steps=6"))
-    first = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=3"))
-    second = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=6"))
-    assert [row["step"] for row in second.history] == [4, 5, 6]
-    assert without_times(first.history)[:2] == without_times(whole.history)[:2]
-    assert without_times(second.history)[:2] == without_times(whole.history)[3:5]
+    whole = run_training(overrides(task, tmp_path / "whole", *more, *schedule, "trainer.total_training_steps=4"))
+    first = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=2"))
+    second = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=4"))
+    assert [row["step"] for row in second.history] == [3, 4]
+    assert without_times(first.history)[:1] == without_times(whole.history)[:1]
+    assert without_times(second.history)[:1] == without_times(whole.history)[2:3]
     for name, value in whole.final_weights.items():
         assert torch.equal(value, second.final_weights[name]), name
 
 
+@pytest.mark.slow
 def test_the_reward_rises(task, tmp_path):
     steps = ("trainer.total_training_steps=25", "actor_rollout_ref.actor.optim.lr=3e-3", "data.val_files=[]")
     trainer = run_training(overrides(task, tmp_path, *GRPO, *steps))
@@ -156,13 +157,6 @@ def test_batches_and_answers_are_written_where_asked(task, tmp_path):
     assert len(rows) == 32
     assert rows[0]["data_source"] == "toy"
     assert all(row["gts"] == row["reward_model"]["ground_truth"] for row in rows)
-
-
-def test_the_actor_waits_for_the_critic(task, tmp_path):
-    trainer = run_training(overrides(task, tmp_path, "trainer.critic_warmup=1", "data.val_files=[]"))
-    assert "actor/loss" not in trainer.history[0]
-    assert "critic/loss" in trainer.history[0]
-    assert "actor/loss" in trainer.history[1]
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads(task, tmp_path):

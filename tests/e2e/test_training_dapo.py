@@ -153,6 +153,7 @@ def test_bypassing_the_old_log_probs_still_measures_the_mismatch(task, tmp_path)
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
 
 
+@pytest.mark.slow
 def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_log_probs(task, tmp_path):
     """One optimizer step: the policy of the update is the one that old log-probs would be of. bfloat16 generates."""
     run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
@@ -170,8 +171,15 @@ def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_lo
     assert unweighed.history[0]["actor/grad_norm"] != pytest.approx(norms[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("denominator", ["full", "drawn"])
-@pytest.mark.parametrize("way", ["bypass_mode=True", "rollout_is=token"])
+@pytest.mark.parametrize(
+    ("way", "denominator"),
+    [
+        ("bypass_mode=True", "drawn"),
+        ("rollout_is=token", "drawn"),
+        pytest.param("bypass_mode=True", "full", marks=pytest.mark.slow),
+        pytest.param("rollout_is=token", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator(task, tmp_path, way, denominator):
     run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
     cut = ("actor_rollout_ref.rollout.top_k=8", f"algorithm.rollout_correction.denominator={denominator}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -33,10 +35,19 @@ def assert_same_training(one, other) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), (mine["step"], name)
 
 
-def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_same_step(task, tmp_path):
-    """Weights bit for bit; entropy, mismatch and reward metrics are all there; the passes that are saved are gone."""
-    flowing = run_training(overrides(task, tmp_path / "flowing", *GRPO, *ONE_STEP, *IN_WAVES))
-    plain = run_training(overrides(task, tmp_path / "plain", *GRPO, *ONE_STEP, *IN_WAVES, *SEPARATE))
+@pytest.fixture(scope="module")
+def flowing(task, tmp_path_factory):
+    """One step without a separate log-prob pass, with rewards computed during generation."""
+    return run_training(one_step(task, tmp_path_factory.mktemp("flowing")))
+
+
+def one_step(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return overrides(task, folder, *GRPO, *ONE_STEP, *IN_WAVES, "trainer.total_training_steps=1", *more)
+
+
+def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_same_step(task, tmp_path, flowing):
+    """Weights are bit-identical; entropy, mismatch and reward metrics are present; the saved passes are absent."""
+    plain = run_training(one_step(task, tmp_path, *SEPARATE))
     assert_same_training(flowing, plain)
     for row in flowing.history:
         assert "timing_s/old_log_prob" not in row
@@ -48,17 +59,13 @@ def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_sa
         assert "reward/scored_while_generating" not in row
 
 
-def test_columns_of_the_data_with_names_of_ours_change_nothing(task, tmp_path):
+def test_data_columns_with_internal_names_change_nothing(task, tmp_path, flowing):
     """Groups, samples and scores are the trainer's: the same weights as without the columns."""
     rows = pq.read_table(task["train"]).to_pylist()
     given = {"uid": "one and the same", "sample_index": 0, "do_sample": False, "row": 0, "scoring_failed": 1.0}
     pq.write_table(pa.Table.from_pylist([row | given for row in rows]), tmp_path / "named.parquet")
     named = task | {"train": str(tmp_path / "named.parquet")}
-    runs = [
-        run_training(overrides(data, tmp_path / name, *GRPO, *ONE_STEP, *IN_WAVES, "trainer.total_training_steps=1"))
-        for name, data in (("plain", task), ("named", named))
-    ]
-    assert_same_training(*runs)
+    assert_same_training(flowing, run_training(one_step(named, tmp_path)))
 
 
 def test_two_mini_batches_and_a_waiting_actor_have_a_log_prob_pass(task, tmp_path):
@@ -66,7 +73,8 @@ def test_two_mini_batches_and_a_waiting_actor_have_a_log_prob_pass(task, tmp_pat
     warming = ("trainer.critic_warmup=1", "algorithm.adv_estimator=gae")
     trainer = run_training(overrides(task, tmp_path / "warm", *ONE_STEP, *warming))
     assert ["timing_s/old_log_prob" in row for row in trainer.history] == [True, False]
-    assert all("actor/entropy" in row for row in trainer.history)
+    assert ["actor/loss" in row for row in trainer.history] == [False, True]
+    assert all({"actor/entropy", "critic/loss"} <= row.keys() for row in trainer.history)
     halves = (*ONE_STEP, f"{ACTOR}.ppo_mini_batch_size=4", "trainer.total_training_steps=1")
     trainer = run_training(overrides(task, tmp_path / "halves", *GRPO, *halves))
     assert "timing_s/old_log_prob" in trainer.history[0]

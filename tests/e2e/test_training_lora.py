@@ -38,6 +38,7 @@ def test_grpo_with_lora_starts_at_its_reference_raises_the_reward_and_generates_
     assert {path.name for path in saved.iterdir()} == {"model", "model.json", "optimizer", "extra.pt", "lora_adapter"}
 
 
+@pytest.mark.slow
 def test_ppo_with_lora_resumes_bit_for_bit_and_leaves_files_that_load(task, tmp_path):
     both = ("critic.model.lora_rank=4", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")
     schedule = ("actor_rollout_ref.actor.optim.total_training_steps=4", "critic.optim.total_training_steps=4")

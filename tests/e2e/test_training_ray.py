@@ -120,6 +120,7 @@ def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_clus
     assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
 
 
+@pytest.mark.slow
 def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path, ray_cluster):
     """On two ranks each row's messages and answer are written in the judge's own way, in training and validation."""
     judge = save_classifier(tmp_path / "judge")

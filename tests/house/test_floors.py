@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import gc
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +87,22 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.is_file())
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file; several tests walk the trees of the whole package."""
+    gc.disable()  # thousands of new nodes would start collections over every module that other tests imported
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes that a test here looks at, wherever they are in the file: imports and calls."""
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)]
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -97,18 +116,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(tree: ast.AST, top_level_only: bool = False) -> list[tuple[str, int]]:
-    found = []
-    nodes = ast.iter_child_nodes(tree) if top_level_only else ast.walk(tree)
+def imported_modules(nodes: Iterable[ast.AST]) -> list[tuple[str, int]]:
+    """(module, line) of every import statement among `nodes`."""
+    imports = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            imports += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import in line {node.lineno}: write it whole"
-            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+            imports += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return imports
 
 
+@functools.cache
 def room_of(module: str) -> tuple[int, str]:
     """Floor (0 is the roof) and package of a module."""
     rooms = [(len(room), floor, room) for floor, level in enumerate(FLOORS) for room in level]
@@ -125,7 +145,7 @@ def test_imports_go_downward_only():
         if is_face(path) or relative(path) == "verl/__init__.py":
             continue
         floor, room = room_of(module_name(path))
-        for target, line in imported_modules(ast.parse(path.read_text())):
+        for target, line in imported_modules(nodes_of(path)):
             if not target.startswith("verl"):
                 continue
             target_floor, target_room = room_of(target)
@@ -135,11 +155,11 @@ def test_imports_go_downward_only():
     assert not wrong, "\n".join(wrong)
 
 
-def import_graph(modules: dict[str, str]) -> dict[str, set[str]]:
+def import_graph(modules: dict[str, Iterable[ast.AST]]) -> dict[str, set[str]]:
     """Module name → modules it imports, wherever the import stands: in functions and under TYPE_CHECKING too."""
     graph: dict[str, set[str]] = {}
-    for name, source in modules.items():
-        targets = [target for target, _ in imported_modules(ast.parse(source))]
+    for name, nodes in modules.items():
+        targets = [target for target, _ in imported_modules(nodes)]
         # `from a.b import c` is of a.b.c where that is a module, else of a.b.
         found = {target if target in modules else target.rpartition(".")[0] for target in targets}
         graph[name] = (found & modules.keys()) - {name}
@@ -159,18 +179,19 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_circles_not_even_for_types_or_inside_functions():
-    modules = {module_name(path): path.read_text() for path in python_files("verl")}
+    modules = {module_name(path): nodes_of(path) for path in python_files("verl")}
     assert not circles(import_graph(modules))
 
 
 def test_a_circle_through_a_function_and_a_type_is_found():
-    modules = {
+    sources = {
         "a": "from b import x",
         "b": "def f():\n    import c",
         "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import T",
         "d": "import a",
         "e": "",
     }
+    modules = {name: list(ast.walk(ast.parse(source))) for name, source in sources.items()}
     assert [names[0] for names in circles(import_graph(modules))] == ["a", "b", "c"]
 
 
@@ -192,7 +213,7 @@ def test_faces_hold_no_work():
     for path in python_files("verl", "search_r1"):
         if not is_face(path):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             binding = isinstance(node, ast.Assign | ast.AnnAssign)
             empty_class = isinstance(node, ast.ClassDef) and all(
@@ -205,7 +226,7 @@ def test_faces_hold_no_work():
 
 def test_optional_packages_are_imported_only_where_used():
     for path in python_files("verl"):
-        for target, line in imported_modules(ast.parse(path.read_text()), top_level_only=True):
+        for target, line in imported_modules(parsed(path).body):
             package = target.split(".")[0]
             allowed = package not in OPTIONAL or relative(path).startswith(AT_HOME.get(package, "nowhere"))
             assert allowed, f"{relative(path)}:{line}: import {target} inside the function"
@@ -213,16 +234,14 @@ def test_optional_packages_are_imported_only_where_used():
 
 def test_every_file_says_what_it_is_for():
     for path in python_files("verl", "benchmarks", "examples", "recipe"):
-        assert ast.get_docstring(ast.parse(path.read_text())), (
-            f"{relative(path)}: the first line says which one idea it is"
-        )
+        assert ast.get_docstring(parsed(path)), f"{relative(path)}: the first line says which one idea it is"
 
 
 def test_config_values_are_read_from_dataclasses_not_looked_up_with_defaults():
     for path in python_files("verl"):
         if relative(path).startswith("verl/config/"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 owner = ast.unparse(node.func.value)
                 assert not owner.split(".")[-1].endswith("config"), (

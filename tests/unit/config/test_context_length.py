@@ -184,6 +184,7 @@ def test_generation_refuses_the_same(model):
         generation.check_context_length(config, path)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_2_before_anything_starts(model, tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model()}"]
     row = {"data_source": "openai/gsm8k", "prompt": "1 + 1", "reward_model": {"ground_truth": "2"}}

@@ -42,7 +42,7 @@ def valid_settings(draw):
     } | draw(st.sampled_from([{}, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(valid_settings())
 def test_numbers_multiply_up(values):
     config = load(*(f"{key}={value}" for key, value in values.items()))
@@ -66,7 +66,7 @@ def test_numbers_multiply_up(values):
     assert plan.samples_per_replica * plan.rollout_replicas >= plan.samples
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     prompts=st.integers(1, 96),
     mini=st.integers(1, 96),

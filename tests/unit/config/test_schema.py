@@ -1,5 +1,6 @@
 """Declarations and YAML files belong together: each key once here, its default once there."""
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -14,10 +15,15 @@ from verl.config.schema import Block, alias_table, entries, walk
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=2")
 
 
+@functools.cache
+def declared_keys():
+    return dict(walk(PPOConfig))
+
+
 def leaves(values, prefix=""):
     for name, value in values.items():
         path = f"{prefix}.{name}" if prefix else name
-        entry = dict(walk(PPOConfig)).get(path)
+        entry = declared_keys().get(path)
         if isinstance(value, dict) and (entry is None or entry.block is not None):
             yield from leaves(value, path)
         else:

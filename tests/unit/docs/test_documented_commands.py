@@ -141,7 +141,7 @@ def pip_problem(words: list[str]) -> str | None:
 def script_problem(words: list[str], tmp_path: Path) -> str | None:
     if not (ROOT / words[0]).is_file():
         return f"there is no {words[0]}"
-    return configuration_problem(run_script(words[0], tmp_path, *words[1:]))
+    return configuration_problem(tuple(run_script(words[0], tmp_path, *words[1:])))
 
 
 def module_problem(module: str, arguments: list[str], whole: bool) -> str | None:
@@ -154,12 +154,13 @@ def module_problem(module: str, arguments: list[str], whole: bool) -> str | None
     if module not in CONFIGURED:
         return options_problem(module, arguments)
     given = [word for word in arguments if not word.startswith("--")]
-    return configuration_problem(["-m", module, *([] if whole else CONFIGURED[module]), *given])
+    return configuration_problem(("-m", module, *([] if whole else CONFIGURED[module]), *given))
 
 
-def configuration_problem(arguments: list[str]) -> str | None:
+@cache
+def configuration_problem(arguments: tuple[str, ...]) -> str | None:
     try:
-        compose_config(arguments)
+        compose_config(list(arguments))
     except ConfigError as error:
         return str(error)
     return None

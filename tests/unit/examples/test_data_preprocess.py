@@ -176,6 +176,7 @@ def test_a_row_without_a_field_is_named_with_its_place(tmp_path, run):
         run("gsm8k", "--local_dataset_path", tmp_path / "raw")
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_read_from_where_the_download_command_put_it(tmp_path):
     snapshot = tmp_path / "hub" / "datasets--org--name" / "snapshots" / "abc"
     (snapshot.parents[1] / "refs").mkdir(parents=True)

@@ -74,7 +74,7 @@ def test_the_command_composes(tasks, tmp_path, kind):
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "tool_agent"
 
 
-@pytest.mark.parametrize("kind", ["calculator", "mcp"])
+@pytest.mark.parametrize("kind", ["calculator", pytest.param("mcp", marks=pytest.mark.slow)])
 async def test_the_calculator_answers(monkeypatch, kind):
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("MULTI_TURN", str(FOLDER))

@@ -195,7 +195,9 @@ def test_samples_of_one_prompt_share_its_prefill(case):
 
 
 @pytest.mark.parametrize("name", ["qwen2-fused", "gemma2"])
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6, 7, 9, 16, 26, 27])
+@pytest.mark.parametrize(
+    "budget", [2, 7, 26, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (1, 3, 4, 5, 6, 9, 16, 27))]
+)
 def test_every_chunk_size(name, budget):
     case = case_of(name)
     assert_equal_to_transformers(case, answered(make_engine(case, max_num_batched_tokens=budget), questions()))
@@ -239,7 +241,14 @@ def shaped_answer(case: Case, prompt: list[int], params: SamplingParams) -> tupl
     return tokens[len(prompt) :], log_probs
 
 
-@pytest.mark.parametrize("limits", [{}, TIGHT, {"prefix_caching": True}])
+LIMITS = [
+    TIGHT,
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"prefix_caching": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
 def test_penalties_and_biases_follow_their_formula_and_touch_nobody_else(limits):
     case = case_of("qwen2-fused")
     kinds: list[dict[str, Any]] = [
@@ -279,7 +288,7 @@ def test_what_is_drawn_under_penalties_has_the_log_probs_of_the_penalised_distri
         tokens.append(token)
 
 
-@pytest.mark.parametrize("limits", [{}, TIGHT, {"prefix_caching": True}])
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", ["qwen2-fused", "gemma2"])
 def test_likeliest_tokens_and_log_probs_of_prompts_are_those_of_transformers(name, limits):
     case = case_of(name)

@@ -88,8 +88,15 @@ def requests_of(seed: int, broken: bool) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("value", "fused"),
+    [
+        (math.nan, True),
+        (math.inf, False),
+        pytest.param(math.nan, False, marks=pytest.mark.slow),
+        pytest.param(math.inf, True, marks=pytest.mark.slow),
+    ],
+)
 def test_other_rows_of_the_batch_are_bit_identical(value, fused):
     engine, sound = make_engine(value, fused), make_engine(0.1, fused)
     for seed in range(4):

@@ -664,7 +664,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 HUGE = "{{ 'x' * 9000000000 }}"
 
 
-@pytest.mark.parametrize(("template", "words"), [(ENDLESS, "3 s"), (HUGE, "2 GB")])
+@pytest.mark.parametrize(("template", "words"), [pytest.param(ENDLESS, "3 s", marks=pytest.mark.slow), (HUGE, "2 GB")])
 def test_a_template_that_takes_too_much_is_ended(client, address, template, words):
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     with answering(address):

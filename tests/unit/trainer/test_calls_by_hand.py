@@ -259,7 +259,7 @@ def test_a_group_without_a_reference_names_the_one_that_has_it(ppo):
         ppo.actor_rollout_wg.compute_ref_log_prob(batch)
 
 
-@pytest.mark.parametrize("serves", ["role actor_rollout_ref", "lora"])
+@pytest.mark.parametrize("serves", ["role actor_rollout_ref", pytest.param("lora", marks=pytest.mark.slow)])
 def test_the_policy_serves_the_reference(tmp_path, monkeypatch, serves):
     from verl.trainer.main_ppo import TaskRunner
 

@@ -44,6 +44,7 @@ def asking(*texts):
     return [{**GOOD, "prompt": text} for text in texts]
 
 
+@pytest.mark.slow
 def test_good_files_pass_as_a_command(tmp_path):
     file = write(tmp_path / "train.parquet", [GOOD, GOOD])
     command = [sys.executable, "-m", "verl.utils.dataset.check", file]

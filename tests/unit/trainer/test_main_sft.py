@@ -239,7 +239,10 @@ def test_a_model_takes_the_template_and_the_end_it_learned_along(files):
     assert tokenizer.convert_tokens_to_ids("<|end|>") in ends
 
 
-@pytest.mark.parametrize(("cut", "workers"), [(2, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("cut", "workers"),
+    [(2, 0), *(pytest.param(cut, workers, marks=pytest.mark.slow) for cut, workers in ((3, 0), (2, 1)))],
+)
 def test_a_run_in_two_parts_equals_one_bit_for_bit(model_path, files, cut, workers):
     """An epoch has 3 steps: the first part ends inside one, or exactly with one."""
     common = ["optim.total_training_steps=5", "trainer.save_freq=0", f"data.dataloader_num_workers={workers}"]

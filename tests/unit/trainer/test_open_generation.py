@@ -70,7 +70,7 @@ def train_once(trainer) -> None:
     trainer.actor_wg.update_actor(batch)
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("kv", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_running_request_continues_through_training_and_weight_syncs(trainer, kv):
     sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replicas.current_version
     sync.sync(first)

@@ -50,6 +50,7 @@ def own(tmp_path):
     return f"custom_reward_function.path={path}"
 
 
+@pytest.mark.slow
 def test_the_command_runs_with_scorer_processes(file):
     command = [sys.executable, "-m", "verl.utils.reward_check", file, "--n", "10"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -48,10 +48,10 @@ def test_the_run_goes_on_and_counts_what_could_not_be_scored(task, tmp_path):
         "reward_model.overlong_buffer={enable: true, len: 4, log: true}",
         "reward_model.reward_kwargs={timeout: 1.5, num_processes: 2}",
         "data.val_files=[]",
-        "trainer.total_training_steps=2",
+        "trainer.total_training_steps=1",
     )
     history = run_training(arguments).history
-    assert len(history) == 2
+    assert len(history) == 1
     for metrics in history:  # every prompt is in every step, twice
         assert metrics["reward/errors"] == 8
         kinds = {kind: metrics[f"reward/errors/{kind}"] for kind in ("raised", "timeout", "died", "invalid")}
@@ -125,6 +125,7 @@ def test_a_total_outage_moves_nothing_and_stops_the_run_with_its_cause(tmp_path)
         assert torch.equal(value, third[name]), name
 
 
+@pytest.mark.slow
 def test_a_total_outage_stops_dynamic_sampling_before_it_has_searched_an_epoch(tmp_path):
     made, flag = make_task(tmp_path, rows=32), tmp_path / "down"
     Path(made["reward"]).write_text(OUTAGE % flag)

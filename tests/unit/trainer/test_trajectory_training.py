@@ -39,7 +39,8 @@ class Kept(RayPPOTrainer):
 
 def run(task: dict[str, str], folder: Path, *settings: str) -> Kept:
     common = ("actor_rollout_ref.rollout.name=hf", "data.max_response_length=16", "actor_rollout_ref.rollout.seed=1")
-    return run_training(overrides(task, folder, *common, *settings), trainer_cls=Kept)
+    one_step = "trainer.total_training_steps=1"
+    return run_training(overrides(task, folder, *common, one_step, *settings), trainer_cls=Kept)
 
 
 def rows_and_answers(trainer: Kept) -> tuple[list[int], list[int]]:
@@ -53,7 +54,7 @@ def rows_and_answers(trainer: Kept) -> tuple[list[int], list[int]]:
 
 def test_dynamic_sampling_dumps_and_validation_count_trajectories(task, tmp_path):
     dumps = (f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", f"trainer.validation_data_dir={tmp_path / 'val'}")
-    validation = (f"data.val_files={task['val']}", "trainer.test_freq=2", "actor_rollout_ref.rollout.val_kwargs.n=2")
+    validation = (f"data.val_files={task['val']}", "trainer.test_freq=1", "actor_rollout_ref.rollout.val_kwargs.n=2")
     trainer = run(task, tmp_path, *GRPO, *DYNAMIC, *dumps, *validation)
     rows, answers = rows_and_answers(trainer)
     for step, metrics in enumerate(trainer.history):
@@ -63,7 +64,7 @@ def test_dynamic_sampling_dumps_and_validation_count_trajectories(task, tmp_path
         turns = [2 * len(line.get("rows", [None])) for line in lines]
         assert metrics["num_turns/mean"] == pytest.approx(np.mean(turns))
         assert metrics["response_length/min"] >= 3 + 1 + 1, "two turns and what the tool said"
-    written = [json.loads(line) for line in (tmp_path / "val/2.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "val/1.jsonl").read_text().splitlines()]
     assert len({line["uid"] for line in written}) == 6
     assert 6 < len(written) <= 12
     assert any("rows" in line for line in written)
@@ -111,7 +112,7 @@ def test_answers_that_were_cut_can_be_left_out_of_the_update(task, tmp_path):
 
 def test_the_greedy_baseline_of_a_prompt_may_have_several_rows(task, tmp_path):
     settings = ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", "data.val_files=[]")
-    trainer = run(task, tmp_path, *settings, "trainer.total_training_steps=1")
+    trainer = run(task, tmp_path, *settings)
     batch = trainer.kept[0]
     assert "reward_baselines" in batch.batch.keys()
     by_prompt = {}

@@ -228,6 +228,7 @@ def run_copy(repo: str, home: Path, **env: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_hub_download_honours_endpoint_token_and_cache_and_says_what_is_missing(tmp_path):
     FakeHub.seen = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)

@@ -57,7 +57,7 @@ def end(process: subprocess.Popen, folder: Path) -> list[str]:
     return kept.read_text().splitlines()
 
 
-@pytest.mark.parametrize("signal", ["SIGHUP", None])
+@pytest.mark.parametrize("signal", ["SIGHUP", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_terminal_that_closes(tmp_path, signal):
     """It asks the program to end, but for `nohup`; the bars of a terminal do not fill the file."""
     ours, theirs = pty.openpty()

@@ -170,6 +170,7 @@ def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path:
     assert all(step["async/in_flight"] + step["async/queue_depth"] <= 56 - 8 * step["step"] for step in run.history)
 
 
+@pytest.mark.slow
 def test_what_is_answered_during_an_update_is_known_before_anything_is_dropped(tmp_path: Path, monkeypatch, caplog):
     """The long answer ends in the second update: it is too old then, but finished. It is asked again and trained."""
     task, gate, under_way = task_with_a_long_answer(tmp_path / "task"), Gate(), [0]
@@ -212,6 +213,7 @@ def test_resume_loses_and_repeats_no_prompt(task: dict[str, str], tmp_path: Path
     assert second.history[0]["async/staleness/max"] > 0, "answers of before are taken up"
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_answers_asks_all_that_were_ahead_again(task: dict[str, str], tmp_path: Path):
     run = overrides(task, tmp_path, *ASYNC, "trainer.max_staleness=2", "trainer.total_training_steps=4")
     first = run_training(run, trainer_cls=Stopping)

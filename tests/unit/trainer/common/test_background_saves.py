@@ -54,7 +54,7 @@ class Tokenizer:
     def save_pretrained(self, folder):
         Path(folder, "tokenizer.json").write_text("{}")
 
-before, (steps, limits, copies) = Path(sys.argv[1]) / "before", map(json.loads, sys.argv[2:])
+before, (steps, limits, copies, every) = Path(sys.argv[1]) / "before", map(json.loads, sys.argv[2:])
 parts = {part: LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Rank)) for part in ("actor", "critic")}
 
 def saver(root):
@@ -81,7 +81,7 @@ first = saver(before)
 for step in steps:
     save(first, step)
 first.close()
-for number in range(1, 2000):
+for number in range(1, 2000, every):
     root = Path(shutil.copytree(before, before.with_name(str(number))))
     child = os.fork()
     if child == 0:
@@ -112,16 +112,21 @@ def newest(root: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("before", "max_to_keep", "copies"),
-    [([1, 2], 1, "copies"), pytest.param([1], {"actor": 2, "critic": 1}, None, marks=pytest.mark.slow)],
-    ids=["replaced", "parts"],
+    ("before", "max_to_keep", "copies", "every"),
+    [
+        ([1, 2], 1, "copies", 12),
+        pytest.param([1, 2], 1, "copies", 1, marks=pytest.mark.slow),
+        pytest.param([1], {"actor": 2, "critic": 1}, None, 1, marks=pytest.mark.slow),
+    ],
+    ids=["every 12th", "replaced", "parts"],
 )
-def test_killed_before_every_single_file_operation_of_a_save_and_its_copy(tmp_path, before, max_to_keep, copies):
-    given = [str(tmp_path), *map(json.dumps, (before, max_to_keep, copies))]
+def test_killed_before_a_file_operation_of_a_save_and_its_copy(tmp_path, before, max_to_keep, copies, every):
+    """Killed before the first operation, then before the (1 + `every`)th and so on, in a new process each time."""
+    given = [str(tmp_path), *map(json.dumps, (before, max_to_keep, copies, every))]
     command = [sys.executable, "-c", KILLED_AT_EVERY_OPERATION, *given]
     result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     survived = int(result.stdout)
-    states = [newest(tmp_path / str(number)) for number in range(1, survived + 1)]
+    states = [newest(tmp_path / str(number)) for number in range(1, survived + 1, every)]
     assert survived > 40
     assert set(states) == {"old", "new"}
     assert states == sorted(states, reverse=True), "once the new step is there it stays"
@@ -194,6 +199,7 @@ def test_a_save_in_flight_while_others_train_is_the_state_of_its_step(task, tmp_
     assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
 
 
+@pytest.mark.slow
 def test_supervised_steps_train_while_the_one_before_is_written_and_resume_bit_for_bit(task, tmp_path):
     rows = [{"prompt": f"add {i} and {i}", "response": f"{i + i}"} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -270,6 +276,7 @@ class LosesItsFolder(RayPPOTrainer):
         engine.finish_save = finish_and_lose
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_while_the_last_step_is_written_is_an_unsaved_end(task, tmp_path):
     with pytest.raises(UnsavedRunError, match="ends at step 1, which could not be saved: FileNotFoundError"):
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"), trainer_cls=LosesItsFolder)
@@ -279,6 +286,7 @@ class LosesWeights(BreaksBehind):
     also = (FloatingPointError("weights are not finite"),)
 
 
+@pytest.mark.slow
 def test_weights_that_a_background_save_finds_lost_end_the_run_with_their_step(task, tmp_path):
     with pytest.raises(RuntimeError, match=r"^step 2: weights are not finite.* starts from the beginning"):
         run_training(command(task, tmp_path), trainer_cls=LosesWeights)

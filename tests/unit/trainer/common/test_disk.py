@@ -56,7 +56,9 @@ def problems(arguments: list[str]) -> dict[str, str]:
     return {problem.key: problem.why for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("contents", ["[model,optimizer,extra,hf_model]", "[model,extra]"])
+@pytest.mark.parametrize(
+    "contents", ["[model,optimizer,extra,hf_model]", pytest.param("[model,extra]", marks=pytest.mark.slow)]
+)
 def test_the_planned_size_of_a_step_is_what_it_takes(task, tmp_path, contents):
     arguments = command(task, tmp_path, "trainer.total_training_steps=1")
     arguments.append(f"actor_rollout_ref.actor.checkpoint.save_contents={contents}")
@@ -92,6 +94,7 @@ def test_checkpoints_that_will_not_fit_are_refused_with_the_sizes(task, small_di
     check_run_start(load_config(None, command(task, small_disk, *kept)), {}).close()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(task, small_disk, caplog):
     filler = small_disk / "filler"
     trainer = make_trainer(command(task, small_disk, "trainer.save_freq=1", "trainer.total_training_steps=2"))

@@ -45,6 +45,7 @@ def fit(arguments: list[str], trainer_cls: type = RayPPOTrainer) -> RayPPOTraine
     return trainer
 
 
+@pytest.mark.slow
 def test_what_a_reward_says_beside_its_score_may_be_anything_in_training_and_validation(task, tmp_path):
     """An `acc` that is no number says nothing: the score decides."""
     odd = tmp_path / "odd.py"
@@ -129,6 +130,7 @@ class StopsWhileValidating(RayPPOTrainer):
         return super()._validate()
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_it_validates_a_run_saves_first(task, tmp_path):
     trainer = fit(grpo(task, tmp_path, "trainer.save_freq=-1", "trainer.total_training_steps=9"), StopsWhileValidating)
     assert [row["step"] for row in trainer.history] == [1]

@@ -152,6 +152,7 @@ def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
     return overrides(task, folder, *few, *kl, "trainer.save_within=30", *more)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_given_up_and_the_resumed_run_equals_an_uninterrupted_one(task, tmp_path, caplog):
     hurried = command(task, tmp_path / "a", "trainer.save_within=0.001")
     with caplog.at_level(logging.WARNING, logger="verl"):

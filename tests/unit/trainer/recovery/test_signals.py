@@ -41,7 +41,9 @@ def start(*arguments: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_the_first_asks_and_the_second_ends_it_at_once(number):
     process = start()
     process.send_signal(number)
@@ -87,8 +89,23 @@ with exit_with_message():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("when", ["before", "marked", "starting", "done"])
+# Every moment and every signal once; all combinations are in the slow tier.
+FAST = [
+    ("before", signal.SIGINT),
+    ("marked", signal.SIGTERM),
+    ("starting", signal.SIGHUP),
+    ("done", signal.SIGTERM),
+]
+
+
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        pytest.param(when, number, marks=() if (when, number) in FAST else pytest.mark.slow)
+        for when in ("before", "marked", "starting", "done")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    ],
+)
 def test_a_signal_outside_of_training_ends_the_program_with_one_sentence(when, number):
     prelude = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
     prelude += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

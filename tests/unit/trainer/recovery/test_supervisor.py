@@ -167,10 +167,10 @@ def test_without_restarts_left_the_cause_is_last(tmp_path):
     [
         ("from verl.config import ConfigError; raise ConfigError([])", 2),
         ("raise LookupError('no such role')", 1),
-        ("raise KeyboardInterrupt", 130),
-        ("sys.exit(7)", 7),
-        ("pass", 0),
-        ("import atexit; atexit.register(os.abort)", 0),  # the run was over
+        pytest.param("raise KeyboardInterrupt", 130, marks=pytest.mark.slow),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
+        pytest.param("pass", 0, marks=pytest.mark.slow),
+        pytest.param("import atexit; atexit.register(os.abort)", 0, marks=pytest.mark.slow),  # the run was over
     ],
 )
 def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
@@ -183,7 +183,9 @@ def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped (SIGSTOP) and not continued"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped (SIGSTOP) and not continued", marks=pytest.mark.slow
+        ),
         ("report_to_supervisor(heartbeat=True); time.sleep(60)", "sent no heartbeat for 2 s;"),
     ],
 )
@@ -194,6 +196,7 @@ def test_a_driver_that_is_stopped_or_silent_is_killed_and_started_again(tmp_path
     assert not psutil.pid_exists(pids(tmp_path)[0])
 
 
+@pytest.mark.slow
 def test_time_in_which_nobody_could_run_is_no_silence(start):
     """As when a laptop sleeps or a scheduler suspends a job: here the child keeps quiet while its supervisor stands."""
     process, _ = start(
@@ -206,12 +209,14 @@ def test_time_in_which_nobody_could_run_is_no_silence(start):
     assert "restart" not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_well_and_does_not_exit_is_ended(tmp_path):
     done = run("import atexit, threading; threading.Thread(target=lambda: time.sleep(60)).start()", tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(pids(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_what_a_script_does_after_its_run_takes_as_long_as_it_takes(tmp_path):
     script = (
         program("report_to_supervisor(heartbeat=True)")
@@ -224,7 +229,13 @@ def test_what_a_script_does_after_its_run_takes_as_long_as_it_takes(tmp_path):
     assert (tmp_path / "after").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)),
+    ],
+)
 def test_a_signal_reaches_the_run_once_however_often_it_is_delivered(start, number):
     """To the process and to its group, as `timeout` does, and to every process, as schedulers do."""
     process, child = start(STOPS_WHEN_ASKED)
@@ -245,6 +256,7 @@ def test_the_second_signal_ends_all_at_once_also_what_hears_no_signal(start):
     assert not psutil.pid_exists(child)
 
 
+@pytest.mark.slow
 def test_a_warning_signal_and_the_one_it_warns_of_are_no_two_requests(start):
     process, _ = start(STOPS_WHEN_ASKED)
     process.send_signal(signal.SIGUSR1)
@@ -261,7 +273,9 @@ def test_who_dies_after_being_asked_to_stop_is_not_started_again(start, tmp_path
     assert len(pids(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_the_pause_before_a_restart_ends_it_with_where_the_command_goes_on(start, number, code, tmp_path):
     process, child = start(f"{RUNNING}time.sleep(60)", env=os.environ | {"DELAY": "60"})
     os.kill(child, signal.SIGKILL)
@@ -297,6 +311,7 @@ def said_on(terminal: int, seconds: float = 120) -> str:
     return text.decode()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_writes_reads_and_hears_ctrl_c(tmp_path):
     """Its process group is not the terminal's: it writes there even under `stty tostop`, and a debugger can ask."""
     body = f"""

@@ -65,6 +65,7 @@ def test_time_is_limited_on_the_main_thread_and_the_alarm_is_put_back(monkeypatc
     assert symbolically_equal("3", "1+2") is True
 
 
+@pytest.mark.slow
 def test_on_other_threads_a_process_compares_and_is_replaced_when_it_does_not_answer(monkeypatch):
     results = []
 

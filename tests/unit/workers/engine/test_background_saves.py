@@ -190,6 +190,7 @@ def test_a_copy_that_fails_fails_its_save_and_training_goes_on(tmp_path, monkeyp
     engine.save(tmp_path / "2", ["model"])
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_something_is_written_ends_in_order():
     """A thread in the middle of torch's code would abort it: "terminate called without an active exception"."""
     code = """

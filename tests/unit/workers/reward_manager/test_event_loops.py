@@ -100,7 +100,7 @@ def test_an_answer_that_cannot_be_read_here_costs_its_own_sample(function):
     assert [score.kind for score in scores] == [None, "invalid", None, None]
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_calls_for_which_no_process_can_be_had_are_told_so(tmp_path, function, lost):
     """The process that starts loops goes, and cannot be started again; where calls were under way, or none."""
     marker, outcomes, finished = tmp_path / "gone", [], threading.Semaphore(0)

@@ -61,7 +61,9 @@ def wait_for_lines(file: Path, count: int) -> list[list[int]]:
     raise AssertionError(f"{count} lines were not written")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGSTOP))]
+)
 def test_a_sample_that_loses_its_scorer_is_scored_by_another_one(pool, tmp_path, number):
     pids, go = tmp_path / "pids", tmp_path / "go"
     waiting = pool.submit(sample("wait", pids=str(pids), go=str(go)))

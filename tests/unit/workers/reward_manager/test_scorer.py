@@ -178,6 +178,7 @@ def test_a_sample_that_cannot_be_sent_costs_itself(pool):
     assert "cannot be sent to another process" in scores[1].error
 
 
+@pytest.mark.slow
 def test_samples_that_wait_for_ever_wait_out_their_time_side_by_side(function, tmp_path):
     file = tmp_path / "times"
     with ScorerPool(function, processes=2, timeout=6.0) as pool:
@@ -189,6 +190,7 @@ def test_samples_that_wait_for_ever_wait_out_their_time_side_by_side(function, t
     assert max(began) - min(began) < 6.0  # the last began while the first was still there, on two processes
 
 
+@pytest.mark.slow
 def test_samples_that_compute_for_ever_get_their_time_one_after_the_other(function, tmp_path):
     file = tmp_path / "times"
     with ScorerPool(function, processes=1, timeout=0.5) as pool:
@@ -216,7 +218,7 @@ def let_calls_take(seconds, pool):
         assert pool.submit(sample("pause", seconds)).result().error is None
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     texts=st.lists(st.sampled_from(["fine"] * 12 + list(KINDS)), max_size=120),
     seconds=st.sampled_from([0.0, 0.002, 0.02]),
@@ -324,6 +326,7 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
     pool.close()
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_trainer(tmp_path):
     (tmp_path / "reward.py").write_text(FUNCTION)
     program = f"""
