@@ -20,6 +20,14 @@ def task(tmp_path_factory) -> dict[str, str]:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
+@pytest.fixture(scope="module")
+def grpo_run(task, tmp_path_factory):
+    """Two steps with all dumps: the trainer and the folder of its files."""
+    folder = tmp_path_factory.mktemp("grpo")
+    dumps = ("trainer.dump_steps=[2]", f"trainer.rollout_data_dir={folder / 'answers'}")
+    return run_training(overrides(task, folder, *GRPO, *dumps, "data.val_files=[]")), folder
+
+
 def without_times(history: list[dict]) -> list[dict]:
     timed = ("timing", "perf", "reward/scored_while_generating")  # how busy the machine was
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in history]
@@ -138,37 +146,30 @@ def test_validation_only_changes_nothing_and_writes_its_answers(task, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_batches_and_answers_are_written_where_asked(task, tmp_path):
-    run = overrides(
-        task,
-        tmp_path,
-        *GRPO,
-        "trainer.dump_steps=[2]",
-        f"trainer.rollout_data_dir={tmp_path / 'answers'}",
-        "data.val_files=[]",
-    )
-    run_training(run)
-    batch = torch.load(tmp_path / "checkpoints" / "debug_step_2.pt", weights_only=True)
+def test_batches_and_answers_are_written_to_the_configured_folders(grpo_run):
+    _, folder = grpo_run
+    batch = torch.load(folder / "checkpoints" / "debug_step_2.pt", weights_only=True)
     assert all(isinstance(column, torch.Tensor) for column in batch.values())
     assert batch["responses"].shape[0] == 32
     assert {"advantages", "old_log_probs", "token_level_scores"} <= batch.keys()
-    assert not (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
-    rows = [json.loads(line) for line in (tmp_path / "answers" / "1.jsonl").read_text().splitlines()]
+    assert not (folder / "checkpoints" / "debug_step_1.pt").exists()
+    rows = [json.loads(line) for line in (folder / "answers" / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 32
     assert rows[0]["data_source"] == "toy"
     assert all(row["gts"] == row["reward_model"]["ground_truth"] for row in rows)
 
 
-def test_a_checkpoint_is_a_model_that_transformers_loads(task, tmp_path):
+def test_a_checkpoint_is_a_model_that_transformers_loads(grpo_run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trainer = run_training(overrides(task, tmp_path, *GRPO, "data.val_files=[]"))
-    folder = tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface"
-    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    trainer, folder = grpo_run
+    step = folder / "checkpoints" / "global_step_2"
+    exported = step / "actor" / "huggingface"
+    state = AutoModelForCausalLM.from_pretrained(exported).state_dict()
     for name, value in trainer.final_weights.items():
         assert torch.equal(state[name], value), name
-    assert AutoTokenizer.from_pretrained(folder).chat_template
-    assert json.loads((tmp_path / "checkpoints" / "global_step_2" / "config.json").read_text())["trainer"]
+    assert AutoTokenizer.from_pretrained(exported).chat_template
+    assert json.loads((step / "config.json").read_text())["trainer"]
 
 
 def test_asking_to_stop_finishes_the_step_and_saves(task, tmp_path):
