@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 from collections.abc import Iterable
 from pathlib import Path
+
+from tests.support.syntax import parsed
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,16 +86,6 @@ OPTIONAL = {
 
 def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.is_file())
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file; several tests walk the trees of the whole package."""
-    gc.disable()  # thousands of new nodes would start collections over every module that other tests imported
-    try:
-        return ast.parse(path.read_text())
-    finally:
-        gc.enable()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import parsed
 from verl.config import EvalConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
 from verl.config.schema import Block, Entry, key, walk
 
@@ -30,7 +31,7 @@ def sources() -> dict[str, tuple[set[str], set[str]]]:
         if path.startswith("config/") and path not in WORKING:
             continue
         looked_up, named = set(), set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 looked_up.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():

@@ -7,9 +7,10 @@ A new loader reads JSON, safetensors, parquet or arrow, or files of torch throug
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.syntax import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("verl", "search_r1", "recipe", "examples")
@@ -71,10 +72,9 @@ def _uses(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-@functools.cache
-def _files() -> list[tuple[str, ast.AST]]:
+def _files() -> list[tuple[str, ast.Module]]:
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-    return [(file.relative_to(ROOT).as_posix(), ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+    return [(file.relative_to(ROOT).as_posix(), parsed(file)) for file in files]
 
 
 def test_functions_that_may_execute_code_are_used_where_it_is_listed() -> None:
