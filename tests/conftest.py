@@ -43,13 +43,29 @@ hypothesis.settings.load_profile("verl")
 # Worker classes of the tests must be importable in the processes that Ray starts, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
+TESTS = Path(__file__).parent
+
 # A 2-CPU node whatever the machine has: everything must schedule there.
 RAY_CPUS = 2
 
 
+# Folders whose tests all have a mark.
+MARKED_FOLDERS = {
+    "distributed": "processes",
+    "attacks": "slow",
+    "engines": "engines",
+    "megatron": "megatron",
+    "gpu": "gpu",
+}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m "… and processes"` imports only the files that can have such tests: importing all takes most of a minute."""
-    if collection_path.suffix != ".py" or not re.search(r"(?<!not )\bprocesses\b", config.option.markexpr):
+    """Import only files that can have a test of `-m`: importing all of them takes most of a minute."""
+    marks = config.option.markexpr
+    relative = collection_path.relative_to(TESTS).parts if collection_path.is_relative_to(TESTS) else ()
+    if relative and re.search(rf"\bnot {MARKED_FOLDERS.get(relative[0], '(?!)')}\b", marks):
+        return True
+    if collection_path.suffix != ".py" or not re.search(r"(?<!not )\bprocesses\b", marks):
         return None
     return None if _may_start_processes(collection_path) else True
 

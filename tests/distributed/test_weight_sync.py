@@ -14,7 +14,7 @@ from tests.support.weight_sync_ranks import LIMIT, SIZES, run_rank
 LAYOUTS = {"plain": 2, "adapters": 2, "hybrid": 4}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=["plain", "adapters", pytest.param("hybrid", marks=pytest.mark.slow)])
 def found(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("weight-sync")
     save_tiny_model(folder / "model", **SIZES[request.param])

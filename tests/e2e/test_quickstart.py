@@ -61,6 +61,7 @@ def test_the_curve_is_drawn(tmp_path):
     assert "100%" in text_chart(lines)
 
 
+@pytest.mark.slow
 def test_the_note_of_a_dead_ray_does_not_keep_the_quick_start_from_its_own(monkeypatch):
     """A killed node leaves its address where `ray.init` looks: the trainer says so, the quick start does not care."""
     start = [sys.executable, "-c", "from verl.trainer.common.ray_cluster import start_ray; start_ray(1)"]

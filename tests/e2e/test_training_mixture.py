@@ -36,6 +36,7 @@ def test_r3_updates_go_through_the_experts_of_the_generation_whatever_became_of_
     assert (answers[:, :, 0, 0] == UNKNOWN)[torch.arange(len(last)), last].all(), "nothing came after the last token"
 
 
+@pytest.mark.slow
 def test_r2_updates_go_through_the_experts_of_the_old_log_probs(task, tmp_path):
     (row,) = run_training(moe_overrides(task, tmp_path, f"{REPLAY}=R2", f"{LR}=3e-2")).history
     assert row["actor/moe/replaced"] > 0.01, "routers learn, and are told what they chose before"

@@ -54,6 +54,7 @@ def test_the_pages_files_and_command_train(folder):
     assert (folder / "conversations/1.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_pages_loop_answers_twice(folder):
     subprocess.run([sys.executable, *shlex.split(COMMAND[0])[1:]], check=True, cwd=folder)
     model = save_tiny_model(folder / "tiny", max_position_embeddings=2048)

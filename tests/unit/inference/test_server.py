@@ -497,6 +497,7 @@ def test_a_chat_is_told_the_likeliest_tokens(client):
     assert entries == answer.choices[0].logprobs.content
 
 
+@pytest.mark.slow
 def test_penalties_and_biases_reach_the_sampler(complete):
     forced = complete(logit_bias={str(TOKENIZER.encode("z")[0]): 100}).choices[0].text
     assert forced == "z" * 12

@@ -189,6 +189,7 @@ def test_the_client_works_in_any_event_loop(url):
         assert [result.stdout for result in asyncio.run(several())] == [f"{n}\n" for n in range(5)]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_costs_its_own_runs_and_the_next_one_serves_the_rest():
     process, url = start_server()
     client, errors = SandboxClient(url, attempts=2, pause_s=0.05), []

@@ -107,6 +107,7 @@ def test_a_refused_question_does_not_cost_others_theirs(server):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_is_left_alone_and_found_again(corpus):
     async def run(server):
         client = RetrieverClient(server.url, breaker=CircuitBreaker(failures=3, cooldown_s=0.5), cache_size=0)

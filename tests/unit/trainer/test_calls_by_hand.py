@@ -234,6 +234,7 @@ def test_a_creating_method_without_a_result_is_an_error(tmp_path):
     close(trainer)
 
 
+@pytest.mark.slow
 def test_a_whole_step_a_validation_and_a_checkpoint_are_called_by_hand(tmp_path):
     arguments = overrides(make_task(tmp_path), tmp_path, "algorithm=grpo", "actor_rollout_ref.rollout.n=2")
     trainer = make_trainer(arguments)
@@ -270,8 +271,9 @@ def test_the_policy_serves_the_reference(tmp_path, monkeypatch, serves):
             "add_actor_rollout_worker",
             lambda self, config: self._add(config, Role.ActorRolloutRef, ActorRolloutRefWorker, "actor"),
         )
-    lora = ["actor_rollout_ref.model.lora_rank=4"] if serves == "lora" else []
-    arguments = overrides(make_task(tmp_path), tmp_path, *GRPO, "actor_rollout_ref.actor.use_kl_loss=True", *lora)
+    more = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.total_training_steps=1"]
+    more += ["actor_rollout_ref.model.lora_rank=4"] if serves == "lora" else []
+    arguments = overrides(make_task(tmp_path), tmp_path, *GRPO, *more)
     trainer = make_trainer(arguments)
     trainer.init_workers()
     gen = trainer.actor_rollout_wg.generate_sequences(prompts_of(trainer))

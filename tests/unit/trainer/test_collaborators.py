@@ -87,6 +87,7 @@ class Weighing(RayPPOTrainer):
         return super()._update(method, batch, role)
 
 
+@pytest.mark.slow
 def test_engines_without_weights_while_training_change_no_bit(task, tmp_path):
     """The critic's warm-up leaves the version as it is, and validations use the next one's weights ahead of a step."""
     steps = (

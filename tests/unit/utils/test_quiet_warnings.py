@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from verl.utils.logging_setup import HIDDEN_WARNINGS
 
 
@@ -29,6 +31,7 @@ def test_a_program_of_ours_shows_every_warning_but_those():
     assert shown.count("Warning: ") == shown.count("Warning: Yours: ") == len(HIDDEN_WARNINGS)
 
 
+@pytest.mark.slow
 def test_gathering_shards_raises_no_warning():
     stderr_of(
         """

@@ -306,6 +306,7 @@ def test_a_last_step_that_does_not_read_back_is_an_unsaved_end(task, tmp_path, m
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_costs_copies_not_the_run(task, tmp_path, monkeypatch, caplog):
     def fails(folder: Path, store: str) -> None:
         raise ConnectionError("the store is away")

@@ -103,6 +103,7 @@ class NeverSaves(RayPPOTrainer):
         raise OSError("the store is gone")
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_step_is_not_saved_fails_with_one_line(task, tmp_path):
     with pytest.raises(UnsavedRunError) as caught:
         fit(grpo(task, tmp_path), NeverSaves)

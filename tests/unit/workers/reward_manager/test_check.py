@@ -21,6 +21,7 @@ def verdicts(compute, rows=ROWS, **options):
     return report, {finding.question: finding.verdict for finding in report.findings}
 
 
+@pytest.mark.slow
 def test_our_functions_pass_in_scorer_processes():
     rows = [
         *ROWS,

@@ -257,6 +257,7 @@ def test_memory_that_earlier_samples_left_behind_costs_nobody(function):
     assert [score.kind for score in scores] == [None] * 20
 
 
+@pytest.mark.slow
 def test_time_spent_on_imports_is_not_the_samples_and_is_spent_once(function, tmp_path, monkeypatch):
     package = tmp_path / "slow_package"
     package.mkdir()

@@ -179,6 +179,7 @@ def test_samples_do_not_depend_on_padding(start, make_prompts, ending_model):
     )
 
 
+@pytest.mark.parametrize("engine_name", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 def test_the_same_call_gives_the_same_bits(start, make_prompts, ending_model):
     prompts = make_prompts(rows=16)
     first, second = (start(ending_model, max_num_seqs=6).generate_sequences(prompts).batch for _ in range(2))
@@ -186,6 +187,7 @@ def test_the_same_call_gives_the_same_bits(start, make_prompts, ending_model):
         assert torch.equal(first[name], second[name]), name
 
 
+@pytest.mark.parametrize("engine_name", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 def test_seed_step_uid_and_sample_index_each_give_other_samples(start, make_prompts):
     engine = start()
     prompts = make_prompts()
@@ -226,6 +228,7 @@ def test_without_uids_a_prompts_tokens_stand_for_it(start, make_prompts):
     assert answers(engine.generate_sequences(prompts[4:])) == expected[4:]
 
 
+@pytest.mark.parametrize("engine_name", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 def test_first_tokens_follow_the_models_distribution(start, tmp_path):
     engine = start(save_tiny_model(tmp_path, vocab_size=8, seed=3), max_num_batched_tokens=512)
     rows = 6000
