@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training_harness import actor_weights, make_task, make_trainer, overrides, run_training
 from verl.algos.registry import POLICY_LOSSES
-from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.training_health import NonFiniteError
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 
@@ -122,7 +122,7 @@ def test_an_update_that_would_wipe_out_the_weights_is_refused_and_said(task, tmp
     )
     trainer = make_trainer(run)
     trainer.init_workers()
-    advice = r"did not reach the weights(.|\n)*1e\+25 → 5e\+24.*0\.2 → 0\.1.*kl_loss_coef=0\.01"
+    advice = r"weights are unchanged(.|\n)*1e\+25 → 5e\+24.*0\.2 → 0\.1.*kl_loss_coef=0\.01"
     with pytest.raises(NonFiniteError, match=advice):
         trainer.fit()
     trainer.reward_fn.close()

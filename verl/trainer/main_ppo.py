@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,16 +17,29 @@ from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
 from verl.trainer.common.command_line import checked, command
-from verl.trainer.common.driver import run_on_ray
 from verl.trainer.common.nodes import ensure_head, is_worker_node, serve_as_node, start_head, stop_head
-from verl.trainer.common.preflight import basic_preflight, check_code_runner, ppo_preflight
-from verl.trainer.common.run_status import RunStatus, StatusSnapshot
+from verl.trainer.common.preflight import basic_preflight, check_code_runner, model_paths, ppo_preflight
+from verl.trainer.common.ray_cluster import start_or_join_ray
+from verl.trainer.common.run_status import RunStatus, StatusSnapshot, progress_bar
+from verl.trainer.ppo.utils import Role
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
-from verl.trainer.recovery.signals import before_first_step
+from verl.trainer.recovery.preemption import PREEMPTION_SIGNALS
+from verl.trainer.recovery.ray_monitor import ControllerMonitor, RayProcesses, await_controller
+from verl.trainer.recovery.signals import (
+    FINISH_STEP,
+    RUN_ENDED,
+    StopRequest,
+    before_first_step,
+    exit_on_signals,
+    stop_on_signals,
+)
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
+from verl.utils.exceptions import annotate_error
 from verl.utils.logging_setup import messages_on_stderr
 from verl.utils.lost_terminal import outlive_terminal
+from verl.utils.process_tree import with_descendants
 from verl.utils.resources import freeze_gc
+from verl.utils.stacks import enable_stack_dumps
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +60,8 @@ def _main(config: DictConfig) -> None:
 def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = False) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish.
 
-    `supervised`: the run is a child of this process, which restarts it when it dies (`trainer.max_restarts` times) and
-    exits when it is over: code that follows in a script is executed by the child only.
+    `supervised`: the run is executed by a child of this process, which restarts it when it dies (`trainer.max_restarts`
+    times) and exits when it has ended. Code that follows the call in a script is executed by the child only.
     """
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     has_own_run = getattr(runner_class, "run", None) is not TaskRunner.run
@@ -59,12 +74,12 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     with attach_resume_hint(config.trainer):
         if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: ensure_head(config, head), stop_head)
-            stopped_by = run_on_ray(attempt.config, runner_class, attempt.head, supervised)
+            stopped_by = _run_on_ray(attempt.config, runner_class, attempt.head, supervised)
         else:
             with before_first_step():
-                head = start_head(config)  # before Ray is imported, which reads its settings then
+                head = start_head(config)  # sets environment variables that Ray reads when it is imported
             try:
-                stopped_by = run_on_ray(config, runner_class, head, supervised)
+                stopped_by = _run_on_ray(config, runner_class, head, supervised)
             finally:
                 stop_head(head)
         if stopped_by is not None:
@@ -73,14 +88,88 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
             log_finished(config.trainer, "actor")
 
 
+def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
+    """Run the TaskRunner as a Ray actor, show its progress and handle stop signals. Returns None if the run finished;
+    else the signal that stopped it, with the work that was given up for it.
+
+    `head`: the Ray head that this process started, or None. `is_program`: nothing follows the run in this process. A
+    Ray cluster started here is then shut down, so that no actor output follows the last log line.
+    """
+    import ray
+
+    starts_ray = not ray.is_initialized()
+    with before_first_step():
+        processes = _start_ray_for(config, head)
+        runner = _create_runner(runner_class)
+    enable_stack_dumps()
+    monitor = ControllerMonitor(runner, processes, config.trainer.hang_timeout)
+    stopping: AbstractContextManager[StopRequest] = nullcontext(StopRequest())
+    if hasattr(runner, "request_stop"):
+        request, seconds = StopRequest(), config.trainer.save_within
+        message = FINISH_STEP if seconds is None else f"stopping: saved first, if it can be in {seconds:g} s"
+        is_starting = monitor.before_first_step if starts_ray else lambda: False
+        stopping = stop_on_signals(
+            lambda: _request_stop(runner, request.signal), processes.kill, message, request, is_starting
+        )
+    with stopping as request, progress_bar(lambda: monitor.status):
+        try:
+            given_up = await_controller(runner.run.remote(config), processes, request, monitor.poll)
+        except Exception as error:
+            status = monitor.status
+            if status is not None and status.phase:  # an error that already has a phase keeps it
+                annotate_error(error, phase=status.phase, step=status.step + 1)
+            raise
+    if is_program:
+        exit_on_signals(RUN_ENDED)
+    if starts_ray and (is_program or request.signal is not None):
+        ray.shutdown()  # output of the run arrives at any time until then
+        sys.stdout.flush()
+    # Logged by the driver: the last output of an actor may be lost with Ray.
+    return given_up if request.signal is not None and isinstance(given_up, str) else request.signal
+
+
+def _start_ray_for(config: PPOConfig, head: Any) -> RayProcesses:
+    trainer = config.trainer
+    used = {config.role_mapping[role] for role in active_roles(config)}
+    pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
+    has_own_head = trainer.node_rank is not None
+    return start_or_join_ray(
+        trainer,
+        pools,
+        nodes=trainer.nnodes if has_own_head else 1,
+        num_cpus=None if has_own_head else config.ray_init.num_cpus,
+        start_timeout=config.ray_init.start_timeout,
+        head_pids=() if head is None else with_descendants(head.pid),
+    )
+
+
+def _create_runner(runner_class: Any) -> Any:
+    """Return an actor of this class, plain or remote."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not hasattr(runner_class, "remote"):
+        # Three threads: `run`, `request_stop` and `run_status`. Preferably on this node, since other nodes may be lost.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
+    return runner_class.remote()
+
+
+def _request_stop(runner: Any, signal: str | None) -> None:
+    if signal in PREEMPTION_SIGNALS and hasattr(runner, "preempt"):
+        runner.preempt.remote(signal)
+    else:
+        runner.request_stop.remote()
+
+
 class TaskRunner:
-    """The controller: a Ray actor that sets up and runs the trainer. Override methods to change parts of it."""
+    """The controller: a Ray actor that sets up and runs the trainer. Subclasses may override its public methods."""
 
     trainer_cls: Any = None
     """A subclass of RayPPOTrainer to use; `trainer.cls_path` of the configuration has precedence."""
 
     def __init__(self) -> None:
-        self.role_worker_mapping: dict[Any, type] = {}
+        self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Any, str] = {}
         self._trainer: Any = None
         self._startup_status = RunStatus(0)
@@ -89,7 +178,7 @@ class TaskRunner:
     def run(self, config: PPOConfig) -> str | None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train.
 
-        Returns a message if a step was given up for a preemption signal; else None.
+        Returns a message if a step was given up because of a preemption signal; else None.
         """
         from verl.config.context_length import check_context_length
         from verl.config.megatron import check_model_layouts
@@ -114,7 +203,7 @@ class TaskRunner:
         self.add_teacher_worker(config)
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
-        folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
+        folders = {path: resolve_model_path(path, key) for key, path in model_paths(config).items()}
         check_context_length(config, folders)
         check_model_layouts(config, folders)
         check_memory(config, folders)
@@ -161,19 +250,17 @@ class TaskRunner:
             self._trainer.stop_requested.set()
 
     def preempt(self, signal: str) -> None:
-        """As `request_stop`, for a signal that leaves `trainer.save_within` seconds."""
+        """Request a stop because of a preemption signal, which leaves `trainer.save_within` seconds."""
         self._stop_requested = True
         if self._trainer is not None:
             self._trainer.preempt(signal)
 
     def run_status(self) -> StatusSnapshot:
-        """Return step and phase of the run for the driver's terminal; 0 of 0 steps before there is a trainer."""
+        """Return step and phase of the run for the driver's terminal; 0 of 0 steps until the trainer exists."""
         return getattr(self._trainer, "status", self._startup_status).snapshot()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
         """Add the policy: one hybrid role, or separate roles for training and generation if their pools differ."""
-        from verl.trainer.ppo.utils import Role
-
         workers = self._workers(config.actor_rollout_ref.actor.strategy)
         if shares_devices(config):
             self._add(config, Role.ActorRollout, workers.ActorRolloutRefWorker, "actor")
@@ -183,15 +270,11 @@ class TaskRunner:
 
     def add_critic_worker(self, config: PPOConfig) -> None:
         """Add the critic, if the estimator needs one."""
-        from verl.trainer.ppo.utils import Role
-
         if config.critic.enable:
             self._add(config, Role.Critic, self._workers(config.critic.strategy).CriticWorker, "critic")
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
         """Add the reward model, if enabled."""
-        from verl.trainer.ppo.utils import Role
-
         if not config.reward_model.enable:
             return
         if serves_reward_model(config):
@@ -204,15 +287,12 @@ class TaskRunner:
 
     def add_ref_policy_worker(self, config: PPOConfig) -> None:
         """Add the reference policy, if a KL term needs it."""
-        from verl.trainer.ppo.utils import Role
-
         if "ref" in active_roles(config):
             workers = self._workers(config.actor_rollout_ref.ref.strategy)
             self._add(config, Role.RefPolicy, workers.ActorRolloutRefWorker, "ref")
 
     def add_teacher_worker(self, config: PPOConfig) -> None:
         """Add the local teachers of a distillation."""
-        from verl.trainer.ppo.utils import Role
         from verl.workers.roles.teacher import TeacherWorker
 
         if "teacher" in active_roles(config):
@@ -225,7 +305,8 @@ class TaskRunner:
         return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
 
     def _create_datasets(self, config: PPOConfig, tokenizer: Any, processor: Any) -> tuple[Any, Any]:
-        """Return the datasets for training and validation (or None), whose rows their rewards can score."""
+        """Return the datasets for training and validation (None without `data.val_files`). Raises ValueError for rows
+        that cannot be scored."""
         from verl.trainer.ppo.reward import check_rewards
 
         data = config.data
@@ -243,7 +324,7 @@ class TaskRunner:
         return train_dataset, val_dataset
 
     def _load_rewards(self, config: PPOConfig, tokenizer: Any, train_dataset: Any) -> tuple[Any, Any]:
-        """Return the reward managers for training and validation, after a check on a few rows."""
+        """Return the reward managers for training and validation. The first one is tried on a few rows."""
         from verl.trainer.data_check import check_reward_at_start
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.trainer.recovery.hang_detector import HangDetector
@@ -277,18 +358,7 @@ class TaskRunner:
             raise ValueError(f"{key}: {name} in {path} is no RayPPOTrainer. Derive it from {module}.RayPPOTrainer.")
         return user_class
 
-    def _model_paths(self, config: PPOConfig) -> dict[str, str]:
-        """Return the model paths of the run by their configuration keys."""
-        paths: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-        if config.critic.enable:
-            paths["critic.model.path"] = config.critic.model.path
-        if config.reward_model.enable:
-            paths["reward_model.path"] = config.reward_model.path
-        for name, teacher in config.distillation.local_teachers.items():
-            paths[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
-        return {key: path for key, path in paths.items() if path is not None}
-
-    def _add(self, config: PPOConfig, role: Any, cls: type, name: str) -> None:
+    def _add(self, config: PPOConfig, role: Role, cls: type, name: str) -> None:
         self.role_worker_mapping[role] = cls
         self.mapping[role] = config.role_mapping[name]
 
@@ -317,7 +387,7 @@ def create_rl_dataset(
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
-    """Return the sampler of `data.sampler`; else one that shuffles by the seed, or keeps the order of the rows."""
+    """Return the sampler of `data.sampler`; by default an EpochSampler, which shuffles if `data.shuffle` is set."""
     from verl.config import DataConfig, as_config
     from verl.trainer.ppo.prompts import make_sampler
     from verl.utils.dataset.sampler import AbstractSampler

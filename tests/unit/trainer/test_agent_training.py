@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.training_harness import make_task, overrides, run_training
-from verl.trainer.common.guard import NoSamplesError
+from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 AGENT = '''

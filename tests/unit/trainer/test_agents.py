@@ -13,7 +13,7 @@ from tests.support.engine_cases import assert_close, engine_gradients, make_engi
 from tests.support.tiny import tiny_model
 from verl.config import ActorConfig, AlgorithmConfig, as_config, names
 from verl.protocol import DataProto
-from verl.trainer.common.guard import NoSamplesError
+from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.advantage import add_advantages, compute_advantage
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.row_balancing import concat_rows

@@ -57,7 +57,7 @@ def batch_of(trainer) -> DataProto:
     """A step's batch as it is before the update."""
     kept = []
     trainer._update = lambda method, batch, role: kept.append(batch) or {}
-    trainer._guard.took_update = lambda *_: False
+    trainer._update_check.record_update = lambda *_: False
     trainer.init_workers()
     trainer.fit()
     return kept[0]

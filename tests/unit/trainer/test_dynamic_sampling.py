@@ -11,7 +11,7 @@ import torch
 
 from verl.config import load_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.guard import NoSamplesError
+from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, differing_trajectories
 from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler

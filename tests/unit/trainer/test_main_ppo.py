@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.trainer.common import driver
+from verl.trainer import main_ppo
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.recovery.ray_monitor import RayProcesses
@@ -125,13 +125,14 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
 def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(monkeypatch, is_program):
     """No signal has arrived; only `ray.shutdown` and the last log line are left."""
     messages = []
-    monkeypatch.setattr(driver, "_start_runner", lambda *arguments: (RayProcesses(), SimpleNamespace(run=run)))
+    monkeypatch.setattr(main_ppo, "_start_ray_for", lambda *arguments: RayProcesses())
+    monkeypatch.setattr(main_ppo, "_create_runner", lambda runner_class: SimpleNamespace(run=run))
     run = SimpleNamespace(remote=lambda config: None)
-    monkeypatch.setattr(driver, "await_controller", lambda *arguments: None)
+    monkeypatch.setattr(main_ppo, "await_controller", lambda *arguments: None)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr(driver, "exit_on_signals", messages.append)
+    monkeypatch.setattr(main_ppo, "exit_on_signals", messages.append)
     values = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model": {"path": "a/b"}}}
-    assert driver.run_on_ray(load_config(values, check_files=False), None, None, is_program) is None
+    assert main_ppo._run_on_ray(load_config(values, check_files=False), None, None, is_program) is None
     assert messages == ([RUN_ENDED] if is_program else [])
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
-from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.training_health import NonFiniteError
 from verl.trainer.main_sft import main, run_sft
 from verl.trainer.recovery.signals import RUN_ENDED, StopSignal
 from verl.trainer.supervised import launch
@@ -348,7 +348,7 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
 
 
 def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):
-    with pytest.raises(ValueError, match=r"data\.train_batch_size = 64: data\.train_files hold only 16 rows"):
+    with pytest.raises(ValueError, match=r"data\.train_batch_size = 64: data\.train_files have only 16 rows"):
         SFTTrainer(make_config(model_path, "data.train_batch_size=64"))
 
 

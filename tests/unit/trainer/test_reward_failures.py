@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
-from verl.trainer.common.guard import NoSamplesError
+from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.reward_manager.naive import RewardError
 

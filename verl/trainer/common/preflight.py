@@ -1,8 +1,7 @@
 """Checks before Ray starts: data files, users' code, tool files, the sandbox, the device and the model hub.
 
 They take about a second, import neither torch nor ray and run no user code. Problems are added to the report of the
-configuration, so that all are reported at once. Problems that only loading can show are reported when data or code
-are loaded.
+configuration, so that all are reported at once. Other problems are reported when data and code are loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from verl.utils.fs import HubRepo, expand_path, find_hub_problems, is_hub_id
 
 logger = logging.getLogger(__name__)
 
-# From the columns of a file to the rules that its rows must satisfy.
+# Returns the rules for the rows of a file with these columns.
 Rules = Callable[[Sequence[str]], list[Any]]
 
 _AGENT = "actor_rollout_ref.rollout.agent"
@@ -37,7 +36,7 @@ _CODE_TOOLS = ("verl.tools.sandbox_fusion_tools.SandboxFusionTool", "verl.tools.
 
 def ppo_preflight(config: PPOConfig, report: Report) -> None:
     """Report problems that would stop `main_ppo` before its first step."""
-    hub = _HubCheck(_models_of(config), _data_files(config))
+    hub = _HubCheck(model_paths(config), _data_files(config))
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
     _check_user_code(config, report)
     _check_tools(config, report)
@@ -54,7 +53,7 @@ def ppo_preflight(config: PPOConfig, report: Report) -> None:
 
 
 def basic_preflight(config: PPOConfig, report: Report) -> None:
-    """The checks that also apply to a user's own TaskRunner, which may load data and code differently."""
+    """Report problems that also stop a user's own TaskRunner, which may load data and code differently."""
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
 
 
@@ -92,9 +91,9 @@ def generation_preflight(config: GenerationConfig, report: Report) -> None:
 
 
 def check_code_runner(config: PPOConfig) -> None:
-    """Log where model-written code runs and what isolates it. Raises ConfigError if the isolation is insufficient.
+    """Log where model-written code runs and how it is isolated. Raises ConfigError if the isolation is insufficient.
 
-    Does nothing unless a tool or a data source is known to run such code.
+    Does nothing if no configured tool or data source runs such code.
     """
     from verl.sandbox.code_runner import CodeSettings
 
@@ -111,15 +110,16 @@ def check_code_runner(config: PPOConfig) -> None:
     logger.info("code that the model writes (%s) runs in %s", ", ".join(users), isolation)
 
 
-def _models_of(config: PPOConfig) -> dict[str, str | None]:
-    models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+def model_paths(config: PPOConfig) -> dict[str, str]:
+    """Return the paths of the models that the run loads, by configuration key."""
+    paths: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.critic.enable:
-        models["critic.model.path"] = config.critic.model.path
+        paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable:
-        models["reward_model.path"] = config.reward_model.path
+        paths["reward_model.path"] = config.reward_model.path
     for name, teacher in config.distillation.local_teachers.items():
-        models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
-    return models
+        paths[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 def _data_files(config: Any) -> dict[str, Sequence[str]]:
@@ -141,7 +141,7 @@ def _check_device(trainer: Any, report: Report, has_node_rank: bool = False) -> 
 
 
 def _has_joined_cluster() -> bool:
-    """Return whether a user's program has called `ray.init` before; ray is not imported for this."""
+    """Return whether a user's program has already called `ray.init`. Does not import ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
@@ -157,13 +157,13 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
     needed = scored and not has_other_reward and not runs_own_loop(config)
     sources = None if not needed or config.external_libs else known_data_sources()
     rules = rl_rules(config.data, sources, needed)
-    if sources is None and key in config.changed:  # a column that the user named has to exist
+    if sources is None and key in config.changed:  # the user has named a column: it must exist
         rules.append(present_rule(config.data.reward_fn_key, key))
     return lambda columns: rules
 
 
 def _notice_rules(config: PPOConfig) -> Rules:
-    """Rules that are only logged: a reward function of the user probably needs a ground truth."""
+    """Return rules whose violations are only logged: a user's reward function probably needs a ground truth."""
     from verl.utils.dataset.problems import ground_truth_rule
 
     loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -180,28 +180,28 @@ def _check_files(
     report: Report,
     notices: Rules = lambda columns: [],
 ) -> int | None:
-    """Check the local files of a key; return the number of their rows, None if it is not known.
+    """Check the first rows of the local files of a key; return the number of rows of all files, None if unknown.
 
-    Rows that break `rules` are reported as problems, rows that break `notices` are only logged.
+    Rows that violate `rules` are reported as problems; rows that violate `notices` are only logged.
     """
-    from verl.trainer.common.data_heads import Budget, open_head
+    from verl.trainer.common.file_preview import ReadBudget, read_preview
     from verl.utils.dataset.problems import find_problems
     from verl.utils.dataset.rows import Rows
 
     local = [_local_files(key, name, split, report) for name in names or ()]
     files = [file for entry in local for file in entry or ()]
     counts: list[int | None] = [None] if None in local or len(files) > _MAX_FILES else []
-    budget = Budget(min(len(files), _MAX_FILES))
+    budget = ReadBudget(min(len(files), _MAX_FILES))
     for file in files[:_MAX_FILES]:
         try:
-            head = open_head(file, budget)
-            counts.append(None if head is None else head.rows)
-            if head is None:
+            preview = read_preview(file, budget)
+            counts.append(None if preview is None else preview.row_count)
+            if preview is None:
                 continue
-            part = Rows([head.part])
-            for problem in find_problems(part, rules(part.columns)):
+            rows = Rows([preview.rows])
+            for problem in find_problems(rows, rules(rows.columns)):
                 report.statement(key, file, problem)
-            for notice in find_problems(part, notices(part.columns)) if len(part) else ():
+            for notice in find_problems(rows, notices(rows.columns)) if len(rows) else ():
                 report.notice(f"{key}: {notice}")
         except (ValueError, OSError) as error:
             report.statement(key, file, str(error))
@@ -228,8 +228,8 @@ def _local_files(key: str, name: str, split: str | None, report: Report) -> list
 def _check_batch(key: str, size: int, rows: int | None, limit: int, report: Report) -> None:
     usable = rows if rows is None or limit < 0 else min(rows, limit)
     if usable and size > usable:
-        why = f"data.train_files hold only {usable} rows"
-        report.problem(key, size, why, f"Set it to {usable} or less, or give more data", ("data.train_files",))
+        why = f"data.train_files have only {usable} rows"
+        report.problem(key, size, why, f"Set it to {usable} or less, or use more data", ("data.train_files",))
 
 
 def _check_user_code(config: PPOConfig, report: Report) -> None:
@@ -277,7 +277,7 @@ def _check_tool_files(turns: Any, report: Report) -> None:
 
     paths = [turns[name] for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
     if not all(path is None or Path(path).exists() for path in paths):
-        return  # load_config has reported it
+        return  # load_config has reported the missing file
     files = parse_tool_files(turns, report)
     for entry in (*(tool.base for tool in files.entries), *files.interactions):
         problem = find_code_problem(entry.path.module, entry.path.name)
@@ -344,14 +344,14 @@ def _code_data_sources(config: PPOConfig) -> Iterator[str]:
 
 
 class _HubCheck:
-    """Requests every hub repository that the run needs once, in a thread, while the other checks run."""
+    """Checks in a thread, while other checks run, that the hub repositories of the run can be downloaded."""
 
-    def __init__(self, models: dict[str, str | None], data: dict[str, Sequence[str]]) -> None:
-        """`models` and `data`: paths and names by configuration key; only those on the hub are requested."""
+    def __init__(self, models: dict[str, str], data: dict[str, Sequence[str]]) -> None:
+        """`models`, `data`: paths by configuration key; local paths are ignored."""
         self._keys: dict[HubRepo, str] = {}
         self._problems: Future[dict[HubRepo, str]] | None = None
         for key, path in models.items():
-            if path and _is_on_hub(path):
+            if _is_on_hub(path):
                 self._keys.setdefault(HubRepo(path), key)
         for key, names in data.items():
             for name in filter(_is_on_hub, names):
@@ -362,7 +362,7 @@ class _HubCheck:
             executor.shutdown(wait=False)
 
     def report_to(self, report: Report) -> None:
-        """Wait for the hub, and report the repositories that cannot be downloaded."""
+        """Wait for the result, and report the repositories that cannot be downloaded."""
         for repo, problem in (self._problems.result() if self._problems is not None else {}).items():
             report.statement(self._keys[repo], repo.name, problem)
 

@@ -1,7 +1,7 @@
-"""Start or join Ray, and wait for its nodes. Ray is not imported before it is needed.
+"""The Ray cluster of a run: start or join it, and wait for its nodes.
 
 Either a cluster is running (`ray start` on every node, or `trainer.node_rank`: see `nodes`), or one is started on this
-machine: with time limits scaled by the machine's load, and in two attempts.
+machine: with time limits scaled by the machine's load, and in two attempts. Ray is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
 from verl.trainer.recovery.signals import StopSignal
+from verl.trainer.recovery.supervised_process import previous_attempts
 from verl.utils.network import find_foreign_service
 from verl.utils.process_tree import children, command_line
 from verl.utils.resources import describe_load, load_factor
@@ -33,9 +34,9 @@ _TOO_FEW_NODES = "Check the missing nodes (`ray status`), join them again, or se
 # Limit for starting Ray on an idle machine; Ray's own limits are 30 to 60 s.
 _IDLE_LIMIT_S = 120.0
 _NODE_LOOKUP_POLL_S = 0.5
-# Load factor from which the error message blames the load.
+# From this load factor on, the error message names the load as a likely cause.
 _BUSY_FACTOR = 1.5
-# Environment variables of Ray's limits, and their units in seconds.
+# Environment variables with time limits of Ray, and their units in seconds.
 _LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1.0,
     "RAY_py_gcs_connect_timeout_s": 1.0,
@@ -44,16 +45,41 @@ _LIMITS = {
 }
 # Keeps Ray from printing C++ stacks of all threads when a signal ends it.
 _NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
-# Environment variables that `set_start_limits` has set and may change again.
+# Environment variables that `set_start_limits` has set, in contrast to the user.
 _set_here: set[str] = set()
 
 Result = TypeVar("Result")
 
 
-def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> RayProcesses:
-    """Join the running cluster, or start one; return the processes that were started.
+def start_or_join_ray(
+    trainer: RunConfig,
+    pools: Sequence[Sequence[int]],
+    *,
+    num_cpus: int | None,
+    start_timeout: float | None,
+    nodes: int = 1,
+    head_pids: Sequence[int] = (),
+) -> RayProcesses:
+    """Start a Ray cluster, or join one and wait until it has `nodes` nodes and room for the pools. If this process is
+    connected to Ray already, that cluster is used as it is.
 
-    `within`: seconds to wait for a cluster that does not answer; `start_timeout`: `ray_init.start_timeout`.
+    Returns the processes to monitor: of the cluster started here; of a joined cluster its GCS and `head_pids`.
+    """
+    import ray
+
+    processes = RayProcesses()
+    if not ray.is_initialized():
+        is_retry = previous_attempts() > 0
+        processes = start_ray(num_cpus, trainer.nodes_within if is_retry else 0, start_timeout)
+        if not processes:
+            wait_for_nodes(trainer, pools, is_retry, nodes)
+    return processes or RayProcesses(head_pids, ray.get_runtime_context().gcs_address)
+
+
+def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> RayProcesses:
+    """Join the running cluster, or start one; return the processes started here.
+
+    `within`: seconds to wait for a cluster that does not respond; `start_timeout`: `ray_init.start_timeout`.
     """
     import ray
 
@@ -61,7 +87,7 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
     wait = LoggedWait(within)
     while True:
         try:
-            _check_cluster_answers(_known_cluster())
+            _check_cluster_responds(_known_cluster())
             break
         except RayUnavailableError as error:
             if not wait.sleep(f"{error.reason}; waiting for it (trainer.nodes_within)"):
@@ -88,7 +114,7 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
         except ray.exceptions.AuthenticationError as error:
             raise RayUnavailableError(*rejected_token(str(_known_cluster()))) from error
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-            # Ray reports a rejected token as a cluster that does not answer.
+            # Ray reports a rejected token as a cluster that does not respond.
             check_token(str(_known_cluster()))
             raise RayUnavailableError(_first_line(error)) from error
     if context.dashboard_url:  # with the extra `dashboard`
@@ -110,11 +136,12 @@ def forget_cluster(address: str) -> None:
 def wait_for_nodes(
     trainer: RunConfig, pools: Sequence[Sequence[int]], is_retry: bool = False, at_least: int = 1
 ) -> None:
-    """Wait until the cluster has room for the pools (processes per node), up to `trainer.nodes_within` seconds.
+    """Wait until the cluster has `at_least` nodes and room for the pools (processes per node), up to
+    `trainer.nodes_within` seconds.
 
-    Nodes may join late, and nodes of a failed attempt may have to restart. At a first attempt, a cluster whose nodes
-    are too small even when idle is not waited for: placing the ranks reports at once what is missing. At a retry
-    (`is_retry`) the cluster was large enough before, and is waited for.
+    Nodes may join late, and nodes of a failed attempt may have to restart. At the first attempt, return immediately if
+    the nodes would be too small even when idle: placing the ranks then reports what is missing. At a retry
+    (`is_retry`), wait in any case, because the cluster was large enough before.
     """
     from verl.single_controller.ray.resource_pool import alive_nodes, pools_fit
 
@@ -136,19 +163,19 @@ def wait_for_nodes(
 
 
 class LoggedWait:
-    """A wait with a time limit that logs at once and regularly what it waits for, and how long."""
+    """A wait with a time limit that regularly logs its reason and the remaining time."""
 
     def __init__(self, seconds: float) -> None:
         self._end, self._next_log = time.monotonic() + seconds, 0.0
 
-    def sleep(self, what: str) -> bool:
-        """Sleep a little and log `what` from time to time; return False when the time is over."""
+    def sleep(self, reason: str) -> bool:
+        """Sleep for one polling interval; return False if the time is over."""
         now = time.monotonic()
         if now >= self._end:
             return False
         if now >= self._next_log:
             self._next_log = now + _LOG_INTERVAL_S
-            logger.warning("%s, %s left", what, format_seconds(self._end - now))
+            logger.warning("%s, %s left", reason, format_seconds(self._end - now))
         time.sleep(min(_POLL_S, self._end - now))
         return True
 
@@ -164,7 +191,7 @@ def start_limit(configured: float | None = None) -> float:
 
 
 def set_start_limits(seconds: float) -> None:
-    """Set the start limits of Ray in the environment; variables that the user has set are kept."""
+    """Set the start limits of Ray in the environment, except variables that the user has set."""
     values = {name: str(round(seconds / unit)) for name, unit in _LIMITS.items()} | {_NO_CPP_STACKS: "1"}
     for name, value in values.items():
         if name in _set_here or name not in os.environ:
@@ -173,33 +200,30 @@ def set_start_limits(seconds: float) -> None:
 
 
 def in_two_attempts(attempt: Callable[[float], Result], configured: float | None = None) -> Result:
-    """Call `attempt` with the seconds it may take, and once more if it fails; Ray's own limits are set to the same.
+    """Return `attempt(seconds)`; call it once more if it fails. `seconds` is its time limit, also set for Ray itself.
 
-    A RayUnavailableError is raised at once: its message has a remedy.
+    `configured`: `ray_init.start_timeout`. A RayUnavailableError is not retried: its message has a remedy.
     """
-    seconds = start_limit(configured)
-    set_start_limits(seconds)
-    try:
-        return attempt(seconds)
-    except RayUnavailableError:
-        raise
-    except Exception as error:  # noqa: BLE001 - Ray raises plain exceptions here; the second attempt's is raised
-        logger.warning("Ray did not start (%s; %s). Starting it again.", _first_line(error), describe_load())
-    seconds = max(seconds, start_limit(configured))
-    set_start_limits(seconds)
-    try:
-        return attempt(seconds)
-    except RayUnavailableError:
-        raise
-    except Exception as error:
-        reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_first_line(error)}"
-        raise RayUnavailableError(reason, _start_remedy(seconds)) from error
+    seconds, is_second = 0.0, False
+    while True:
+        seconds = max(seconds, start_limit(configured))
+        set_start_limits(seconds)
+        try:
+            return attempt(seconds)
+        except RayUnavailableError:
+            raise
+        except Exception as error:  # Ray raises plain exceptions here
+            if is_second:
+                reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_first_line(error)}"
+                raise RayUnavailableError(reason, _start_remedy(seconds)) from error
+            logger.warning("Ray did not start (%s; %s). Starting it again.", _first_line(error), describe_load())
+        is_second = True
 
 
 def start_local_cluster(init: Callable[[], Any], configured: float | None = None) -> tuple[Any, list[int]]:
-    """Call `init` (a `ray.init` that starts a local cluster) with time limits, and once more if it fails.
+    """Call `init` (a `ray.init` that starts a local cluster) in up to two attempts with time limits.
 
-    Returns its result and the ids of the processes that it started. A failed attempt leaves no process behind.
+    Returns its result and the pids that it started. The processes of a failed attempt are killed.
     """
 
     def attempt(seconds: float) -> tuple[Any, list[int]]:
@@ -276,18 +300,18 @@ def _address_file() -> Path:
     return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
 
 
-def _check_cluster_answers(address: str | None) -> None:
-    """Raise RayUnavailableError if no Ray answers at the address. Ray itself would wait for minutes."""
+def _check_cluster_responds(address: str | None) -> None:
+    """Raise RayUnavailableError if no Ray responds at the address. Ray itself would wait for minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
     try:
-        stranger = find_foreign_service(host, int(port))
+        other_service = find_foreign_service(host, int(port))
     except OSError as error:
         raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
-    if stranger is not None:
+    if other_service is not None:
         source = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else f"the file {_address_file()}"
         raise RayUnavailableError(
-            f"at port {port} of {host} answers {stranger}: not Ray",
+            f"at port {port} of {host} answers {other_service}: not Ray",
             f"Correct {source}, or unset it and let the command start a Ray of its own (RAY_ADDRESS=local).",
         )

@@ -20,7 +20,7 @@ from verl.algos.groups import Groups
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.guard import no_samples_error
+from verl.trainer.common.training_health import no_samples_error
 from verl.trainer.ppo.advantage import trajectory_values
 from verl.trainer.ppo.row_balancing import concat_rows
 from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS

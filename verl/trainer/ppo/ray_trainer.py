@@ -14,9 +14,9 @@ from verl.config.layout import actor_is_reference, judge_shares_devices, needs_r
 from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.common.guard import StepGuard, WeightGuard, add_memory_advice, update_remedies
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
+from verl.trainer.common.training_health import UpdateCheck, WeightCheck, add_memory_advice, update_remedies
 from verl.trainer.ppo.advantage import (
     add_advantage_columns,
     apply_kl_penalty,
@@ -135,8 +135,8 @@ class RayPPOTrainer(TrainerAttributes):
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
         self.dynamic_sampling = DynamicSampling(config, tokenizer.pad_token_id)
-        self._guard = StepGuard(config.trainer.max_nonfinite_steps, update_remedies(config))
-        self._weight_guard = WeightGuard(config, self._guard, self.state.resume_from)
+        self._update_check = UpdateCheck(config.trainer.max_nonfinite_steps, update_remedies(config))
+        self._weight_check = WeightCheck(config, self._update_check, self.state.resume_from)
         self._preemption = Preemption(config.trainer.save_within)
         self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self._preemption)
 
@@ -190,7 +190,7 @@ class RayPPOTrainer(TrainerAttributes):
                 self._load_checkpoint()
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-                    with self.status.phase("testing"), self._weight_guard.explained(self.global_steps):
+                    with self.status.phase("testing"), self._weight_check.explain_errors(self.global_steps):
                         validate = partial(self._preemption.unless_given_up, self._validate)
                         metrics = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
                         self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
@@ -211,7 +211,7 @@ class RayPPOTrainer(TrainerAttributes):
         while self.global_steps < self.total_training_steps:
             batch = self._next_prompts()
             self.global_steps += 1
-            with self._weight_guard.explained(self.global_steps), self.state.saver.waits_on_error():
+            with self._weight_check.explain_errors(self.global_steps), self.state.saver.waits_on_error():
                 if self._step(batch):
                     return
 
@@ -229,7 +229,7 @@ class RayPPOTrainer(TrainerAttributes):
             self.state.go_back()
             self._end_step.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
             return True
-        self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.wait)
+        self._weight_check.check(metrics, step, self._log_metrics, self.state.saver.wait)
         end_metrics, stopping = self._end_step(
             step,
             self._save_checkpoint,
@@ -247,7 +247,7 @@ class RayPPOTrainer(TrainerAttributes):
         self._log_metrics(metrics, step)
         self.status.step_done()
         self._keep_state()
-        self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
+        self._update_check.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if step >= last or stopping:
             self.failures.raise_if_unsaved(step)
         return stopping
@@ -310,11 +310,11 @@ class RayPPOTrainer(TrainerAttributes):
         if self.use_critic:
             with self.phases("update_critic", self.critic_wg):
                 metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
-            self._guard.took_update(metrics, "critic")
+            self._update_check.record_update(metrics, "critic")
         if self._updates_actor:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
-            self.policy_version += self._guard.took_update(metrics, "actor")
+            self.policy_version += self._update_check.record_update(metrics, "actor")
         self._after_step(batch, metrics)
         return metrics
 
@@ -417,7 +417,7 @@ class RayPPOTrainer(TrainerAttributes):
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes every batch
             self.state.prompts.learn_from(batch)
-        self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
+        self.record.dump(batch, self.global_steps, self._update_check.has_bad_update(metrics))
 
     # ---------------------------------------------------------------- checkpoints and logs
 

@@ -17,7 +17,7 @@ import torch
 from verl.algos.trajectories import Trajectories
 from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.guard import NoSamplesError
+from verl.trainer.common.training_health import NoSamplesError
 from verl.types.schema import RESERVED
 from verl.workers.reward_manager.naive import ERROR_COLUMN, FAILED_COLUMN
 

@@ -16,7 +16,7 @@ from verl.config import PPOConfig, names
 from verl.config.layout import ROLLOUT
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
-from verl.trainer.common.guard import TrainingStoppedError
+from verl.trainer.common.training_health import TrainingStoppedError
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns
 from verl.trainer.ppo.worker_groups import WorkerGroups

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from verl.config import ConfigError
 from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.checkpoint import Saver
-from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.run_status import Phases
+from verl.trainer.common.training_health import TrainingStoppedError
 from verl.trainer.recovery.preemption import Preemption
 from verl.utils.exceptions import cause_chain
 from verl.workers.reward_manager.naive import RewardError

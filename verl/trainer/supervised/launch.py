@@ -16,11 +16,10 @@ from verl.config.load import Given
 from verl.config.supervised import describe
 from verl.trainer.common.command_line import checked
 from verl.trainer.common.preflight import supervised_preflight
-from verl.trainer.common.ray_cluster import start_ray, wait_for_nodes
+from verl.trainer.common.ray_cluster import start_or_join_ray
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
 from verl.trainer.recovery.ray_monitor import RayProcesses, run_monitored
 from verl.trainer.recovery.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
-from verl.trainer.recovery.supervised_process import previous_attempts
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.logging_setup import messages_on_stderr
 
@@ -31,9 +30,8 @@ logger = logging.getLogger(__name__)
 def run_supervised_training(
     config: Given, root: type[SupervisedConfig], trainer_class: Callable[[], type], supervised: bool
 ) -> None:
-    """Check the configuration, a `root`, and run a trainer of the class that `trainer_class` imports.
-
-    `supervised`: as in `run_ppo`; ignored under torchrun, which restarts a failed run itself.
+    """Check the configuration and train. `root`: class of the configuration. `trainer_class()` imports and returns the
+    trainer's class. `supervised`: as in `run_ppo`; ignored under torchrun, which restarts a failed run itself.
     """
     launched, is_program = torchrun_ranks(), supervised
     overrides: list[str] = []
@@ -66,13 +64,13 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
         trainer = trainer_class()(config)
 
     def fit_and_close() -> None:
-        with trainer:  # closing waits for saves and copies, which are monitored too
+        with trainer:  # its exit waits for saves and copies, which are monitored too
             trainer.fit()
 
     with trainer:
         on_ray = config.ranks > 1 and torchrun_ranks() is None
         with before_first_step():
-            processes = _start_or_join_ray(config) if on_ray else RayProcesses()
+            processes = _start_ray(config) if on_ray else RayProcesses()
         with stop_on_signals(
             trainer.stop_requested.set, processes.kill, is_starting=lambda: trainer.status.starting
         ) as request:
@@ -86,22 +84,17 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
         return request.signal
 
 
-def _start_or_join_ray(config: SupervisedConfig) -> RayProcesses:
-    import ray
-
-    processes = RayProcesses()
-    if not ray.is_initialized():
-        is_retry = previous_attempts() > 0
-        within = config.trainer.nodes_within if is_retry else 0
-        processes = start_ray(config.ray_init.num_cpus, within, config.ray_init.start_timeout)
-        if not processes:
-            pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-            wait_for_nodes(config.trainer, [pool], is_retry)
-    return processes or RayProcesses(gcs=ray.get_runtime_context().gcs_address)
+def _start_ray(config: SupervisedConfig) -> RayProcesses:
+    trainer, ray_init = config.trainer, config.ray_init
+    pool = [trainer.n_gpus_per_node] * trainer.nnodes
+    return start_or_join_ray(trainer, [pool], num_cpus=ray_init.num_cpus, start_timeout=ray_init.start_timeout)
 
 
 class Ranks:
-    """Starts workers of a class that takes the configuration; `group` calls them, wherever they run."""
+    """Starts one worker of `worker_class(config)` per rank: in this process, in those of torchrun, or on Ray.
+
+    `group` is their worker group.
+    """
 
     def __init__(self, config: SupervisedConfig, worker_class: type) -> None:
         from verl.single_controller.base import ClassWithInitArgs

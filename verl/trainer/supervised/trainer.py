@@ -18,10 +18,10 @@ from verl.config.supervised import check_context_length
 from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
-from verl.trainer.common.guard import NonFiniteError, add_memory_advice
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.run_status import Phases, RunStatus, progress_bar
+from verl.trainer.common.training_health import NonFiniteError, add_memory_advice
 from verl.trainer.recovery.failures import FOLDER, VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector, raise_in_main_thread
 from verl.trainer.recovery.preemption import Preemption
@@ -271,8 +271,8 @@ def train_loader(
     """
     if len(dataset) < config.train_batch_size:
         raise ValueError(
-            f"data.train_batch_size = {config.train_batch_size}: data.train_files hold only {len(dataset)} {row_name}. "
-            f"Set it to {len(dataset)} or less, or give more data."
+            f"data.train_batch_size = {config.train_batch_size}: data.train_files have only {len(dataset)} {row_name}. "
+            f"Set it to {len(dataset)} or less, or use more data."
         )
     sampler = EpochSampler(dataset, config.seed, config.shuffle, config.train_batch_size)
     return BatchLoader(

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
-from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.training_health import NonFiniteError
 from verl.workers.engine.common import optim
 
 ACTOR = "actor_rollout_ref.actor"
@@ -86,7 +86,10 @@ def test_nan_in_the_initial_weights_is_attributed_to_the_model_not_to_updates(tm
     finally:
         close(trainer)
     said = str(caught.value)
-    assert f"No update has changed the weights: they are those of actor_rollout_ref.model.path={task['model']}" in said
-    assert f"whose files hold NaN or inf in {name}" in said
+    assert (
+        f"No update has changed the weights: they are the weights of actor_rollout_ref.model.path={task['model']}"
+        in said
+    )
+    assert f"whose files contain NaN or inf in {name}" in said
     assert "lr" not in said.replace(task["model"], "")
-    assert "updates before" not in said
+    assert "Earlier updates" not in said

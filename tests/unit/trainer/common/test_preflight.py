@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.config import ConfigError, GenerationConfig, PPOConfig, RMConfig, SFTConfig, load_config
-from verl.trainer.common import data_heads, preflight
+from verl.trainer.common import file_preview, preflight
 from verl.utils import fs
 from verl.utils.dataset import rows as rows_module
 
@@ -137,11 +137,11 @@ def test_a_file_without_rows_and_a_wrong_validation_file(tmp_path, problems):
     ],
 )
 def test_a_batch_larger_than_the_dataset(problems, overrides, key):
-    assert "or less, or give more data" in problems("algorithm.adv_estimator=grpo", *overrides)[key]
+    assert "or less, or use more data" in problems("algorithm.adv_estimator=grpo", *overrides)[key]
 
 
 def test_large_files_are_checked_by_their_first_rows(tmp_path, problems, monkeypatch):
-    monkeypatch.setattr(data_heads, "Budget", partial(data_heads.Budget, rows=2))
+    monkeypatch.setattr(file_preview, "ReadBudget", partial(file_preview.ReadBudget, rows=2))
     many = [*(row(number) for number in range(5)), row(5, data_source="no such")]
     file = parquet(tmp_path / "many.parquet", many)
     lines = written(tmp_path / "many.jsonl", "".join(json.dumps(each) + "\n" for each in many[:3]) + "not json\n")
@@ -171,34 +171,35 @@ def test_the_rows_and_bytes_of_all_files_of_a_key_are_limited(tmp_path, problems
         return original(line, where)
 
     original = rows_module.json_object
-    monkeypatch.setattr(data_heads, "json_object", count)
+    monkeypatch.setattr(file_preview, "json_object", count)
     line = json.dumps(row(0, notes="x" * 6000)) + "\n"
     files = [written(tmp_path / f"{number}.jsonl", line * 1000) for number in range(6)]
     assert problems(f"data.train_files=[{','.join(map(str, files))}]") == {}
     assert 7 * 1024**2 < sum(parsed) <= 8 * 1024**2
     keys = ["data.train_batch_size=6001", "actor_rollout_ref.actor.ppo_mini_batch_size=6001"]
     told = problems(f"data.train_files=[{','.join(map(str, files))}]", *keys, "algorithm.adv_estimator=grpo")
-    assert "hold only 6000 rows" in told["data.train_batch_size"]
+    assert "have only 6000 rows" in told["data.train_batch_size"]
 
 
 def test_a_small_file_leaves_its_share_to_the_next_one(tmp_path):
     small = parquet(tmp_path / "a.parquet", [row(0)])
     large = parquet(tmp_path / "b.parquet", [row(number) for number in range(40)])
     lines = written(tmp_path / "c.jsonl", "".join(json.dumps(row(number)) + "\n\n" for number in range(40)))
-    budget = data_heads.Budget(3, rows=21)
-    found = [data_heads.open_head(str(file), budget) for file in (small, large, lines)]
-    assert [(len(head.part), head.rows) for head in found] == [(1, 1), (10, 40), (10, 80)]
-    assert found[2].part.where(9) == f"{lines} line 19"
+    budget = file_preview.ReadBudget(3, rows=21)
+    previews = [file_preview.read_preview(str(file), budget) for file in (small, large, lines)]
+    assert [(len(preview.rows), preview.row_count) for preview in previews] == [(1, 1), (10, 40), (10, 80)]
+    assert previews[2].rows.where(9) == f"{lines} line 19"
     empty = tmp_path / "d.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
-    assert len(data_heads.open_head(str(empty), data_heads.Budget(1)).part) == 0
+    assert len(file_preview.read_preview(str(empty), file_preview.ReadBudget(1)).rows) == 0
 
 
 def test_lines_that_are_not_counted_leave_the_number_of_rows_unknown(tmp_path):
     file = written(tmp_path / "a.jsonl", (json.dumps(row(0)) + "\n") * 10)
-    assert data_heads.open_head(str(file), data_heads.Budget(1, rows=2, counted=10)).rows is None
-    cut = data_heads.open_head(str(written(tmp_path / "b.jsonl", '{"prompt": 1}\n' * 3)), data_heads.Budget(1, size=30))
-    assert (len(cut.part), cut.rows) == (2, 3)
+    assert file_preview.read_preview(str(file), file_preview.ReadBudget(1, rows=2, counted=10)).row_count is None
+    short = written(tmp_path / "b.jsonl", '{"prompt": 1}\n' * 3)
+    preview = file_preview.read_preview(str(short), file_preview.ReadBudget(1, size=30))
+    assert (len(preview.rows), preview.row_count) == (2, 3)
 
 
 def test_an_own_dataset_is_not_checked(tmp_path, problems):

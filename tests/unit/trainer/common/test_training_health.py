@@ -1,4 +1,4 @@
-"""When a run of steps without an update ends the run, and what it says."""
+"""Which steps without an update end a run, and the errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
-from verl.trainer.common.guard import (
+from verl.trainer.common.training_health import (
     NonFiniteError,
     NoSamplesError,
-    StepGuard,
+    UpdateCheck,
     explain_initial_weights,
     update_remedies,
 )
@@ -24,28 +24,28 @@ SEARCH = {"actor/skipped_steps": 0.0, "actor/loss_scale_search_steps": 1.0}
 
 @pytest.mark.parametrize(("bad", "error"), [(EMPTY, NoSamplesError), (BROKEN, NonFiniteError)])
 def test_only_a_run_of_bad_steps_ends_it(bad, error):
-    guard = StepGuard(limit=2)
+    updates = UpdateCheck(limit=2)
     for metrics in (bad, GOOD, bad):
-        guard.check(metrics)
+        updates.check(metrics)
     with pytest.raises(error, match=r"2 training steps in a row.*trainer\.max_nonfinite_steps"):
-        guard.check(bad)
+        updates.check(bad)
 
 
-def test_a_step_that_learnt_from_some_mini_batches_or_searches_its_loss_scale_goes_on():
-    guard = StepGuard(limit=1)
+def test_a_step_that_learnt_from_some_mini_batches_or_searches_its_loss_scale_continues():
+    updates = UpdateCheck(limit=1)
     for metrics in (GOOD, HALF_EMPTY, SEARCH, {}):
-        guard.check(metrics)
+        updates.check(metrics)
 
 
 def test_steps_without_samples_name_the_last_reward_error_or_what_else_it_may_be():
     with pytest.raises(NoSamplesError, match=r"reward_model\.on_error=zero(.|\n)*the judge is down"):
-        StepGuard(limit=1).check({"critic/empty_steps": 1.0}, "row 0: the judge is down")
+        UpdateCheck(limit=1).check({"critic/empty_steps": 1.0}, "row 0: the judge is down")
     with pytest.raises(NoSamplesError, match=r"rollout_correction\.rollout_rs"):
-        StepGuard(limit=1).check(EMPTY)
+        UpdateCheck(limit=1).check(EMPTY)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "took"),
+    ("metrics", "changed"),
     [
         (GOOD, True),
         ({}, True),
@@ -57,8 +57,8 @@ def test_steps_without_samples_name_the_last_reward_error_or_what_else_it_may_be
         ({"critic/empty_steps": 1.0}, True),
     ],
 )
-def test_the_policy_has_a_new_version_only_where_an_update_reached_it(metrics, took):
-    assert StepGuard(limit=1).took_update(metrics, "actor") is took
+def test_the_policy_has_a_new_version_only_where_an_update_reached_it(metrics, changed):
+    assert UpdateCheck(limit=1).record_update(metrics, "actor") is changed
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ def test_advice_names_the_values_of_the_run_and_only_keys_that_it_uses(keys, adv
 
 
 def test_a_resumed_run_names_the_checkpoint():
-    said = explain_initial_weights("actor_rollout_ref.model.path", "org/model", Path("/runs/global_step_7"))
-    assert "resumed from /runs/global_step_7" in said
-    assert "trainer.resume_from_path" in said
+    message = explain_initial_weights("actor_rollout_ref.model.path", "org/model", Path("/runs/global_step_7"))
+    assert "resumed from /runs/global_step_7" in message
+    assert "trainer.resume_from_path" in message
