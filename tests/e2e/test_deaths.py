@@ -110,7 +110,7 @@ def test_a_rank_that_dies_in_the_same_step_again_ends_the_run_with_the_cause_las
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("\nrestart ") in (1, 2), "2: the first death left step 3 unsaved"
-    assert re.search(r"not restarted: it died twice at the same place \(\w+ of step 4, role \w+\)", done.stderr)
+    assert re.search(r"not restarted: it failed twice at the same location \(\w+ of step 4, role \w+\)", done.stderr)
     last = done.stderr.rstrip().splitlines()[-1]
     assert re.fullmatch(
         r"Role \w+, rank 0, host \S+ pid \d+, phase \w+ of step 4\. The same command resumes at step [23] \(.*\)\.",

@@ -236,7 +236,7 @@ class TaskRunner:
             self._trainer.init_workers()
             freeze_gc()
             self._trainer.fit()
-            return self._trainer.given_up
+            return self._trainer.preemption.given_up
         finally:
             for manager in (reward_fn, val_reward_fn):
                 getattr(manager, "close", lambda: None)()

@@ -120,7 +120,7 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     generator = Generator(config, tokenizer, groups, RolloutManager(config, groups), reward_fn, groups.infer)
     dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)
     state = TrainerState(config, runner.role_worker_mapping, None)
-    state.draw_from(make_dataloader(dataset, config.data))
+    state.set_dataloader(make_dataloader(dataset, config.data))
     try:
         groups.start()
         generator.start()

@@ -34,7 +34,7 @@ LIMIT = 12
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial outputs are reported with every reply."""
     monkeypatch.setattr(rollout_hosts, "_COLLECT_S", 0.01)
-    monkeypatch.setattr(rollout_manager, "_WAKE_S", 0.01)
+    monkeypatch.setattr(rollout_manager, "_POLL_S", 0.01)
     monkeypatch.setattr(loop_host, "_COALESCE_S", 0.001)
     monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)
 
@@ -241,7 +241,7 @@ def test_rows_without_names_are_named_by_their_prompts_and_numbered(setup):
 
 def test_rows_with_the_same_name_are_an_error(setup):
     run = setup()
-    with pytest.raises(ValueError, match="several rows are named 'a/0'"):
+    with pytest.raises(ValueError, match="'a/0'"):
         run.manager.generate(prompt_rows(["a", "b", "a"]), META)
 
 

@@ -1,5 +1,5 @@
-"""GroupState: the stream's data of a prompt group (prompt, finished trajectories, partial outputs), and its checkpoint
-format, which stores trajectories, turns and outputs by field name."""
+"""GroupState: data of a prompt group (prompt, finished trajectories, partial outputs), and its checkpoint format, which
+stores trajectories, turns and outputs by field name."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ _BY_TOKEN = {
 
 @dataclass(slots=True)
 class GroupState:
-    """State of one group (`PromptGroup.state`)."""
+    """Data that the GroupStream stores for one group (`PromptGroup.state`)."""
 
     name: str
-    """The `uid` of its rows: unique among groups in flight and dropped groups whose results may still arrive."""
+    """The `uid` of its rows. Unique among live groups and dropped groups whose results may still arrive."""
     source: DataProto
-    """A batch of prompts from the data; the group's prompt is at `row`."""
+    """A batch of prompts from the dataset; the group's prompt is at `row`."""
     step: int
-    """The step in which it was first submitted. Its sampling noise depends on it, also if it is submitted again."""
+    """The step in which it was first submitted. Determines its sampling noise, also after a resubmission."""
     finished: dict[str, Any] = field(default_factory=dict)
     """Its finished trajectories by name: `FinishedTrajectory`, or `Trajectory` after `from_plain`."""
     partials: dict[str, Output] = field(default_factory=dict)
-    """Partial outputs of its unfinished trajectories by name, as last read."""
+    """Partial outputs of its unfinished trajectories by name, at the last checkpoint."""
     scorer: Any = None
     """Scorer of its trajectories (`Generator.early_scorer`); None: they are scored with the batch."""
     row: int = 0
 
     @property
     def prompt(self) -> DataProto:
-        """Its prompt: one row."""
+        """The prompt of the group, as a batch of one row."""
         return self.source[self.row : self.row + 1]
 
     def trajectory_names(self, count: int) -> list[str]:
-        """The names of its `count` trajectories."""
+        """Return the names of its `count` trajectories."""
         return [f"{self.name}/{number}" for number in range(count)]
 
 
 def join_prompts(states: Sequence[GroupState]) -> DataProto:
-    """The prompts of these groups, in order. Adjacent groups of one source are selected at once, for speed."""
+    """Return the prompts of these groups, in order. Adjacent groups with the same source are selected at once."""
     parts = []
     for _, run in groupby(states, key=lambda state: id(state.source)):
         adjacent = list(run)
@@ -79,10 +79,10 @@ def join_prompts(states: Sequence[GroupState]) -> DataProto:
 
 def oldest_step(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
     """Return the step at which the oldest token was sampled, and the number of partial rollouts: trajectories with
-    several weight versions.
+    tokens of several weight versions.
 
-    `versions`: weight versions of each trajectory. `steps`: the last step at which the rollout had each version.
-    `default`: the step of versions that `steps` does not have.
+    `versions`: weight versions of each trajectory. `steps`: by weight version, the last step at which the rollout had
+    it. `default`: the step of other versions.
     """
     distinct = [set(of_trajectory) for of_trajectory in versions]
     oldest = min((steps.get(version, default) for version in set().union(*distinct)), default=default)
@@ -90,8 +90,8 @@ def oldest_step(versions: Iterable[Sequence[int]], steps: Mapping[int, int], def
 
 
 def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[str, Any]:
-    """The state as plain data, for a checkpoint. `trajectories`: the finished ones by name; those that cannot be stored
-    are left out, and generated again after a restart."""
+    """Return the state as plain data, for a checkpoint. `trajectories`: finished trajectories by name. If one cannot be
+    stored, it is left out and generated again after a restart."""
     prompt = state.prompt
     return {
         "name": state.name,
@@ -103,7 +103,7 @@ def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[
 
 
 def from_plain(saved: Mapping[str, Any]) -> GroupState:
-    """The state that `to_plain` stored."""
+    """Restore a state from the result of `to_plain`."""
     return GroupState(
         saved["name"],
         _prompt(saved),
@@ -114,7 +114,7 @@ def from_plain(saved: Mapping[str, Any]) -> GroupState:
 
 
 def save_buffer(buffer: RolloutBuffer, read: Callable[[list[Any]], list[Trajectory]]) -> dict[str, Any]:
-    """The state of a buffer whose groups have a GroupState, as plain data. `read(finished)` reads finished trajectories
+    """Return the state of a buffer and its groups' states as plain data. `read(finished)` reads finished trajectories
     from the object store."""
     saved = buffer.state()
     finished = [header for group in saved["groups"] for header in group["rows"].finished.values()]
@@ -139,8 +139,8 @@ def load_buffer(buffer: RolloutBuffer, saved: Mapping[str, Any]) -> None:
 
 
 def group_shape(state: Mapping[str, Any]) -> dict[str, int]:
-    """Settings of the groups in a saved stream (`GroupStream._group_shape`); old checkpoints only have the number of
-    responses per prompt."""
+    """Return the settings of the groups in a saved stream (`GroupStream._group_shape`). Old checkpoints contain only
+    the number of responses per prompt."""
     if (settings := state.get("asked_for")) is not None:
         return dict(settings)
     groups = state["buffer"]["groups"]
@@ -148,7 +148,7 @@ def group_shape(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def saved_prompts(state: Mapping[str, Any]) -> list[DataProto]:
-    """The prompts of all groups in a saved stream, in order: for runs that cannot use its responses."""
+    """Return the prompts of all groups in a saved stream, in order, for runs that cannot use its responses."""
     return [_prompt(group["rows"]) for group in state["buffer"]["groups"]]
 
 
@@ -157,7 +157,7 @@ def _prompt(saved: Mapping[str, Any]) -> DataProto:
 
 
 def _is_plain(trajectory: Trajectory) -> bool:
-    """Whether a trajectory can be stored: agents may return objects that cannot."""
+    """Return whether a trajectory can be stored: agents may return objects that cannot be serialized."""
     return is_plain(trajectory.extra) and all(is_plain(row.messages) for row in trajectory.rows)
 
 
@@ -182,7 +182,7 @@ def _unpacked_trajectory(saved: Mapping[str, Any]) -> Trajectory:
 
 
 def _packed(item: Turn | Output) -> dict[str, Any]:
-    """Its fields, with per-token lists as arrays, which are faster to copy: saving blocks training."""
+    """Return the fields by name, with per-token lists as arrays, which are faster to copy: saving blocks training."""
     values = _fields(item)
     return values | {
         name: np.asarray(values[name], dtype)
@@ -199,5 +199,5 @@ def _unpacked(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(item: Any) -> dict[str, Any]:
-    """Like `asdict`, but without a deep copy."""
-    return {each.name: getattr(item, each.name) for each in fields(item)}
+    """Like `dataclasses.asdict`, but without a deep copy."""
+    return {item_field.name: getattr(item, item_field.name) for item_field in fields(item)}

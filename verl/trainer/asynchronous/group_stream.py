@@ -1,7 +1,7 @@
 """GroupStream: submits prompts while the buffer has capacity, receives finished trajectories, returns complete groups.
 
-To the trainer it is a source of prompts, like `PromptStream`, whose responses are already generated. All bookkeeping is
-done in the trainer's thread; collector threads of the RolloutManager only update scores and utilization.
+The trainer uses it as a source of prompts, like `PromptStream`, but the responses are already generated. The trainer's
+thread does all bookkeeping; collector threads of the RolloutManager only update scores and utilization.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["GroupStream"]
 logger = logging.getLogger(__name__)
 
 # Interval in which a wait for trajectories checks the state of the hosts.
-_WAKE_S = 0.5
+_POLL_S = 0.5
 
 
 class GroupStream:
@@ -63,29 +63,29 @@ class GroupStream:
         wait_phase: Callable[[], AbstractContextManager[None]],
         recovery: WorkerRecovery,
     ) -> None:
-        """Prompts are taken from `state.prompts`; `wait_phase()` returns the context of a wait for trajectories."""
+        """`state.prompts`: source of the prompts. `wait_phase()`: returns the context of a wait for trajectories."""
         self._config, self._rollouts, self._generator = config, rollouts, generator
         self._state, self._wait_phase, self._recovery = state, wait_phase, recovery
-        data, ahead = config.data, async_settings(config.trainer)
-        self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
+        data, settings = config.data, async_settings(config.trainer)
+        self._uses_partial_rollouts, self._max_staleness = settings.partial, settings.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
         self._buffer = RolloutBuffer(
-            data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
+            data.train_batch_size, settings.max_staleness, settings.strategy, settings.in_order, surplus, total_steps
         )
         self.utilization = Utilization()
         self._job: str | None = None
         self._loops_are_fewer = False
-        """Loop workers run fewer trajectories than the engines could decode concurrently."""
+        """Whether loop workers run fewer trajectories concurrently than the engines could decode."""
         self._version = 0
         self._steps: dict[int, int] = {}
-        """By weight version: the last step (number of trained batches) at which the rollout had it. Only versions that
-        tokens of live groups may have."""
+        """By weight version: the last step (number of trained batches) at which the rollout had it. Contains only
+        versions that tokens of live groups may have."""
         self._serial = itertools.count()
         self._live: dict[str, PromptGroup] = {}
         """Groups in flight, finished or taken by the current step, by the `uid` of their rows."""
         self._dropped: set[str] = set()
-        """The `uid` of prompts that were put back. Their next group gets another name, so that late results of the
-        dropped group are not stored in it."""
+        """The `uid` of dropped prompts. Their next group gets another name, so that late results of the dropped group
+        are not stored in it."""
         self._taken: list[PromptGroup] = []
         self._in_flight = InFlight(self.utilization.set_in_flight)
         self._is_waiting = False
@@ -94,13 +94,13 @@ class GroupStream:
     # ---------------------------------------------------------------- for the trainer, step by step
 
     def begin_step(self, step: int, weight_version: int) -> None:
-        """Begin a step and drop groups that have become too old. `weight_version`: that of the rollout."""
+        """Begin a step and drop groups that have become too old. `weight_version`: weight version of the rollout."""
         self._version = step - 1
         oldest = self._version - self._max_staleness
         self._steps = {version: at for version, at in self._steps.items() if at >= oldest} | {
             weight_version: self._version
         }
-        self._receive_all()  # trajectories that finished during the last update are not in flight
+        self._receive_all()  # groups may have finished during the last update
         for group in self._taken:
             del self._live[group.state.name]
         self._taken = []
@@ -112,8 +112,7 @@ class GroupStream:
                 self._rollouts.cancel(self._job, names)
 
     def next_batch(self) -> DataProto:
-        """Return the prompts of finished groups that the batch of the step still needs. Blocks until they are
-        finished."""
+        """Block until enough groups are finished to complete the batch of the step; return their prompts."""
         self._is_waiting = True
         try:
             with self._wait_phase(), self._rollouts.watched():
@@ -124,7 +123,7 @@ class GroupStream:
         return self._prompts(groups)
 
     def responses(self, prompts: DataProto) -> DataProto:
-        """Return the responses to prompts that `next_batch` returned; all rows of one prompt are adjacent."""
+        """Return the responses to prompts of `next_batch`; all rows of a prompt are adjacent."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         rows = self._rows(groups)
         by_name = {name: trajectory for group in groups for name, trajectory in group.state.finished.items()}
@@ -137,7 +136,7 @@ class GroupStream:
         self._buffer.reject([self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]])
 
     def put_back(self, prompts: DataProto) -> None:
-        """Return taken prompts to the source: they will be generated again."""
+        """Return taken prompts to the source: their responses will be generated again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         self._buffer.reject(groups)
         self._state.prompts.put_back(join_prompts([group.state for group in groups]))
@@ -164,11 +163,11 @@ class GroupStream:
 
     @property
     def loops_limit(self) -> bool:
-        """Trajectories waited for a loop worker although the engines had capacity."""
+        """Whether trajectories waited for a loop worker although the engines had capacity."""
         return self._loops_are_fewer and self.utilization.was_full
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this step's batch, and of groups dropped or rejected since the last call."""
+        """Return metrics of this step's batch, and of groups dropped or rejected since the last call."""
         return self._buffer.metrics(self._version)
 
     def abandon(self) -> None:
@@ -184,9 +183,9 @@ class GroupStream:
     # ---------------------------------------------------------------- checkpoints
 
     def state(self, partials: bool) -> dict[str, Any]:
-        """The state for a checkpoint between steps, as plain data: finished groups, and groups in flight with their
-        finished trajectories. `partials`: also read current partial outputs, if the run uses partial rollouts."""
-        if partials and self._partial and self._job is not None:
+        """Return the state for a checkpoint between steps, as plain data: finished groups, and groups in flight with
+        their finished trajectories. `partials`: include current partial outputs, if the run uses partial rollouts."""
+        if partials and self._uses_partial_rollouts and self._job is not None:
             for name, output in self._rollouts.partials(self._job).items():
                 if (group := self._live.get(name.rpartition("/")[0])) is not None:
                     group.state.partials[name] = output
@@ -195,9 +194,9 @@ class GroupStream:
         return {"buffer": saved, "versions": dict(self._steps), "asked_for": self._group_shape}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`: the next step submits groups in flight again, from their partial outputs.
+        """Restore a `state`. The next step submits the groups in flight again, to resume from their partial outputs.
 
-        If the number or maximum length of responses has changed, all groups are generated again.
+        If the number or maximum length of responses has changed, all responses are generated again.
         """
         before = self._group_shape | group_shape(state)
         if before != self._group_shape and (prompts := saved_prompts(state)):
@@ -218,7 +217,7 @@ class GroupStream:
 
     @property
     def _group_shape(self) -> dict[str, int]:
-        """Settings that a group in a checkpoint must have in common with this run."""
+        """Settings that must be the same in a checkpoint and in the run that resumes from it."""
         return {
             "answers to a prompt": self._generator.responses_per_prompt,
             "rollout.n": self._config.actor_rollout_ref.rollout.n,
@@ -228,23 +227,24 @@ class GroupStream:
     # ---------------------------------------------------------------- waiting
 
     def _next_groups(self) -> list[PromptGroup]:
-        """Block until the buffer returns groups for the batch. It can be called again after a WorkerError."""
+        """Submit and receive until the buffer returns groups for the batch. Can be called again after a WorkerError."""
         while True:
             self._open()
             self._top_up()
             if (groups := self._buffer.take(self._version)) is not None:
                 return groups
-            self._receive(_WAKE_S)
+            self._receive(_POLL_S)
 
     def _finish_all(self) -> None:
+        """Receive until no group is in flight. Can be called again after a WorkerError."""
         while self._buffer.in_flight():
             self._open()
-            self._receive(_WAKE_S)
+            self._receive(_POLL_S)
 
     # ---------------------------------------------------------------- submitting
 
     def _open(self) -> None:
-        """Open generation, if it is not open or a host was lost. The first time, also start the job and submit the
+        """Open generation if it is not open or a host was lost. The first call also starts the job and submits the
         groups in flight of a checkpoint."""
         self._rollouts.open()
         if self._job is None:
@@ -265,10 +265,10 @@ class GroupStream:
         if (count := self._buffer.capacity(self._version)) > 0:
             prompts = self._state.prompts.take(count, prefetch=False)
             self._submit([self._new_group(prompts, row) for row in range(len(prompts))])
-            self._state.prompts.prefetch()  # only now: its thread would delay the submission
+            self._state.prompts.prefetch()  # after the submission, which the prefetching thread would delay
 
     def _new_group(self, prompts: DataProto, row: int = 0) -> PromptGroup:
-        """A group for the prompt at `row`."""
+        """Return a new group for the prompt at `row`, in the buffer."""
         uid, count = str(prompts.non_tensor_batch["uid"][row]), self._generator.responses_per_prompt
         serial, is_new = next(self._serial), uid not in self._live and uid not in self._dropped
         self._dropped.discard(uid)
@@ -298,13 +298,13 @@ class GroupStream:
             self._rollouts.submit(self._job, request, partials)
 
     def _prompts(self, groups: Sequence[PromptGroup]) -> DataProto:
-        """The prompts of these groups; `uid` is the name of the group."""
+        """Return the prompts of these groups; their `uid` is the name of the group."""
         prompts = join_prompts([group.state for group in groups])
         prompts.non_tensor_batch["uid"] = object_array([group.state.name for group in groups])
         return prompts
 
     def _rows(self, groups: Sequence[PromptGroup]) -> DataProto:
-        """The rows to generate; those of a group are adjacent."""
+        """Return the rows to generate; all rows of a group are adjacent."""
         return self._generator.rollout_rows(self._prompts(groups))
 
     def _put_back(self, groups: Sequence[PromptGroup]) -> None:
@@ -320,7 +320,7 @@ class GroupStream:
         trains."""
         in_flight.remove(trajectory.name for trajectory in finished)
         if self._is_waiting and not len(in_flight):
-            return  # neither generation nor training to overlap with: the trainer scores the batch
+            return  # no generation or training to overlap with: the trainer scores the whole batch
         unscored: dict[str, list[tuple[int, np.ndarray]]] = {}
         for trajectory in finished:
             if trajectory.status == "finished" and trajectory.score is None:
@@ -335,7 +335,7 @@ class GroupStream:
         self._store(self._rollouts.collect(self._job, timeout))
 
     def _receive_all(self) -> None:
-        """Receive finished trajectories without blocking; the next `_receive` raises errors."""
+        """Receive finished trajectories without blocking. Errors are left to the next `_receive`."""
         if self._job is not None:
             self._store(self._rollouts.take_finished(self._job))
 

@@ -1,14 +1,14 @@
-"""RolloutBuffer: bookkeeping of prompt groups: which are in flight, which are finished, which form the next batch.
+"""RolloutBuffer: tracks prompt groups in flight and finished groups, and selects the groups of the next batch.
 
 A version is the number of trained batches; the trainer takes one batch per version. A group sent at version `v` is
-trained at version `v + max_staleness` at the latest. Admission guarantees it: groups in flight, finished or in the
+trained at version `v + max_staleness` at the latest. `capacity` guarantees it: groups in flight, finished or in the
 current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt is sent while two batches
 are finished or being trained: if training is the bottleneck, responses do not age in the queue. Groups that finish
 early are trained early.
 
-`wait` delays a batch if the groups in flight could otherwise not all be trained in time. `drop` returns prompts of
-groups that became too old to the source. Each prompt is dropped once: batches wait for its second group, or long
-responses would never be trained.
+Strategy `wait`: a batch is delayed if otherwise not all groups in flight could be trained in time. Strategy `drop`:
+groups that became too old are dropped, and their prompts are returned to the source. A prompt is dropped once: batches
+wait for its second group, since long responses would otherwise never be trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["PromptGroup", "RolloutBuffer"]
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
-"""Reasons why a too old group was dropped: not finished; finished, but batches were full; sent by over-sampling."""
+"""Why a group became too old: it did not finish; it finished, but batches were full; it was a surplus group."""
 STALE = "stale_samples"
 
 
@@ -42,11 +42,11 @@ class PromptGroup:
     state: Any = None
     """Data of the caller."""
     promised: bool = False
-    """Guaranteed to be trained in time: batches wait for it."""
+    """Whether the group is guaranteed to be trained in time: batches wait for it."""
 
     @property
     def base_version(self) -> int:
-        """The version from which its staleness counts."""
+        """The version from which its staleness is counted."""
         return self.sent_at if self.oldest is None else self.oldest
 
 
@@ -105,7 +105,7 @@ class RolloutBuffer:
             return 0
         finished = len(self._finished) + len(self._training(version))
         most = batches * self._per_batch - len(self._in_flight)
-        # Finished groups beyond the next batch only age, so no more prompts are sent.
+        # Finished groups beyond the next batch would only become stale, so no more prompts are sent.
         return max(0, min(most, 2 * self._per_batch) + self._surplus - finished)
 
     def add(self, group: PromptGroup) -> None:
@@ -175,15 +175,15 @@ class RolloutBuffer:
             self.counts["rejected"] += 1
 
     def in_flight(self) -> list[PromptGroup]:
-        """Groups that are not finished."""
+        """Return the groups that are not finished."""
         return list(self._in_flight.values())
 
     def finished_groups(self) -> list[PromptGroup]:
-        """Finished groups that were not taken yet, in serial order."""
+        """Return the finished groups that were not taken yet, in serial order."""
         return sorted(self._finished.values(), key=lambda group: group.serial)
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Metrics of the batch of this version, and of groups dropped and rejected since the last call."""
+        """Return metrics of the batch of this version, and of groups dropped and rejected since the last call."""
         used = list(self._training(version).values())
         responses = sum(group.response_count for group in used)
         partial = sum(group.partial for group in used) / max(1, responses)
@@ -205,8 +205,8 @@ class RolloutBuffer:
         return metrics | {f"async/{name}": float(new[name]) for name in reasons if name != STALE}
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`). Groups
-        of the batch that is being trained are not included."""
+        """Return the state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`).
+        Groups of the batch that is being trained are not included."""
         return {
             "groups": [_saved_fields(group) for group in self._all()],
             "finished": list(self._finished),
@@ -216,8 +216,7 @@ class RolloutBuffer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. Groups that are not in its `finished` are in flight: the caller submits them again, as the
-        same groups."""
+        """Restore a `state`. Groups that are not in its `finished` are in flight: the caller submits them again."""
         groups, finished = [_from_saved_fields(saved) for saved in state["groups"]], set(state["finished"])
         self._in_flight = {group.serial: group for group in groups if group.serial not in finished}
         self._finished = {group.serial: group for group in groups if group.serial in finished}
@@ -232,7 +231,7 @@ class RolloutBuffer:
         return sorted([*self._in_flight.values(), *self._finished.values()], key=lambda group: group.serial)
 
     def _training(self, version: int) -> dict[int, _TrainedGroup]:
-        """Groups of the batch of this version, by serial."""
+        """Return the groups of the batch of this version, by serial."""
         return self._batch if self._batch_version == version else {}
 
     def _use(self, chosen: Iterable[PromptGroup], version: int) -> None:
@@ -248,8 +247,8 @@ class RolloutBuffer:
             self.max_trained_staleness = max(self.max_trained_staleness, used.staleness)
 
     def _required(self, fresh: list[PromptGroup], version: int, count: int) -> set[PromptGroup] | None:
-        """Finished groups that the batch must have so that all promised groups are trained in time; None if such a
-        group is still in flight.
+        """Return the finished groups that the batch must contain so that all promised groups can be trained in time;
+        None if such a group is still in flight.
 
         Earliest deadline first: for every later version, the promised groups due by then must fit into the remaining
         batches.

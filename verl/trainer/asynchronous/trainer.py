@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(RayPPOTrainer):
-    """The modes differ only in how far generation may be ahead of training (`async_settings`)."""
+    """The modes differ only in the allowed staleness of responses and the order of groups (`async_settings`)."""
 
     modes = ("one_step_off", "async")
 
@@ -41,7 +41,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         )
         self.state.stream = self.stream
         self._length_evenness: list[float] = []
-        """Of each step: mean response length over the longest one."""
+        """Per step: mean response length divided by the longest one."""
 
     def _train(self) -> None:
         self.stream.utilization.begin()
@@ -59,11 +59,11 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _log_utilization(self) -> None:
         if (shares := self.stream.utilization.shares()) is None:
             return
-        ahead = async_settings(self.config.trainer)
+        settings = async_settings(self.config.trainer)
         setup = AsyncSetup(
             self.config.trainer.mode,
-            ahead.max_staleness,
-            ahead.partial,
+            settings.max_staleness,
+            settings.partial,
             own_devices=not shares_devices(self.config),
             trained_staleness=self.stream.max_trained_staleness,
             loops_limit=self.stream.loops_limit,
@@ -85,8 +85,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return super()._train_step(batch)
 
     def _drain_stream(self) -> None:
-        """Without partial rollouts, block until no trajectory is in flight. Called before the phase of the weight sync,
-        whose time does not include the wait."""
+        """Without partial rollouts, block until no trajectory is in flight. Called before the phase of the weight sync:
+        its time does not include the wait."""
         if not async_settings(self.config.trainer).partial:
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
@@ -115,6 +115,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return self.stream.utilization.step(self.phases.seconds)
 
     def _wait_phase(self) -> AbstractContextManager[None]:
-        """The phase of a wait for trajectories: a phase of the step, or, if a validation waits, of the status line."""
+        """Return the context of a wait for trajectories: in a step a measured phase; during validation only a phase of
+        the status."""
         phase = self.phases if self.phases.is_running("step") else self.status.phase
         return phase("gen", *self.groups.generating)

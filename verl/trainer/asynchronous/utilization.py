@@ -1,4 +1,4 @@
-"""Utilization of trainer and rollout in async modes: trajectories in flight, idle shares, advice on keys."""
+"""Utilization of trainer and rollout in async modes: trajectories in flight, idle shares, tuning advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEGLIGIBLE = 0.1
 # rollout's is below this fraction of the trainer's. Measured with benchmarks/async_pools.py: below it, more devices for
 # the limiting side gain more than a larger staleness.
 _TRAINING_LIMITS, _GENERATION_LIMITS = 0.25, 0.5
-# If the mean response is longer than this fraction of the longest one in its batch, little time is lost in the tail.
+# If the mean response is longer than this fraction of the longest one in its batch, little time is lost on stragglers.
 _EVEN = 0.7
 
 
@@ -31,8 +31,8 @@ class IdleShares:
     trainer: float
     """Share of the training time in which the trainer waited for responses."""
     rollout: float
-    """Unused share of the rollout's capacity. The capacity is the largest number of responses that were in flight at
-    the same time, but at most `Utilization.max_concurrent`."""
+    """Unused share of the rollout's capacity: the largest number of responses that were in flight at the same time, but
+    at most `Utilization.max_concurrent`."""
 
 
 class AsyncSetup(NamedTuple):
@@ -55,7 +55,7 @@ class Utilization:
     """Accumulates idle times over the steps of a run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_concurrent: int | None = None) -> None:
-        """`max_concurrent`: number of responses that the rollout can generate concurrently; others are queued."""
+        """`max_concurrent`: number of responses that the rollout can generate concurrently; more are queued."""
         self.max_concurrent = max_concurrent
         self._clock, self._lock = clock, threading.Lock()
         self._changed_at, self._in_flight, self._max_in_flight = clock(), 0, 0
@@ -79,8 +79,8 @@ class Utilization:
             self._max_in_flight = max(self._max_in_flight, count)
 
     def step(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """End a step and return its metrics. `seconds`: durations of its phases. The rollout's time counts from the end
-        of the last step."""
+        """End a step and return its metrics. `seconds`: durations of its phases. The utilization of the rollout is
+        measured since the end of the previous step."""
         self.set_in_flight(self._in_flight)
         with self._lock:
             elapsed, load_s = self._changed_at - self._step_began_at, self._step_load_s
@@ -96,7 +96,7 @@ class Utilization:
         }
 
     def shares(self) -> IdleShares | None:
-        """Idle shares over all steps so far; None before the first."""
+        """Return the idle shares over all steps so far; None before the first step has ended."""
         if not self._trained_s:
             return None
         return IdleShares(self._waited_s / self._trained_s, self._unused(self._load_s, self._elapsed_s))
@@ -111,7 +111,7 @@ class Utilization:
 
 
 def tuning_advice(idle: IdleShares, run: AsyncSetup) -> str:
-    """One line for the log: the idle shares, the likely bottleneck, and the key that would help."""
+    """Return one line for the log: the idle shares, the likely bottleneck, and keys that would help."""
     shares = f"trainer idle {idle.trainer:.0%} (waiting for responses), rollout idle {idle.rollout:.0%}"
     if idle.trainer < _NEGLIGIBLE and idle.rollout < _NEGLIGIBLE:
         return f"{shares}: little is left to gain"
@@ -148,8 +148,8 @@ def _faster_generation(run: AsyncSetup) -> str:
 
 
 class InFlight:
-    """A thread-safe set of names with a callback. Removing a name twice has no effect: a collector thread may report a
-    trajectory as finished while the trainer drops its group."""
+    """Names of the trajectories in flight, with a callback; thread-safe. Removing a name twice has no effect: a
+    collector thread may report a trajectory as finished while the trainer drops its group."""
 
     def __init__(self, on_change: Callable[[int], None]) -> None:
         """`on_change` receives the number of names after every change, under the lock."""

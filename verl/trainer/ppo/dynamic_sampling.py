@@ -1,9 +1,10 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): replaces prompts whose responses all have the same score.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replaces groups (responses to one prompt) with equal scores.
 
 If all responses to a prompt are correct, or all are wrong, their advantages are 0 and the group has no gradient. A step
-generates `data.gen_batch_size` prompts at a time and keeps groups with different scores, until it has
-`data.train_batch_size` of them. Surplus prompts are kept for the next step, which generates them again with its own
-weights. After `algorithm.filter_groups.max_num_gen_batches` the step continues with the groups that it has.
+generates responses to `data.gen_batch_size` prompts at a time and keeps groups with different scores, until it has
+`data.train_batch_size` groups. Prompts of surplus groups are put back: the next step generates responses to them with
+its own weights. After `algorithm.filter_groups.max_num_gen_batches` generation batches, the step trains the groups that
+it has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 logger = logging.getLogger(__name__)
 
-# Scores that differ by less are equal.
+# Scores with a smaller difference are equal.
 _TOLERANCE = 1e-6
 # Prefixes of metrics that are summed over generation batches; all others are averaged.
 _SUMMED = ("reward/errors", *SUMMED_AGENT_METRICS)
@@ -38,7 +39,7 @@ GenerateAndScore = Callable[[DataProto, dict[str, float]], DataProto]
 
 
 class PromptSource(Protocol):
-    """Source of further prompts: the dataset, or a stream of prompts with finished responses."""
+    """Source of further prompts: PromptStream, or in async modes GroupStream, which has already generated responses."""
 
     @property
     def batches_per_epoch(self) -> int: ...
@@ -67,13 +68,13 @@ class DynamicSampling:
         reward_fn: Any,
         step: int,
     ) -> DataProto:
-        """Return scored responses to `data.train_batch_size` prompts whose responses differ; `prompts` are tried first.
+        """Return `data.train_batch_size` scored groups with different scores; `prompts` are used first, then `source`.
 
-        The batch is smaller only if the limit of generation batches was reached.
+        There are fewer groups only if the limit of generation batches was reached.
         """
         data, filter_config = self._config.data, self._config.algorithm.filter_groups
         kept, uses = _KeptGroups(data.train_batch_size), Counter[str]()
-        # Counted in prompts, not batches: a stream returns only the missing ones, which may be a few.
+        # Counted in prompts, not in batches: a GroupStream returns only as many prompts as are missing.
         max_prompts = filter_config.max_num_gen_batches * data.gen_batch_size
         max_unscored = self._config.trainer.max_nonfinite_steps
         while True:
@@ -87,13 +88,13 @@ class DynamicSampling:
             if len(equal):
                 source.reject(prompts.select_idxs(equal))
             # Unscored responses never differ: without this check, an outage of the reward would cost an epoch and be
-            # reported as unsuitable data. With on_error=zero or fail the user has chosen what happens.
-            unscored = kept.unscored_prompts >= max_unscored * data.gen_batch_size
-            if unscored and getattr(reward_fn, "on_error", None) == "mask":
+            # reported as unsuitable data. Only needed for on_error=mask: `fail` raises, `zero` continues on purpose.
+            is_outage = kept.unscored_prompts >= max_unscored * data.gen_batch_size
+            if is_outage and getattr(reward_fn, "on_error", None) == "mask":
                 raise no_samples_error(f"{max_unscored} generation batches", getattr(reward_fn, "last_failure", None))
-            # Without a limit: after a whole epoch without a single group, another epoch would not help.
-            in_vain = kept.prompts_without_group >= source.batches_per_epoch * data.gen_batch_size
-            if kept.missing == 0 or 0 < max_prompts <= kept.prompts or in_vain:
+            # Also without a limit: after a whole epoch without a single group, another epoch would not help.
+            epoch_without_group = kept.prompts_without_group >= source.batches_per_epoch * data.gen_batch_size
+            if kept.missing == 0 or 0 < max_prompts <= kept.prompts or epoch_without_group:
                 break
             prompts = source.next_batch()
         metrics |= kept.metrics()
@@ -104,14 +105,14 @@ class DynamicSampling:
         metric = self._config.algorithm.filter_groups.metric
         if not kept.parts:
             raise ValueError(
-                f"algorithm.filter_groups: step {step} tried {tried}, and for none of them the responses differ in"
-                f" {metric!r}: there is nothing to learn from. Look at responses and scores (trainer.rollout_data_dir),"
-                " choose another algorithm.filter_groups.metric, harder or easier data, or set"
-                " algorithm.filter_groups.enable=False."
+                f"algorithm.filter_groups: step {step} generated responses to {tried}, and the responses to none of"
+                f" them differ in {metric!r}: there is nothing to train on. Look at responses and scores"
+                " (trainer.rollout_data_dir), choose another algorithm.filter_groups.metric, harder or easier data, or"
+                " set algorithm.filter_groups.enable=False."
             )
         if kept.missing:
             logger.warning(
-                "step %d: %s gave %d of %d groups that differ in %s; training continues with these"
+                "step %d: %s gave %d of %d groups whose responses differ in %s; training continues with these groups"
                 " (algorithm.filter_groups.max_num_gen_batches)",
                 *(step, tried, kept.taken, kept.wanted, metric),
             )
@@ -120,7 +121,7 @@ class DynamicSampling:
 
 @dataclass
 class _KeptGroups:
-    """The groups kept for one step so far, and statistics over everything that was generated."""
+    """The groups kept for one step so far, and statistics over all groups that were generated."""
 
     wanted: int
     parts: list[DataProto] = field(default_factory=list)
@@ -129,9 +130,9 @@ class _KeptGroups:
     differing: int = 0
     taken: int = 0
     prompts_without_group: int = 0
-    """Prompts since the last group that differed."""
+    """Number of prompts since the last group with different scores."""
     unscored_prompts: int = 0
-    """Prompts of the last consecutive generation batches in which no response could be scored."""
+    """Number of prompts of the latest consecutive generation batches in which no response could be scored."""
     scores: list[np.ndarray] = field(default_factory=list)
     dropped_scores: list[np.ndarray] = field(default_factory=list)
     batch_metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -143,8 +144,8 @@ class _KeptGroups:
     def add(
         self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keep the missing groups of one generation batch. Return the indices in `uids` of surplus prompts, and of
-        prompts whose responses do not differ."""
+        """Keep as many groups of a generation batch as are missing. Return the indices in `uids` (the prompts of the
+        batch) of surplus groups, and of groups with equal scores."""
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
         trajectory_uids = row_uids[Trajectories.of(batch).last_rows]
         differ = differing_trajectories(batch, trajectory_uids, metric)
@@ -167,7 +168,7 @@ class _KeptGroups:
         return surplus, np.setdiff1d(np.arange(len(uids)), differing)
 
     def metrics(self) -> dict[str, float]:
-        """Return means and sums over everything that was generated, and how much of it was kept."""
+        """Return means and sums over all groups that were generated, and the share that was kept."""
         dropped = np.concatenate(self.dropped_scores)
         metrics = {
             name: float(sum(values) if name.startswith(_SUMMED) else np.mean(values))
@@ -185,15 +186,17 @@ class _KeptGroups:
 
 
 def differing_trajectories(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
-    """Return [trajectories], bool: whether the responses of its group differ in `metric`. A trajectory without tokens
-    belongs to no group."""
+    """Return for each trajectory whether the responses of its group differ in `metric`: bool [trajectories].
+
+    A trajectory without tokens belongs to no group.
+    """
     values = trajectory_values(batch, metric, "algorithm.filter_groups.metric")
     return Groups(uids, Trajectories.of(batch).mask).differ(values, _TOLERANCE).cpu().numpy()
 
 
 def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
-    """Return the prompts with unique `uid`: a prompt that occurs again in one step (in a new epoch) is a separate group
-    with its own sampling noise. `uses`: occurrences per `uid` so far, updated."""
+    """Return the prompts with a unique `uid` each: a prompt that occurs twice in a step (at the end of an epoch) forms
+    two groups with different sampling noise. `uses`: occurrences per `uid` so far; updated."""
     uids = []
     for uid in map(str, prompts.non_tensor_batch["uid"]):
         uses[uid] += 1

@@ -1,7 +1,5 @@
-"""Generator: generates responses to prompts and scores them, with greedy baselines.
-
-Finished responses are scored while others are still generated (RewardOverlap).
-"""
+"""Generator: generates responses to prompts and scores them; RewardOverlap: scores responses as they finish, while
+others are still generated."""
 
 from __future__ import annotations
 
@@ -70,8 +68,8 @@ class Generator:
         self.reward_fn = reward_fn if self._uses_rewards else NoRewards()
         self._has_reward_model = Role.RewardModel in groups.roles and not serves_reward_model(config)
         self._scores_are_degrees = scored_by_model(config) or not self._uses_rewards
-        """Scores are no verdicts: a response counts as correct only by `acc`."""
-        self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
+        """Scores are degrees, not right or wrong: a response counts as correct only by the value `acc`."""
+        self._needs_greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         devices_busy = self._has_reward_model or judge_shares_devices(config)
         self._overlap = RewardOverlap(config.reward_model.overlap and not devices_busy)
         self._failed_in_a_row = 0
@@ -84,18 +82,19 @@ class Generator:
         self._end_token_ids = response_end_tokens(policy.model, policy.rollout, self._tokenizer, template)
 
     def rollout_rows(self, prompts: DataProto) -> DataProto:
-        """Return the rows to generate: `rollout.n` adjacent rows per prompt, and for some estimators a greedy one."""
-        return rollout_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
+        """Return the rows to generate: `rollout.n` adjacent rows per prompt, plus a greedy row if the estimator needs a
+        greedy baseline."""
+        return rollout_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._needs_greedy)
 
     @property
     def responses_per_prompt(self) -> int:
         """Number of rows per prompt in `rollout_rows`."""
-        return self._config.actor_rollout_ref.rollout.n + self._greedy
+        return self._config.actor_rollout_ref.rollout.n + self._needs_greedy
 
     def generate(self, batch: DataProto, step: int, validate: bool, reward_fn: Any, retry: Retry) -> DataProto:
-        """Return a response to every row; `reward_fn` scores finished ones while others are generated.
+        """Return a response to every row; `reward_fn` scores finished responses while others are generated.
 
-        `retry(call)` runs the call, and again after it has restarted a lost worker.
+        `retry(call)` returns `call()`, and restarts lost workers and repeats the call if it fails.
         """
         request = self.request(batch, step, validate)
         if self._groups.rollout is not self._groups.actor:
@@ -105,7 +104,7 @@ class Generator:
         return self.join_prompt_columns(batch, generated, validate)
 
     def request(self, batch: DataProto, step: int, validate: bool) -> DataProto:
-        """Return the generation request of these rows: the columns that generation reads, and `meta`."""
+        """Return the columns of these rows that generation reads, with `meta` as `meta_info`."""
         request = self._request_columns(batch)
         request.meta_info = self.meta(step, validate)
         return request
@@ -126,7 +125,7 @@ class Generator:
     def join_prompt_columns(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
         """Return the generated rows with the columns of their prompts, which are the rows of `batch`."""
         if not validate:  # validation reports failed trajectories itself
-            # In async mode a batch may consist of a single prompt, all of whose trajectories fail: count over batches.
+            # Counted over batches: in async mode, a batch may consist of a single prompt whose trajectories all fail.
             limit = self._config.data.train_batch_size * self.responses_per_prompt
             self._failed_in_a_row = require_some_finished(generated, self._failed_in_a_row, limit)
         rows = generated.union(batch.select_idxs(prompt_rows(batch, generated)).select([], None, []))
@@ -134,16 +133,16 @@ class Generator:
         return rows
 
     def early_scorer(self, columns: Mapping[str, np.ndarray]) -> Any:
-        """Return a scorer for responses to rows with these object columns, to be called as they finish; None: they are
-        scored after generation."""
+        """Return a scorer that receives responses to rows with these object columns as they finish; None if responses
+        are scored after generation."""
         return self._overlap.early_scorer(self.reward_fn, columns)
 
     def use_early_scores(self, rows: DataProto, scorers: Sequence[Any]) -> None:
-        """Use the results of these scorers in the next `score`. They are those of the prompts of `rows`, in order."""
+        """Use the results of these scorers, one per prompt of `rows` in order, in the next `score`."""
         self._overlap.use(self.reward_fn, rows, scorers, self.responses_per_prompt)
 
     def _request_columns(self, batch: DataProto) -> DataProto:
-        """The columns that generation reads: a few for engines, all object columns for agents."""
+        """Return the columns that generation reads: a few for engines, all object columns for agents."""
         if self._groups.agents is not None:
             tensors = select_read_by(batch, "generate").batch.keys()
             return batch.select(list(tensors), None, [])
@@ -186,13 +185,13 @@ class Generator:
             metrics["reward/scored_again"] = float(scored_again)
         batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, base_scores.sum(-1)
         if not torch.equal(mask, local.batch["response_mask"]):
-            batch.batch["response_mask"] = local.batch["response_mask"]  # scoring masks samples that it could not score
+            batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored are masked
         for name, values in extra.items():
             batch.non_tensor_batch[name] = object_array(list(values))
-        if self._greedy:
+        if self._needs_greedy:
             batch = split_off_baselines(batch)
         trajectories = Trajectories.of(batch)
-        if self._greedy:
+        if self._needs_greedy:
             metrics["reward/greedy/mean"] = float(trajectories.at_last_row(batch.batch["reward_baselines"]).mean())
         log_step_accuracy(batch, extra, self._config.data.reward_fn_key, self._scores_are_degrees, step)
         last_rows = trajectories.last_rows
@@ -201,7 +200,7 @@ class Generator:
 
 
 def rollout_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
-    """Return `n` adjacent rows per prompt, numbered by `sample_index`; with `greedy`, followed by a greedy one."""
+    """Return `n` adjacent rows per prompt, numbered by `sample_index`, followed by a greedy row if `greedy` is set."""
     copies = n + greedy
     if "uid" in prompts.non_tensor_batch:
         prompts = with_unique_uids(prompts, Counter())
@@ -214,7 +213,7 @@ def rollout_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
 
 
 def prompt_rows(requested: DataProto, generated: DataProto) -> np.ndarray:
-    """Return [generated]: index of the requested row of each generated row. A trajectory may have several rows."""
+    """Return the index of the requested row for each generated row [generated]. A trajectory may have several rows."""
     if "trajectory" not in generated.non_tensor_batch:
         return np.arange(len(requested))
     names = zip(requested.non_tensor_batch["uid"], requested.non_tensor_batch["sample_index"], strict=True)
@@ -250,16 +249,17 @@ class RewardOverlap:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self.share: float | None = None
-        """Share of the last generation's responses that were submitted for scoring before it ended; None: disabled."""
+        """Share of the responses of the last generation that were submitted for scoring before it ended; None if
+        overlap was not used."""
 
     def early_scorer(self, reward_fn: Any, columns: Mapping[str, np.ndarray]) -> Any:
-        """Return a scorer for responses to rows with these columns, to be called as they finish; None: overlap is
-        disabled or not supported."""
+        """Return a scorer that receives responses to rows with these columns as they finish; None if overlap is
+        disabled or the reward manager does not support it."""
         supported = self._enabled and hasattr(reward_fn, "score_ahead")
         return reward_fn.score_ahead(columns) if supported else None
 
     def use(self, reward_fn: Any, batch: DataProto, scorers: Sequence[Any], size: int) -> None:
-        """Use the results of these scorers, of `size` rows each, when `reward_fn` scores `batch`."""
+        """Make `reward_fn` use the results of these scorers, of `size` rows each, when it scores `batch`."""
         self.share = None
         if scorers and all(scorer is not None for scorer in scorers) and hasattr(reward_fn, "use_ahead"):
             batch.non_tensor_batch[ROW_COLUMN] = object_array(list(range(len(batch))))
@@ -267,10 +267,9 @@ class RewardOverlap:
 
     @contextmanager
     def __call__(self, reward_fn: Any, batch: DataProto) -> Iterator[OnFinished]:
-        """Context of the generation of the rows of `batch`; the callback that it yields scores trajectories as they
-        finish.
+        """Context of generating responses to `batch`. Yields a callback that submits finished trajectories for scoring.
 
-        Adds a column of row numbers to the batch, by which the reward manager looks up scores that exist already.
+        Adds a column of row numbers to the batch, by which the reward manager finds the scores later.
         """
         self.share = None
         scorer = self.early_scorer(reward_fn, batch.non_tensor_batch)
@@ -287,9 +286,9 @@ class RewardOverlap:
             try:
                 with lock:
                     finished_count += len(finished)
-                    if finished_count < len(batch):  # after the last one there is no generation left to overlap with
+                    if finished_count < len(batch):  # nothing is generated after the last response
                         scorer.add([(numbers[item.name], item.last_tokens) for item in unscored])
-            except Exception as error:  # noqa: BLE001 - logged; these are scored after the generation
+            except Exception as error:  # noqa: BLE001 - logged; the responses are scored after generation
                 logger.warning("responses are not scored while others are generated: %r", error)
 
         try:

@@ -1,7 +1,7 @@
 """Metrics of a training step (rewards, lengths, KL, timing, throughput) and of validation (mean, best, maj, pass@k).
 
-Metrics of a step count only tokens that the model sampled (`response_mask`) and rows that have any, so fillers have no
-weight. Metrics of responses refer to whole trajectories. Of a BatchRef, only the named columns are fetched.
+Metrics of a step count only sampled tokens (`response_mask`) and rows with sampled tokens: fillers have no weight.
+Metrics of responses refer to whole trajectories. Only the columns that are used are fetched from a BatchRef.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ __all__ = [
     "without_nan",
 ]
 
-# Times per token: generation per response token, other phases per token of whole sequences. Some do not use the batch.
+# Phases whose time is reported per response token; that of other phases is reported per token of whole sequences.
 _GENERATION_PHASES = frozenset({"gen"})
+# Phases that do not process the batch: no time per token.
 _PHASES_WITHOUT_BATCH = frozenset({"testing", "save_checkpoint"})
 # Bootstrap of validation metrics: number of resamples, 95 % interval, and elements per chunk, which bounds memory.
 _RESAMPLES = 1000
@@ -51,11 +52,12 @@ _CHUNK_ELEMENTS = 4 * 2**20
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Return rewards, advantages, lengths and the KL to the reference of a batch after `compute_advantage`.
+    """Return statistics of rewards, advantages, lengths and KL to the reference of a batch after `compute_advantage`.
 
-    A response is clipped if its `finish_reason` is `length`. Without that column, and for prompts, it is clipped if it
-    has the length `max_response_length` (`max_prompt_length`) in `meta_info`, or the width of the columns. The prompt
-    of a trajectory is that of its first row; its response has the tokens of all its rows.
+    A response is clipped if its `finish_reason` is `length`; without that column, if it has `max_response_length`
+    tokens. A prompt is clipped if it has `max_prompt_length` tokens. Both limits are in `meta_info`; the default is the
+    width of the columns. The prompt of a trajectory is the prompt of its first row; its response are the response
+    tokens of all its rows.
     """
     columns, rows, trajectories = batch.batch, _Rows.of(batch), Trajectories.of(batch)
     real = trajectories.mask.bool().any(-1)
@@ -84,7 +86,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def reference_metrics(batch: DataProto) -> dict[str, float]:
-    """Return the mean KL estimate to the reference; nothing if the batch lacks one of the log-probs."""
+    """Return the mean KL estimate to the reference; {} if the batch lacks the log-probs of policy or reference."""
     columns = batch.batch
     if "old_log_probs" not in columns or "ref_log_prob" not in columns:
         return {}
@@ -93,12 +95,12 @@ def reference_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def truncated_rows(data: DataProto) -> torch.Tensor:
-    """Return [batch], bool: rows of trajectories that ended at a length limit (`finish_reason` of the last row)."""
+    """Return the rows of trajectories that ended at a length limit (`finish_reason` of the last row): bool [batch]."""
     trajectories = Trajectories.of(data)
     if "finish_reason" not in data.non_tensor_batch:
         raise ValueError(
-            "algorithm.truncated_responses: the batch has no column finish_reason, which tells truncated responses."
-            " Set the key to keep, or let the rollout return that column."
+            "algorithm.truncated_responses: the batch has no column finish_reason, which marks truncated responses."
+            " Set the key to keep, or return this column from the rollout."
         )
     ends = np.array([reason == "length" for reason in data.non_tensor_batch["finish_reason"]], dtype=bool)
     return torch.from_numpy(ends[trajectories.last_rows][trajectories.of_row])
@@ -147,7 +149,7 @@ class _Rows:
     mask: torch.Tensor
     """[batch, response], bool: tokens that the model sampled."""
     real: torch.Tensor
-    """[batch], bool: rows with such tokens."""
+    """[batch], bool: rows with sampled tokens."""
     prompt: torch.Tensor
     """[batch]: number of prompt tokens."""
     response: torch.Tensor
@@ -158,7 +160,7 @@ class _Rows:
     def of(cls, batch: DataProto) -> _Rows:
         mask = batch.batch["response_mask"].bool()
         lengths = getattr(batch, "lengths", None)
-        if lengths is not None:  # a BatchRef has them without fetching its attention mask
+        if lengths is not None:  # of a BatchRef: avoids fetching the attention mask
             prompt, response = torch.tensor(lengths.prompt), torch.tensor(lengths.response)
             return cls(mask, mask.any(-1), prompt, response, lengths.widths[0])
         attention = batch.batch["attention_mask"]
@@ -167,6 +169,7 @@ class _Rows:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of all real rows."""
         return int((self.prompt + self.response)[self.real].sum())
 
 
@@ -197,14 +200,19 @@ def _length_metrics(name: str, lengths: torch.Tensor, real: torch.Tensor, trunca
 def process_validation_metrics(
     data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return data source → variable → metric, averaged over prompts. Every argument has one entry per sample.
+    """Return data source → variable → metric → mean over prompts. Every argument has one entry per sample.
 
-    For a prompt with n samples: `mean@n`; for n > 1 also `std@n` and, for k = 2, 4, 8, … n, `best@k/mean`,
-    `worst@k/mean` and (with a `pred` variable) `maj@k/mean`, each with its `/std`: bootstrap estimates for k samples.
-    For n > 1 and a variable that never exceeds 1, also `pass@k` (including k = 1): the unbiased probability that one of
-    k samples has the value 1. Each has `/low` and `/high`, the 95 % interval of a bootstrap over prompts. Variables
-    that are not numbers are left out. So are samples whose value is None or NaN: `mean@n` of their prompt uses the
-    others, and metrics over k samples need k of them.
+    Metrics of a prompt with n samples:
+
+    - `mean@n`, and for n > 1 `std@n`;
+    - for k = 2, 4, 8, … n: `best@k/mean`, `worst@k/mean` and, if there is a variable `pred`, `maj@k/mean`, each also
+      with `/std`: bootstrap estimates for k samples;
+    - for n > 1 and a variable that never exceeds 1: `pass@k` (including k = 1), the unbiased estimate of the
+      probability that one of k samples has the value 1.
+
+    Metrics except `std` also have `/low` and `/high`, the 95 % interval of a bootstrap over prompts. Variables that are
+    not numbers are left out. Samples whose value is None or NaN are left out, too: `mean@n` is the mean over the other
+    samples of the prompt, and metrics over k samples need k other samples.
     """
     for name, values in {"sample_uids": sample_uids, **infos_dict}.items():
         if len(values) != len(data_sources):
@@ -259,7 +267,8 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each `reduce_fn` over random subsets of `data`, drawn with replacement."""
+    """Return mean and standard deviation of each `reduce_fn` over random subsets of `data`, sampled with
+    replacement."""
     draws = _draws(len(data), subset_size, n_bootstrap, seed)
     results = []
     for reduce_fn in reduce_fns:
@@ -291,7 +300,7 @@ _ALONG_ROWS: dict[Any, Callable[..., Any]] = {
 
 
 def _draws(n: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """[n_bootstrap, subset_size] indices below `n`."""
+    """Return random indices below `n`: [n_bootstrap, subset_size]."""
     if n < 1 or subset_size < 1 or n_bootstrap < 1:
         raise ValueError(
             f"bootstrap: {n_bootstrap} subsets of {subset_size} out of {n} samples; all three must be at least 1."
@@ -300,9 +309,9 @@ def _draws(n: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray | None:
-    """Return the values as float64, with NaN for None; None if some are not numbers."""
-    kinds = set(map(type, values)) - {type(None)}
-    if not kinds or not all(issubclass(kind, bool | int | float | np.number | np.bool_) for kind in kinds):
+    """Return the values as float64, with NaN for None; None if a value is not a number."""
+    types = set(map(type, values)) - {type(None)}
+    if not types or not all(issubclass(cls, bool | int | float | np.number | np.bool_) for cls in types):
         return None
     return np.array(values, dtype=np.float64)
 
@@ -316,7 +325,7 @@ def _vote_codes(votes: Sequence[Any]) -> np.ndarray:
 def _prompt_metrics(
     prompts: Sequence[Sequence[int]], numbers: np.ndarray, votes: np.ndarray | None, seed: int
 ) -> dict[str, float]:
-    """Return the metrics of one variable, averaged over prompts; `prompts`: the sample rows of each."""
+    """Return the metrics of one variable, averaged over prompts. `prompts`: sample indices of each prompt."""
     # Prompts with equal numbers of samples, and of samples with a value, are processed together.
     by_counts: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     for rows in map(np.asarray, prompts):
@@ -340,9 +349,9 @@ def _prompt_metrics(
 def _per_prompt(
     values_UN: np.ndarray, votes_UN: np.ndarray | None, n: int, are_scores: bool, seed: int
 ) -> dict[str, np.ndarray]:
-    """Return the value of each metric for each of U prompts, which have `n` samples, N of them with a value.
+    """Return the value of each metric for each of U prompts. Each prompt has `n` samples, N of them with a value.
 
-    The mean is over these; metrics over k samples are left out if k > N.
+    Means are over the N samples; metrics over k samples are left out if k > N.
     """
     measured = values_UN.shape[1]
     per_prompt = {f"mean@{n}": values_UN.mean(axis=1)}
@@ -361,8 +370,8 @@ def _per_prompt(
 def _with_intervals(
     values: Mapping[str, Mapping[tuple[int, int], np.ndarray]], joined: Mapping[str, np.ndarray], seed: int
 ) -> dict[str, float]:
-    """Return the mean of each metric over its prompts, and its interval. Metrics over the same prompts share a
-    bootstrap."""
+    """Return the mean of each metric over its prompts, and the interval. Metrics with the same prompts share a
+    bootstrap. `values`: values per prompt, by metric and group of prompts; `joined`: the same, concatenated."""
     by_prompts: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
     for name in joined:
         by_prompts[tuple(values[name])].append(name)
@@ -387,7 +396,7 @@ def _subset_sizes(n: int) -> list[int]:
 def _bootstrap_samples(
     values_UN: np.ndarray, votes_UN: np.ndarray | None, draws_BK: np.ndarray
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return (mean, std) over draws of best, worst and maj, per prompt. U prompts, N samples, B draws of K."""
+    """Return, per prompt, (mean, std) of best, worst and maj over the draws. U prompts, N samples, B draws of K."""
     per_prompt: dict[str, list[np.ndarray]] = defaultdict(list)
     size = max(1, _CHUNK_ELEMENTS // (draws_BK.shape[0] * max(draws_BK.shape[1], values_UN.shape[1])))
     for start in range(0, len(values_UN), size):

@@ -1,4 +1,4 @@
-"""RolloutMismatch: old log-probs, and their mismatch with the log-probs of the rollout: measured and corrected."""
+"""RolloutMismatch: compute old log-probs; measure and correct their mismatch with the log-probs of the rollout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _SAMPLE_EVERY = 16
 # Keys that need the rollout's log-probs.
 _CORRECTION_KEYS = ("rollout_is", "rollout_rs", "bypass_mode")
-# A mismatch that is corrected leads to a warning only if it is this many times the limit.
+# Factor on the limit for a warning if the mismatch is corrected.
 _CORRECTED_LIMIT_FACTOR = 10
 # Further names of the same metrics.
 _METRIC_ALIASES = {
@@ -69,7 +69,8 @@ class RolloutMismatch:
         return batch, metrics
 
     def compare_old_log_probs(self, batch: DataProto) -> dict[str, float]:
-        """Return the metrics of `old_log_probs` that the update itself computed, against reference and rollout."""
+        """Compare the `old_log_probs` that the update has computed with those of reference and rollout; return
+        metrics."""
         names = (*columns_read_by("correction"), "ref_log_prob")
         columns = local_columns(batch, names, names)
         return reference_metrics(columns) | self.correct(batch, columns)
@@ -77,16 +78,16 @@ class RolloutMismatch:
     def correct(self, batch: DataProto, columns: DataProto) -> dict[str, float]:
         """Add importance weights and mask to `batch`; return metrics. `columns`: the same rows, on the controller.
 
-        A sequence is a whole trajectory. No effect if the rollout reported no log-probs and none are needed.
+        A sequence is a whole trajectory. No effect if the rollout reported no log-probs and no key needs them.
         """
         trajectories, drawn = Trajectories.of(columns), _reported(columns, "rollout_drawn_log_probs")
-        full, users = _reported(columns, "rollout_log_probs"), [name for name in _CORRECTION_KEYS if self._config[name]]
+        full, keys = _reported(columns, "rollout_log_probs"), [name for name in _CORRECTION_KEYS if self._config[name]]
         # Some engines only report log-probs of the truncated distribution.
-        only_drawn = full is None and drawn is not None and (self._config.denominator == "drawn" or not users)
+        only_drawn = full is None and drawn is not None and (self._config.denominator == "drawn" or not keys)
         if only_drawn:
             full, drawn = drawn, None
         if full is None:
-            self._require_unused(users)
+            self._handle_missing_log_probs(keys)
             return {}
         correction = correct_rollout(
             trajectories.join(columns.batch["old_log_probs"]),
@@ -104,25 +105,26 @@ class RolloutMismatch:
         return correction.metrics | {alias: correction.metrics[name] for alias, name in _METRIC_ALIASES.items()}
 
     def require_one_row_each(self, batch: DataProto) -> None:
-        """The update computes weights with `bypass_mode`, and it only has single rows."""
+        """Raise ValueError if the update computes sequence weights (`bypass_mode`), but trajectories have several rows:
+        the update processes rows separately."""
         over_sequences = self._config.computes_weights_in_loss and self._config.rollout_is == "sequence"
         if over_sequences and not Trajectories.of(batch).one_row_each:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
-                " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
+                " but its ratio cannot be computed from a single row. Set it to token, or bypass_mode=False."
             )
 
     def bypass_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
-        """Return the old log-probs [batch, response] of `bypass_mode`: those of the rollout, and for tokens without
-        them those of the trainer (`computed`, for these `rows`)."""
-        log_probs, width = self._denominator(batch).clone(), computed.shape[1]  # that of the longest of the rows
+        """Return the old log-probs [batch, response] of `bypass_mode`: log-probs of the rollout, or of the trainer for
+        tokens without them. `computed`: the trainer's log-probs of these `rows`, padded to the longest of them."""
+        log_probs, width = self._denominator(batch).clone(), computed.shape[1]
         reported = log_probs[rows, :width]
         log_probs[rows, :width] = torch.where(reported.isnan(), computed.to(reported.dtype), reported)
         return log_probs
 
     def sample(self, batch: DataProto, ranks: int) -> np.ndarray:
-        """Return the rows to measure with `bypass_mode`: those of every 16th trajectory, at least one per rank, and
-        those with tokens for which the rollout reported no log-prob."""
+        """Return the rows to measure with `bypass_mode`: all rows of every 16th trajectory, at least one trajectory per
+        rank, and rows with tokens for which the rollout reported no log-prob."""
         trajectories = Trajectories.of(batch)
         count = min(len(trajectories), max(ranks, len(trajectories) // _SAMPLE_EVERY))
         numbers = np.linspace(0, len(trajectories) - 1, count).round().astype(np.int64)
@@ -132,13 +134,14 @@ class RolloutMismatch:
         return np.flatnonzero(chosen)
 
     def _denominator(self, batch: DataProto) -> torch.Tensor:
+        """Return the rollout's log-probs that the correction divides by (`rollout_correction.denominator`)."""
         drawn = _reported(batch, "rollout_drawn_log_probs") if self._config.denominator == "drawn" else None
         return batch.batch["rollout_log_probs"] if drawn is None else drawn
 
-    def _require_unused(self, users: Sequence[str]) -> None:
-        """Raise ValueError if one of these configured keys needs log-probs that the rollout did not report."""
+    def _handle_missing_log_probs(self, keys: Sequence[str]) -> None:
+        """Raise ValueError if the user has set one of these keys, which need the log-probs; else warn once."""
         missing = "the rollout reported no log-prob for any sampled token"
-        for name in users:
+        for name in keys:
             if name == "rollout_is" and self._config.rollout_is_from_auto:
                 continue
             raise ValueError(
@@ -147,11 +150,11 @@ class RolloutMismatch:
             )
         if "missing" not in self._warned:
             self._warned.add("missing")
-            stale = " Stale responses are not corrected, which biases training." if users else ""
+            stale = " Stale responses are not corrected, which biases training." if keys else ""
             logger.warning("rollout and training are not compared: %s.%s Reported once.", missing, stale)
 
     def _warn_if_large(self, metrics: Mapping[str, float]) -> None:
-        # Truncation by sampling parameters is reported at the start; here only differences of the engines count.
+        # Differences by truncated sampling are reported at the start of the run, and not included here.
         measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
         difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
         if corrected := any(self._config[name] for name in _CORRECTION_KEYS):
@@ -172,7 +175,7 @@ class RolloutMismatch:
 
 
 def _reported(batch: DataProto, name: str) -> torch.Tensor | None:
-    """A column of the rollout's log-probs; None if the batch lacks it, or it is NaN for all tokens that count."""
+    """Return a column of the rollout's log-probs; None if the batch lacks it or it is NaN for all unmasked tokens."""
     column = batch.batch[name] if name in batch.batch.keys() else None
     if column is None or (column.isnan().any() and column[batch.batch["response_mask"].bool()].isnan().all()):
         return None
@@ -180,9 +183,9 @@ def _reported(batch: DataProto, name: str) -> torch.Tensor | None:
 
 
 def is_on_policy(batch: DataProto, version: int) -> bool:
-    """Return whether all tokens that count were sampled with this version of the weights.
+    """Return whether all unmasked tokens were sampled with this version of the weights.
 
-    Tokens of unknown version are stale. A batch without a column of versions is assumed to be on-policy.
+    Tokens of unknown version are stale. A batch without the column `rollout_versions` is assumed to be on-policy.
     """
     if "rollout_versions" not in batch.batch.keys():
         return True

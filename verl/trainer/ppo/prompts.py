@@ -26,7 +26,7 @@ _LAST_FETCH_S = 10.0
 def create_dataloaders(
     config: PPOConfig, train: Any, val: Any, collate_fn: Any = None, sampler: Any = None
 ) -> tuple[BatchLoader, BatchLoader | None]:
-    """Return the dataloaders of the training dataset and of the validation dataset, if that has rows."""
+    """Return the dataloaders of the training and the validation dataset; None if the latter is missing or empty."""
     data = config.data
     loader = make_dataloader(train, data, collate_fn, sampler)
     if val is None or not len(val):
@@ -52,8 +52,8 @@ def make_dataloader(
     sampler: Any = None,
     batch_size: int | None = None,
 ) -> BatchLoader:
-    """Return a dataloader of training batches: `gen_batch_size` prompts in the order of the sampler, without incomplete
-    last batches. With `batch_size`: of all rows, in the order of the dataset."""
+    """Return a dataloader for training: full batches of `gen_batch_size` prompts in the order of the sampler. With
+    `batch_size`, return a dataloader for validation: all rows, in the order of the dataset."""
     training = batch_size is None
     size = config.gen_batch_size if batch_size is None else batch_size
     if training and len(dataset) < size:
@@ -75,15 +75,15 @@ def make_dataloader(
 
 
 def make_sampler(config: DataConfig, dataset: Any) -> EpochSampler:
-    """Return a sampler that shuffles every epoch by `data.seed`, or keeps the order. It can resume at any batch."""
+    """Return a sampler that can resume at any batch; with `data.shuffle` it shuffles every epoch by `data.seed`."""
     return EpochSampler(dataset, config.seed, config.shuffle, batch_size=config.gen_batch_size)
 
 
 class PromptStream:
-    """Draws batches from a dataloader and returns any number of prompts.
+    """Draws batches from a dataloader, over all epochs, and returns any number of prompts at a time.
 
-    Its state is the position of the dataloader and the queued prompts: a resumed run continues with the prompt that an
-    uninterrupted run would take next. A prefetched batch is part of neither.
+    Its state is the position of the dataloader and the queued prompts, without a prefetched batch. A resumed run
+    continues with the prompt that an uninterrupted run would take next.
     """
 
     def __init__(self, dataloader: Any, total_epochs: int, batch_size: int) -> None:
@@ -117,20 +117,20 @@ class PromptStream:
         return self.take(self._batch_size)
 
     def take(self, count: int, prefetch: bool = True) -> DataProto:
-        """Return the next `count` prompts and prefetch the next batch; with `prefetch=False`, the caller calls
-        `prefetch` later."""
+        """Return the next `count` prompts, and prefetch the next batch. With `prefetch=False`, the caller has to call
+        `prefetch`."""
         while self.queued < count:
             drawn = self._draw()
             self._queue = drawn if self._queue is None else concat_prompts([self._queue, drawn])
         assert self._queue is not None
-        taken, rest = self._queue[:count], self._queue[count:]
-        self._queue = rest if len(rest) else None
+        taken, remaining = self._queue[:count], self._queue[count:]
+        self._queue = remaining if len(remaining) else None
         if prefetch:
             self.prefetch()
         return taken
 
     def prefetch(self) -> None:
-        """Start to fetch the next batch of the dataloader in a thread, if it supports that and none is prefetched."""
+        """Start to load the next batch in a thread, unless one is prefetched or the dataloader does not support it."""
         if self._prefetches and self._prefetched is None:
             self._prefetched = self._thread.submit(self._next_rows)
 
@@ -139,7 +139,7 @@ class PromptStream:
         self._queue = prompts if self._queue is None else concat_prompts([prompts, self._queue])
 
     def reject(self, prompts: DataProto) -> None:
-        """No effect: taken prompts that are not trained are not returned again."""
+        """No effect: a taken prompt is not returned again, trained or not."""
 
     def learn_from(self, batch: DataProto) -> None:
         """Pass a scored batch to a curriculum sampler."""
@@ -148,12 +148,12 @@ class PromptStream:
             sampler.update(batch)
 
     def loader_state(self) -> dict[str, Any]:
-        """The position of the dataloader before a prefetched batch; saved in addition to `state_dict`."""
+        """Return the position of the dataloader, without a prefetched batch. Saved in addition to `state_dict`."""
         fetched = self._prefetched is not None and self._prefetched.exception() is None
         return self._dataloader.state_dict(without_last=True) if fetched else self._dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """The queued prompts as plain data. The position of the dataloader is in `loader_state`."""
+        """Return the queued prompts as plain data. The position of the dataloader is in `loader_state`."""
         queue = None
         if self._queue is not None:
             queue = {"tensors": dict(self._queue.batch.items()), "arrays": dict(self._queue.non_tensor_batch)}
@@ -166,10 +166,7 @@ class PromptStream:
         self._queue = None if queue is None else DataProto.from_dict(queue["tensors"], queue["arrays"])
 
     def close(self) -> None:
-        """Wait for a prefetch that is running, and stop the dataloader's worker processes.
-
-        The wait is bounded: the workers of a dataset that hangs end with this process.
-        """
+        """Wait for a running prefetch, up to a limit (the dataset may hang), and stop the dataloader's workers."""
         if self._prefetched is not None:
             wait([self._prefetched], timeout=_LAST_FETCH_S)
         self._iterator = None
@@ -186,11 +183,11 @@ class PromptStream:
         return DataProto.from_single_dict(rows)
 
     def _next_rows(self) -> tuple[Any, bool]:
-        """The next batch of the dataloader, and whether it is the first of an epoch."""
+        """Return the next batch of the dataloader, and whether it is the first of an epoch."""
         rows = None if self._iterator is None else next(self._iterator, None)
         if rows is not None:
             return rows, False
-        # After a resume with a larger batch size, the rest of an epoch may be less than one batch: try the next epoch.
+        # After a resume with a larger batch size, the epoch may have less than one batch left: try the next epoch.
         for _ in range(2):
             self._iterator = iter(self._dataloader)
             if (rows := next(self._iterator, None)) is not None:

@@ -32,9 +32,8 @@ from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
 from verl.trainer.ppo.recovery import WorkerRecovery
 from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.state import RunRecord, TrainerState
+from verl.trainer.ppo.state import RunRecord, TrainerAttributes, TrainerState
 from verl.trainer.ppo.teachers import Teachers
-from verl.trainer.ppo.trainer_attributes import TrainerAttributes
 from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
@@ -60,11 +59,11 @@ _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 
 
 class RayPPOTrainer(TrainerAttributes):
-    """The controller of a run. Its phases are methods that a subclass may override.
+    """The controller of a run. Subclasses may override its phases, which are methods.
 
     It composes collaborators (`groups`, `rollouts`, `generator`, `dynamic_sampling`, `validator`, `teachers`,
     `mismatch`, `weight_sync`, `recovery`, `state`, `record`) and never passes itself to them. A collaborator that needs
-    a phase receives the method as a callable, so it runs the version of the subclass.
+    a phase receives the bound method, so an overridden version is used.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -103,7 +102,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.status.starting = True
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
-        self.state.draw_from(self.train_dataloader)
+        self.state.set_dataloader(self.train_dataloader)
         self.status.total = self.total_training_steps
         self.hang_detector = HangDetector(self.status, self.config.trainer.hang_timeout)
         self.phases = self._new_phases()  # for calls outside of `fit`
@@ -137,14 +136,14 @@ class RayPPOTrainer(TrainerAttributes):
         self.dynamic_sampling = DynamicSampling(config, tokenizer.pad_token_id)
         self._update_check = UpdateCheck(config.trainer.max_nonfinite_steps, update_remedies(config))
         self._weight_check = WeightCheck(config, self._update_check, self.state.resume_from)
-        self._preemption = Preemption(config.trainer.save_within)
-        self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self._preemption)
+        self.preemption = Preemption(config.trainer.save_within)
+        self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self.preemption)
 
     def init_workers(self) -> None:
         """Reserve devices, start one worker group per pool with its roles colocated, and load the models."""
         self.generator.start()
         self.teachers.check_servers(self.tokenizer)
-        self.state.begin()
+        self.state.check_start()
         with self.hang_detector:
             policy = dict.fromkeys(_POLICY_ROLES, self._create_actor_rollout_worker_group)
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
@@ -154,12 +153,12 @@ class RayPPOTrainer(TrainerAttributes):
                 self.reward_fn, self.val_reward_fn = server.start(self.reward_fn, self.val_reward_fn)
 
     def _create_actor_rollout_worker_group(self) -> Any:
-        """Return the worker group of the policy (of its trainer, if generation has its own devices). Override it to
-        return your own group, or to change the one that `super()` returns."""
+        """Return the worker group of the policy; without the rollout if that has its own devices. An override may
+        return another group, or change the group that `super()` returns."""
         return self.groups.create(next(role for role in _POLICY_ROLES if role in self.role_worker_mapping))
 
     def _create_critic_worker_group(self) -> Any:
-        """Return the worker group of the critic; only called if the run has one. Override it to return your own."""
+        """Return the worker group of the critic. Only called if the run has a critic."""
         return self.groups.create(Role.Critic)
 
     # ---------------------------------------------------------------- training loop
@@ -172,15 +171,9 @@ class RayPPOTrainer(TrainerAttributes):
     @cached_property
     def tracking(self) -> Tracking:
         """The trackers of the run, opened on first use: by `fit`, or by a script that calls `_validate`."""
-        trainer = self.config.trainer
-        return Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            trainer.logger,
-            self.config.to_dict(),
-            self.state.first_step,
-            trainer.tracking_dir,
-        )
+        trainer, first_step = self.config.trainer, self.state.first_step
+        names = trainer.project_name, trainer.experiment_name
+        return Tracking(*names, trainer.logger, self.config.to_dict(), first_step, trainer.tracking_dir)
 
     def _fit(self) -> None:
         trainer = self.config.trainer
@@ -191,7 +184,7 @@ class RayPPOTrainer(TrainerAttributes):
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"), self._weight_check.explain_errors(self.global_steps):
-                        validate = partial(self._preemption.unless_given_up, self._validate)
+                        validate = partial(self.preemption.unless_given_up, self._validate)
                         metrics = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
                         self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
@@ -207,7 +200,7 @@ class RayPPOTrainer(TrainerAttributes):
     def _train(self) -> None:
         logger.info("Starting training...")
         self.status.starting = False
-        self._keep_state()
+        self._snapshot_state()
         while self.global_steps < self.total_training_steps:
             batch = self._next_prompts()
             self.global_steps += 1
@@ -216,17 +209,17 @@ class RayPPOTrainer(TrainerAttributes):
                     return
 
     def _step(self, batch: DataProto) -> bool:
-        """Run one training step with its save, validation and log; return whether the run stops (and is saved)."""
+        """Run one training step, then save and validate if due, and log; return whether the run stops, saved."""
         trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
         self.phases = self._new_phases()
-        self._preemption.begin_step(step, self.phases)
+        self.preemption.begin_step(step, self.phases)
         try:
             with self.phases("step"):
                 metrics = self._train_step(batch)
         except Exception:
-            if self._preemption.finish() is None:
+            if self.preemption.finish() is None:
                 raise
-            self.state.go_back()
+            self.state.restore_snapshot()
             self._end_step.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
             return True
         self._weight_check.check(metrics, step, self._log_metrics, self.state.saver.wait)
@@ -246,35 +239,30 @@ class RayPPOTrainer(TrainerAttributes):
         self.record.add(self.phases.seconds, metrics)
         self._log_metrics(metrics, step)
         self.status.step_done()
-        self._keep_state()
+        self._snapshot_state()
         self._update_check.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if step >= last or stopping:
             self.failures.raise_if_unsaved(step)
         return stopping
 
     def _new_phases(self) -> Phases:
-        return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter_phase)
+        return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self.preemption.enter_phase)
 
     def _utilization_metrics(self) -> dict[str, float]:
         """Return the idle times of generation and training, if they run concurrently."""
         return {}
 
-    def _keep_state(self) -> None:
-        """Between steps: keep the state to save if the next step is given up for a preemption signal."""
-        self._preemption.end_step(self.global_steps)
+    def _snapshot_state(self) -> None:
+        """Between steps: take the snapshot that is saved if a preemption signal ends the next step."""
+        self.preemption.end_step(self.global_steps)
         if self.config.trainer.save_within is not None:
-            self.state.keep()
+            self.state.take_snapshot()
 
-    @property
-    def given_up(self) -> str | None:
-        """The step or validation that was given up for a preemption signal and the reason, or None."""
-        return self._preemption.given_up
-
-    def preempt(self, by: str) -> None:
-        """Request a stop for a signal `by` that leaves `trainer.save_within` seconds. Thread-safe."""
+    def preempt(self, signal: str) -> None:
+        """Request a stop because of this preemption signal, which leaves `trainer.save_within` seconds. Thread-safe."""
         self.stop_requested.set()
-        if self._preemption.decide(by, self.state.saver.seconds):
-            self._preemption.keep_cancelling(self._cancel)
+        if self.preemption.decide(signal, self.state.saver.seconds):
+            self.preemption.keep_cancelling(self._cancel)
 
     def _cancel(self) -> None:
         """Cancel the running generation or scoring. Thread-safe."""
@@ -326,8 +314,8 @@ class RayPPOTrainer(TrainerAttributes):
         return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
     def _update_computes_old_log_probs(self, batch: DataProto) -> bool:
-        """Return whether the update makes one optimizer step on the policy that sampled the batch: its forward pass
-        then computes the old log-probs and the entropy."""
+        """Return whether the forward pass of the update also computes the old log-probs and the entropy: if the update
+        is one optimizer step, and the current policy has sampled the batch."""
         return self._updates_actor and from_update(self.config) and is_on_policy(batch, self.policy_version)
 
     def _sync_weights(self) -> None:
@@ -335,7 +323,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.recovery.retry_on_worker_loss(self.weight_sync.sync, self.policy_version)
 
     def _release_weights(self) -> None:
-        """Let engines that share devices with the trainer free their weights until the next sync."""
+        """Free the weights of engines that share devices with the trainer, until the next sync."""
         self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
 
     @property
@@ -395,7 +383,7 @@ class RayPPOTrainer(TrainerAttributes):
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
-        """Update a model on the batch and return the metrics; columns computed by the update are added to it."""
+        """Update a model on the batch and return the metrics. Columns computed by the update are added to `batch`."""
         return self.groups.update(method, batch, role, self.global_steps)
 
     def _infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
@@ -403,7 +391,7 @@ class RayPPOTrainer(TrainerAttributes):
         return self.recovery.retry_on_worker_loss(self.groups.infer, method, batch, role)
 
     def _validate(self) -> dict[str, float]:
-        """Return the metrics on the validation prompts; log sampled responses, and write all of them if configured."""
+        """Validate and return the metrics; log a sample of the responses, and write all of them if configured."""
         self._sync_weights()
         generate = partial(self._generate_rows, validate=True)
         return self.validator.run(
@@ -415,7 +403,7 @@ class RayPPOTrainer(TrainerAttributes):
         self._last_batch = batch
         if self._old_log_probs_from_update:
             metrics |= self.mismatch.compare_old_log_probs(batch)
-        if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes every batch
+        if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes batches to the sampler
             self.state.prompts.learn_from(batch)
         self.record.dump(batch, self.global_steps, self._update_check.has_bad_update(metrics))
 

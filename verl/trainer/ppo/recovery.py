@@ -1,7 +1,7 @@
 """WorkerRecovery: restart lost engine processes and worker groups in place and retry the call that failed.
 
 Only groups without training state (rollout, reference, reward model, teachers and loop workers on their own pools) are
-restarted. The state of the trainer stays where it is.
+restarted; the training state is not affected.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Result = TypeVar("Result")
 
 
 class WorkerRecovery:
-    """Runs calls that are safe to repeat: their result depends neither on the process that computes it nor on time."""
+    """Runs calls that can be repeated with the same result, also in other processes."""
 
     def __init__(self, groups: WorkerGroups, weight_sync: WeightSync, state: TrainerState, status: RunStatus) -> None:
-        """Restarts are counted per step of `state` and shown as a phase of `status`."""
+        """`state`: provides the step, per which restarts are counted. `status`: shows a restart as a phase."""
         self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
         self._step, self._restarts_in_step = 0, 0
         self._counts: Counter[str] = Counter()
@@ -51,9 +51,9 @@ class WorkerRecovery:
     def retry_on_worker_loss(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Return `call(*args, **kwargs)`; restart lost workers and call again as often as necessary.
+        """Return `call(*args, **kwargs)`. If workers are lost, restart them and repeat the call.
 
-        Errors that a restart in place cannot fix are raised unchanged.
+        Raises errors that a restart in place cannot fix, and a loss after `MAX_RESTARTS_PER_STEP` restarts.
         """
         while True:
             try:
@@ -69,39 +69,39 @@ class WorkerRecovery:
         """Restart the workers that this error reports as lost and sync their weights; raise the error if that is not
         possible. A loss during the restart is handled in the same way."""
         while True:
-            engine = engine_died(error)
-            roles = frozenset({Role.Rollout}) if engine else self._lost_roles(error)
+            only_engine = engine_died(error)
+            roles = frozenset({Role.Rollout}) if only_engine else self._lost_roles(error)
             if not roles:
                 raise error
             self._count(error, roles)
             try:
                 with self._status.phase(f"{RESTART_PHASE}{error.role}"):
-                    self._restart(engine, roles)
+                    self._restart(roles, only_engine)
                 return
             except ResourceError as no_resources:
                 raise error from no_resources
             except WorkerError as next_error:
                 error = next_error
 
-    def _restart(self, engine: bool, roles: frozenset[Role]) -> None:
-        """Restart the processes of the engines only (`engine`), or the worker processes of these roles."""
-        if engine:
+    def _restart(self, roles: frozenset[Role], only_engine: bool) -> None:
+        """Restart the worker processes of these roles, or only the separate processes of engines."""
+        if only_engine:
             self._groups.restart_engines()
         else:
             self._groups.restart(roles)
         if Role.Rollout in roles:
-            if not engine:
+            if not only_engine:
                 self._weight_sync.connect()
             self._weight_sync.sync(self._groups.replicas.current_version)
 
     def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
-        """Return the roles to restart; none if that would lose training state or not fix the error."""
+        """Return the roles to restart; empty if a restart would lose training state or not fix the error."""
         if is_lost_transfer(error):
             return self._groups.restartable_with(str(Role.Rollout))
         return self._groups.restartable_with(error.role) if isinstance(error, WorkerDiedError) else frozenset()
 
     def _count(self, error: WorkerError, roles: frozenset[Role]) -> None:
-        """Count and log a restart; raise the error if the step has used up its restarts."""
+        """Count and log a restart; raise the error if the step has reached its limit of restarts."""
         step = self._state.step
         self._restarts_in_step = self._restarts_in_step + 1 if step == self._step else 1
         self._step = step

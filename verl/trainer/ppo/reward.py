@@ -1,4 +1,4 @@
-"""Reward managers of a run: their construction from the configuration, and the server of the run's reward model."""
+"""Create reward managers from the configuration; serve the run's reward model to reward functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["RewardModelServer", "check_rewards", "compute_reward", "get_custom_r
 
 logger = logging.getLogger(__name__)
 
-# Default timeout of a reward function that calls a server: its requests queue behind many others.
+# Default timeout of a reward function that calls a server, where many requests are queued.
 _SERVER_TIMEOUT_S = 600.0
 # Parameters of reward functions that call the server of a reward model.
 _SERVER_PARAMETERS = _ADDRESS, _TOKENIZER = "reward_router_address", "reward_model_tokenizer"
@@ -43,9 +43,9 @@ Config = PPOConfig | DictConfig | Mapping[str, Any]
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
     """Return the manager named by `reward_model.reward_manager`, with the user's reward function if one is set.
 
-    Its arguments are `reward_model.reward_kwargs`, overridden by `reward_kwargs`; and, if its constructor has these
-    parameters, `on_error`, `skip_special_tokens`, `reward_fn_key`, `max_resp_len` and `overlong_buffer_cfg` from the
-    configuration.
+    Its arguments are `reward_model.reward_kwargs`, overridden by `reward_kwargs`. The parameters `on_error`,
+    `skip_special_tokens`, `reward_fn_key`, `max_resp_len` and `overlong_buffer_cfg` of its constructor, if it has them,
+    are set from the configuration.
     """
     block = as_config(RewardModelConfig, _section(config, "reward_model"))
     cls = get_reward_manager_cls(block.reward_manager)
@@ -81,16 +81,16 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
 def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
     """Return the function of `custom_reward_function.{path,name}` with its `reward_kwargs` bound; None if none is set.
 
-    It is called as `f(data_source=…, solution_str=…, ground_truth=…, extra_info=…, raw_prompt=…)` and must only have
-    the second and third parameter; the manager `batch` passes lists, as `f(data_sources=…, solution_strs=…, …)`. It may
-    be async. If it has the parameters `reward_router_address` and `reward_model_tokenizer`, they are passed. Scorer
-    processes receive its source, not its path.
+    It is called as `f(data_source=…, solution_str=…, ground_truth=…, extra_info=…, raw_prompt=…)`; only the parameters
+    `solution_str` and `ground_truth` are required. The manager `batch` passes lists: `f(data_sources=…,
+    solution_strs=…, …)`. The function may be async, and may also have the parameters `reward_router_address` and
+    `reward_model_tokenizer`. Scorer processes receive its source, not its path.
     """
     block = as_config(CustomRewardFunctionConfig, _section(config, "custom_reward_function"))
     if block.path is None:
         return None
     model = as_config(RewardModelConfig, _section(config, "reward_model"))
-    # A manager of the user declares the parameters of its reward functions like ours do.
+    # A manager class declares the parameters of its reward functions in these attributes.
     manager = get_reward_manager_cls(model.reward_manager)
     required = getattr(manager, "required_arguments", NaiveRewardManager.required_arguments)
     optional = getattr(manager, "optional_arguments", NaiveRewardManager.optional_arguments)
@@ -123,7 +123,7 @@ def _server_reward_fn(block: RewardModelConfig) -> Callable[..., Any] | None:
 
 
 def _judge(block: JudgeConfig) -> judge.Judge:
-    """Raises ValueError if its template cannot be read or is invalid."""
+    """Return the judge. Raises ValueError if its template cannot be read or is invalid."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -144,14 +144,14 @@ def _judge(block: JudgeConfig) -> judge.Judge:
 def _server_arguments(
     function: Callable[..., Any], model: RewardModelConfig, reward_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a function that calls the server of a reward model: the address, as host:port, and the
-    tokenizer. Raises ValueError for a required one that is neither known nor in `reward_kwargs`."""
+    """Return the function's arguments `reward_router_address` (host:port) and `reward_model_tokenizer`, if it has these
+    parameters. Raises ValueError for a required one that is neither known nor in `reward_kwargs`."""
     parameters = inspect.signature(function).parameters
     arguments: dict[str, Any] = {}
     if model.enable and _ADDRESS not in parameters:
         logger.warning(
             "reward_model.enable=True, but custom_reward_function.path scores the responses and has no parameter %s:"
-            " the reward model is not used. Remove one of the two.",
+            " the reward model is not used. Remove one of the two keys.",
             _ADDRESS,
         )
     if model.url is not None and _ADDRESS in parameters:
@@ -175,8 +175,8 @@ def _section(root: Config, name: str) -> Any:
 
 
 def _constructor_parameters(cls: type) -> tuple[list[str], bool]:
-    """Return the parameter names of a class and of the base classes that it passes `**kwargs` to, and whether it
-    accepts any name."""
+    """Return the names of the constructor's parameters, including those of base classes that receive `**kwargs`, and
+    whether it accepts any name."""
     names: dict[str, None] = {}
     for owner in (owner for owner in cls.__mro__ if "__init__" in vars(owner)):
         parameters = list(inspect.signature(owner).parameters.values())
@@ -191,8 +191,8 @@ def _constructor_parameters(cls: type) -> tuple[list[str], bool]:
 def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:
     """Raise ValueError with file, row and remedy if a row of the dataset cannot be scored.
 
-    Rows need a known data source and a ground truth, except if they are scored by a function of the user, by a reward
-    model or by a user's agent loop, or not at all (`scored`).
+    Rows need a known data source and a ground truth, unless they are scored by a user's function, a reward model or a
+    user's agent loop, or are not scored (`scored=False`).
     """
     if not hasattr(dataset, "validate"):
         return
@@ -206,7 +206,7 @@ def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:
 class RewardModelServer:
     """Serves the run's reward model at one HTTP address, which reward functions call.
 
-    If the reward model shares devices with others (`offloads`), it is on its devices only while a batch is scored.
+    `offloads`: the reward model shares its devices with other models, and is loaded only while a batch is scored.
     """
 
     def __init__(self, groups: WorkerGroups, offloads: bool) -> None:
@@ -217,7 +217,7 @@ class RewardModelServer:
         self._resources = contextlib.ExitStack()
 
     def start(self, *managers: Any) -> list[Any]:
-        """Start the router and bind its address to the reward managers; return the managers to use from now on."""
+        """Start the router and bind its address to the reward managers; return managers that replace them, in order."""
         from verl.utils.http_server.server import Limits, serve_in_thread
 
         serving = serve_in_thread(self._router.app(), "the reward model", limits=Limits(connections=_MAX_CONNECTIONS))
@@ -234,7 +234,7 @@ class RewardModelServer:
 
     @contextlib.contextmanager
     def on_devices(self) -> Iterator[None]:
-        """Context of scoring a batch."""
+        """Context of scoring a batch: the reward model is on its devices."""
         self._update_addresses()
         if self._offloads:
             self._groups.reward_model.onload()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker_group import RankHandle
@@ -19,7 +21,7 @@ __all__ = ["HostKind", "HostLoss", "HostState", "RolloutHosts"]
 
 logger = logging.getLogger(__name__)
 
-# Timeout of one `host.collect` call of a collector thread.
+# A `host.collect` call of a collector thread returns after this time at the latest.
 _COLLECT_S = 2.0
 # Maximum number of hosts that are called at the same time.
 _MAX_CONCURRENT_CALLS = 32
@@ -30,18 +32,21 @@ HostKind = Literal["engine", "agent"]
 
 @dataclass(slots=True, eq=False)
 class HostState:
+    """A host, as seen by the trainer."""
+
     kind: HostKind
     handle: RankHandle
     id: str
     closed: bool = True
-    """No thread collects from it: not started yet, lost, or closed."""
+    """No collector thread runs: the host is not started yet, lost, or closed."""
     pulses: int = 0
-    """Progress counter of its last reply."""
+    """Progress counter in the host's last reply."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLoss:
-    """A host was lost. `error` is None if it reported a lost engine: `require_engines` raises the engine's error."""
+    """The report of a lost host. `error` is None if the host itself reported a lost engine; `require_engines` then
+    raises the engine's error."""
 
     host: HostState
     error: Exception | None
@@ -56,14 +61,30 @@ class RolloutHosts:
         on_reply: Callable[[HostState, HostReply, StoredRows | None], None],
         on_lost: Callable[[HostState, Exception | None], None],
     ) -> None:
-        """`on_reply` is called by collector threads; `on_lost` with a lost host and its error (see `HostLoss`)."""
+        """`on_reply` is called by collector threads; `on_lost(host, error)`: see `HostLoss`."""
         self._groups, self._on_reply, self._on_lost = groups, on_reply, on_lost
         self.all: list[HostState] = []
         self.lock = threading.Lock()
         """Held while a reply is processed and while hosts are closed: no reply of a closed host is processed."""
 
     def of_kind(self, kind: HostKind) -> list[HostState]:
+        """Return the hosts of this kind."""
         return [host for host in self.all if host.kind == kind]
+
+    def least_loaded(self, kind: HostKind, loads: Mapping[HostState | None, int]) -> HostState:
+        """Return the host of this kind with the fewest rows. `loads`: number of unfinished rows per host."""
+        return min(self.of_kind(kind), key=lambda host: loads.get(host, 0))
+
+    def assign_by_position(self, kinds: Mapping[str, HostKind]) -> dict[str, HostState]:
+        """Assign rows to hosts: every host gets a contiguous, equal share of the rows of its kind, so that the
+        assignment does not depend on timing. `kinds`: kind of host by row id, in order."""
+        assigned: dict[str, HostState] = {}
+        for kind in dict.fromkeys(kinds.values()):
+            names = [name for name, row_kind in kinds.items() if row_kind == kind]
+            hosts = self.of_kind(kind)
+            for host, indices in zip(hosts, np.array_split(np.arange(len(names)), len(hosts) or 1), strict=False):
+                assigned |= {names[index]: host for index in indices}
+        return assigned
 
     def connect(self) -> list[HostState]:
         """Open generation on engines and loop workers. Return the hosts that were lost since the last call; new hosts
@@ -81,8 +102,8 @@ class RolloutHosts:
         return lost
 
     def _host(self, kind: HostKind, handle: RankHandle, host_id: str) -> HostState:
-        """Return the host with this id. If the connection to it was lost although its process lives, it is reset: it is
-        unknown which calls it received, and a call for results may still be running."""
+        """Return the host with this id. If the connection was lost but the process lives, the host is reset: it is
+        unknown which calls it received, and a `collect` call may still be running there."""
         known = next((host for host in self.all if host.id == host_id), None)
         if known is not None and not known.closed:
             return known
@@ -110,7 +131,7 @@ class RolloutHosts:
             self._groups.close_generation()
 
     def call_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """`call` with each of these arguments, concurrently: a host needs milliseconds to start its rows."""
+        """Call `call(*arguments)` for all of these arguments, on Ray concurrently: every call takes milliseconds."""
         if len(calls) > 1 and self._groups.uses_ray:
             with ThreadPoolExecutor(min(len(calls), _MAX_CONCURRENT_CALLS), "rollout-call") as pool:
                 for future in [pool.submit(self.call, *arguments) for arguments in calls]:
@@ -120,22 +141,22 @@ class RolloutHosts:
                 self.call(*arguments)
 
     def call(self, host: HostState, method: str, *args: Any) -> None:
-        """Call a method of a host; a WorkerError is reported to `on_lost`."""
+        """Call a method of a host. A WorkerError closes the host and is reported to `on_lost`."""
         try:
             host.handle.call(method, *args)
         except WorkerError as error:
-            host.closed = True  # also if it lives: it has not received this call
+            host.closed = True  # even if its process lives: it has missed this call
             self._on_lost(host, error)
 
     def call_if_alive(self, host: HostState, method: str, *args: Any) -> None:
-        """Call a method that ends work; errors are ignored, since a lost host has no work left."""
+        """Call a method that ends work. A WorkerError is ignored: the work of a lost host has already ended."""
         try:
             host.handle.call(method, *args)
         except WorkerError as error:
             logger.debug("%s of %s: %s", method, host.handle, error)
 
     def _collect_from(self, host: HostState) -> None:
-        """Run by the collector thread of a host."""
+        """Receive replies of a host until it is closed or lost. Runs in the host's collector thread."""
         keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
         while not host.closed:
             try:

@@ -1,4 +1,4 @@
-"""Jobs of the RolloutManager: submitted rows, finished trajectories, and their rows as a batch without copies."""
+"""Jobs of the RolloutManager: submitted rows, finished trajectories, and batches built from them without copies."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = [
     "trajectory_names",
 ]
 
-# Not taken from a host's reply: the batch has these columns from its prompts.
+# Columns of a host's reply that are ignored: they are taken from the prompts.
 _PROMPT_COLUMNS = ("uid", "sample_index")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsPart:
-    """The rows of trajectories that a host reported together."""
+    """The rows of all trajectories in one reply of a host."""
 
     stored: StoredRows
     """Tensor columns, in the object store."""
@@ -58,14 +58,14 @@ class RowsPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedTrajectory:
-    """Header of a finished trajectory, and the location of its rows: `row_count` rows of `part`, from `first_row`."""
+    """Header of a finished trajectory. Its rows are `row_count` rows of `part`, beginning with `first_row`."""
 
     name: str
     uid: str
     sample_index: int
     status: Status
     score: float | None
-    """The agent's score; None: not scored."""
+    """The score that its agent returned; None: the agent returned none."""
     versions: tuple[int, ...]
     """Versions of the weights that sampled its tokens."""
     last_tokens: np.ndarray
@@ -89,19 +89,20 @@ class SubmittedRow:
     prompt_length: int
     kind: HostKind
     parts: list[Output] = field(default_factory=list)
-    """Consecutive parts of its output, as reported. Joining them with every report would cost their whole length."""
+    """Consecutive parts of its output, as reported. They are joined when needed: joining at every report would take
+    quadratic time."""
     host: HostState | None = None
-    """None: not sent yet, or its host was lost."""
+    """None: not sent yet, or the host was lost."""
 
     @property
     def partial(self) -> Output | None:
-        """Its output so far."""
+        """The output so far; None if the host has reported none."""
         return join_outputs(list(self.parts), self.prompt_length) if self.parts else None
 
 
 @dataclass(slots=True, eq=False)
 class ManagedJob:
-    """A job with its unfinished rows, and the events that its consumer has not collected yet."""
+    """A job: its unfinished rows, and the events (finished trajectories, lost hosts) that were not collected yet."""
 
     name: str
     meta: Mapping[str, Any]
@@ -117,17 +118,17 @@ class ManagedJob:
 
 
 def trajectory_names(rows: DataProto) -> list[str]:
-    """Return the ids of these rows, from their columns `uid` and `sample_index`; ValueError if two are equal."""
+    """Return the ids of these rows, `uid/sample_index`. Raises ValueError if two rows have the same id."""
     columns = rows.non_tensor_batch
     names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
     if len(set(names)) < len(names):
         repeated = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"rollout: several rows are named {repeated!r}. Each needs its own uid or sample_index.")
+        raise ValueError(f"rollout: several rows have the id {repeated!r}. Make uid or sample_index unique.")
     return names
 
 
 def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:
-    """The trajectories of a host's reply; `rows` are their tensor columns."""
+    """Return the trajectories of a host's reply. `rows`: their tensor columns."""
     headers = reply.headers
     assert headers is not None
     part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _PROMPT_COLUMNS})
@@ -150,8 +151,8 @@ def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTr
 
 
 def join_rows(finished: Sequence[FinishedTrajectory]) -> DataProto:
-    """The training rows of these trajectories, in order. On Ray it is a BatchRef: tensor columns stay in the object
-    store."""
+    """Return the training rows of these trajectories, in order; on Ray a BatchRef, whose tensor columns stay in the
+    object store."""
     parts = list({id(trajectory.part): trajectory.part for trajectory in finished}.values())
     starts = np.cumsum([0, *(part.stored.rows for part in parts)])
     start_of = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
@@ -180,8 +181,8 @@ def read_trajectories(finished: Sequence[FinishedTrajectory]) -> list[Trajectory
 def store_trajectories(
     trajectories: Sequence[Trajectory], policy: ActorRolloutRefConfig, meta: Mapping[str, Any], use_ray: bool
 ) -> list[FinishedTrajectory]:
-    """Put trajectories of a checkpoint into the object store, as if a host had just finished them; `meta` is that of
-    their job."""
+    """Put trajectories of a checkpoint into the object store, as if a host had just finished them. `meta`: the `meta`
+    of their job."""
     if not trajectories:
         return []
     job = RolloutJob("restored", meta, sampling_params(policy.rollout, meta), 0, 0)
@@ -193,6 +194,6 @@ def store_trajectories(
 
 
 def _join_objects(name: str, parts: Sequence[RowsPart]) -> np.ndarray:
-    """An object column of all parts; None where a part does not have it."""
+    """Return an object column of all parts, with None in the rows of parts without this column."""
     columns = [part.objects.get(name, object_array([None] * part.stored.rows)) for part in parts]
     return np.concatenate(columns)

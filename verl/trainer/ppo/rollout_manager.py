@@ -1,11 +1,11 @@
 """RolloutManager: the trainer's interface to generation.
 
 Each consumer (a sync step, an async stream, validation, the engine probe) opens a job, submits rows to it and collects
-finished trajectories; `rollout_jobs.join_rows` converts these to a batch.
+finished trajectories; `rollout_jobs.join_rows` converts them to a batch.
 
 Hosts (`LoopHost`) execute the jobs: the first rollout rank of each replica generates single-turn rows, loop workers run
-agents. The manager keeps every unfinished row with its last reported partial output. If a host is lost, its rows are
-submitted to another one.
+agents. The manager stores every unfinished row with its last reported partial output. If a host is lost, its rows are
+submitted to another host.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ __all__ = ["RolloutManager"]
 
 logger = logging.getLogger(__name__)
 
-# Interval in which a waiting trainer checks for cancellation.
-_WAKE_S = 0.5
+# Interval in which a wait for trajectories checks for cancellation and lost hosts.
+_POLL_S = 0.5
 
 
 class RolloutManager:
-    """Called by the trainer's thread. Only `open` and `close` use the compute lane of the ranks."""
+    """Used by the trainer's thread. Only `open` and `close` use the compute lane of the ranks."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._config, self._groups = config, groups
-        self._hosts = RolloutHosts(groups, self._receive, self._lose)
+        self._hosts = RolloutHosts(groups, self._receive, self._report_loss)
         self._needs_open = False
-        """A host or a replica was lost; `open` determines which."""
+        """A host or a replica was lost: `open` has to connect again."""
         self._jobs: dict[str, ManagedJob] = {}
         self._serial = itertools.count()
         self._calls: list[OpenCall] = []
@@ -71,19 +71,20 @@ class RolloutManager:
 
     @property
     def is_open(self) -> bool:
+        """Whether hosts are connected."""
         return bool(self._hosts.all)
 
     def open(self) -> None:
         """Open generation on engines and loop workers until `close`. No effect if it is open and no host was lost.
 
-        After a WorkerError and recovery, call it again: rows of lost hosts are submitted to the current ones and resume
+        Call it again after a WorkerError and recovery: rows of lost hosts are then submitted to other hosts and resume
         from their last partial outputs.
         """
         if self.is_open and not self._needs_open:
             return
         if self.is_open:
             self._groups.require_engines()
-        self._needs_open = False  # a loss from here on sets it again
+        self._needs_open = False  # set again by a host that is lost during `_connect`
         try:
             self._connect()
         except Exception:
@@ -91,8 +92,8 @@ class RolloutManager:
             raise
 
     def _connect(self) -> None:
-        """Open all hosts, start the new ones, and send the rows without a host."""
-        self._release_rows(self._hosts.connect())
+        """Connect to all hosts, start new hosts, and send the rows that have no host."""
+        self._unassign_rows(self._hosts.connect())
         for host in self._hosts.all:
             if host.closed:
                 for job in self._jobs.values():
@@ -107,7 +108,7 @@ class RolloutManager:
         self._hosts.close()
 
     def abandon(self) -> None:
-        """Process no further replies, because the run has failed."""
+        """Stop processing replies, because the run has failed."""
         self._hosts.abandon()
 
     def cancel_waiting(self) -> None:
@@ -117,10 +118,10 @@ class RolloutManager:
     # ---------------------------------------------------------------- jobs
 
     def start(self, meta: Mapping[str, Any], on_finished: OnFinished = lambda finished: None) -> str:
-        """Open a job and return its id.
+        """Start a job and return its id.
 
         `meta`: `meta_info` of the generation (seed, end tokens, sampling parameters). `on_finished` is called with
-        trajectories as they arrive, in the collector thread of their host.
+        finished trajectories as they arrive, by the collector thread of their host.
         """
         job = ManagedJob(f"job-{next(self._serial)}", dict(meta), on_finished)
         self._jobs[job.name] = job
@@ -130,29 +131,28 @@ class RolloutManager:
     def submit(
         self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None, replica: int | None = None
     ) -> list[str]:
-        """Submit rows for generation; return their ids, which the columns `uid` and `sample_index` define.
+        """Submit rows for generation; return their ids (`uid`/`sample_index`).
 
-        All rows of a prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
-        resume from, by id. If generation is not open, the next `open` sends the rows.
+        All rows of a prompt are sent to the host with the fewest rows, or to host number `replica`. `partials`: outputs
+        to resume from, by row id. If generation is not open, the next `open` sends the rows.
         """
-        known = self._jobs[job]
-        names = self._add_rows(known, rows, partials or {})
+        names = self._add_rows(self._jobs[job], rows, partials or {})
         assigned = dict.fromkeys(names, self._hosts.all[replica]) if replica is not None and self.is_open else {}
-        self._send(known, names, assigned)
+        self._send(self._jobs[job], names, assigned)
         return names
 
     def _add_rows(self, job: ManagedJob, rows: DataProto, partials: Mapping[str, Output]) -> list[str]:
         """Add rows to a job; return their ids."""
         names = trajectory_names(rows)
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
-        kinds = self._kinds(rows)
+        kinds = self._host_kinds(rows)
         for index, name in enumerate(names):
             parts = [partials[name]] if name in partials else []
             job.rows[name] = SubmittedRow(rows, index, lengths[index], kinds[index], parts)
         return names
 
     def collect(self, job: str, timeout: float) -> list[FinishedTrajectory]:
-        """Return trajectories finished since the last call; block up to `timeout` seconds for the first.
+        """Return the trajectories finished since the last call; block up to `timeout` seconds for the first one.
 
         Raises the WorkerError of a lost host or engine. After recovery, call `open` and continue to collect.
         """
@@ -167,7 +167,7 @@ class RolloutManager:
             if isinstance(event, list):
                 finished += event
             elif finished:
-                inbox.put(event)  # the next call raises it; this one returns the finished trajectories
+                inbox.put(event)  # raised by the next call; this call returns the finished trajectories
                 break
             else:
                 self._raise_loss(event)
@@ -177,7 +177,7 @@ class RolloutManager:
         return finished
 
     def take_finished(self, job: str) -> list[FinishedTrajectory]:
-        """Like `collect`, but never blocks; errors stay in the queue for `collect`."""
+        """Like `collect`, but without blocking. Errors are left to the next `collect`."""
         inbox, finished, errors = self._jobs[job].inbox, [], []
         while not inbox.empty():
             event = inbox.get()
@@ -190,7 +190,7 @@ class RolloutManager:
         return finished
 
     def cancel(self, job: str, ids: Sequence[str]) -> None:
-        """Cancel these rows; their results are discarded."""
+        """Cancel these rows and discard their results."""
         by_host: dict[HostState, list[str]] = {}
         for name in ids:
             row = self._jobs[job].rows.pop(name, None)
@@ -200,18 +200,18 @@ class RolloutManager:
             self._hosts.call(host, "host.cancel", job, names)
 
     def partials(self, job: str) -> dict[str, Output]:
-        """Return current partial outputs of unfinished rows in their first model call, by id. Generation continues."""
+        """Return the current partial outputs, by row id, of rows in their first model call. Generation continues."""
         rows = list(self._jobs[job].rows.items())
         outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
         for host in self._hosts.all:
             try:
                 outputs |= host.handle.call("host.partials", job)
-            except WorkerError as error:  # the next `collect` raises it; the last reported outputs are returned
+            except WorkerError as error:  # raised by the next `collect`; the last reported outputs are returned
                 logger.warning("current partial outputs of %s could not be read: %s", host.handle, error)
         return {name: output for name, output in outputs.items() if output.token_ids}
 
     def finish(self, job: str) -> None:
-        """End a job; its unfinished rows are cancelled."""
+        """End a job and cancel its unfinished rows."""
         self._jobs.pop(job, None)
         for host in self._hosts.all:
             if not host.closed:
@@ -228,14 +228,14 @@ class RolloutManager:
     ) -> DataProto:
         """Generate one batch. Its trajectories are in the order of `rows`; all rows of a trajectory are adjacent.
 
-        Rows are assigned to hosts by position. If `rows` has no `uid` or `sample_index`, the batch has no column
-        `trajectory`. `retry(call)` runs the call, and again after it has restarted a lost worker.
+        Rows are assigned to hosts by position. If `rows` lacks `uid` or `sample_index`, the batch has no column
+        `trajectory`. `retry(call)` returns `call()`, and restarts lost workers and repeats the call if it fails.
         """
         if self._groups.overrides_generate_sequences:
             batch: DataProto = retry(partial(self._call_generate_sequences, rows, meta))
             return batch
         named = with_row_names(rows)
-        # The engine probe generates during the recovery of another batch, whose job must stay open.
+        # Another job may be active: the engine probe generates during the recovery of a batch.
         was_open = self.is_open or bool(self._jobs)
         job = self.start(meta, on_finished)
         try:
@@ -243,9 +243,9 @@ class RolloutManager:
             ids = self._submit_by_position(job, named)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
             if not was_open:
-                retry(self.close)  # all trajectories are here: a worker lost now does not affect the batch
+                retry(self.close)  # all trajectories have arrived: losing a worker now does not affect the batch
         except HangError:
-            self.abandon()  # a worker that hangs would not reply to further calls either
+            self.abandon()  # a hanging worker would not reply to further calls either
             raise
         except BaseException:
             self._end_batch(job, was_open)
@@ -260,36 +260,29 @@ class RolloutManager:
         if was_open:
             self.finish(job)
         else:
-            self.close()  # ends the job; raises the error of a failed engine, the cause of errors of its clients
+            self.close()  # ends the job; raises the error of a failed engine, which is the cause of other errors
 
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
-        """Collect `count` trajectories of a job into `finished` and return it. After a WorkerError, call it again with
-        the same `finished`."""
+        """Wait until `finished` contains `count` trajectories of a job, and return it. It can be called again with the
+        same `finished` after a WorkerError."""
         with self.watched():
             while len(finished) < count:
                 self.open()
-                new = self.collect(job, _WAKE_S)
+                new = self.collect(job, _POLL_S)
                 finished |= {trajectory.name: trajectory for trajectory in new}
                 tick(len(new))
         return finished
 
     def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
-        """Submit a contiguous, equal share of the rows to each host: the assignment does not depend on timing."""
-        known = self._jobs[job]
-        names = self._add_rows(known, rows, {})
+        """Submit rows to hosts by their position in the batch (`assign_by_position`); return their ids."""
+        managed = self._jobs[job]
+        names = self._add_rows(managed, rows, {})
         expect(len(rows))
-        assigned: dict[str, HostState] = {}
-        kinds: tuple[HostKind, ...] = ("engine", "agent")
-        for kind in kinds:
-            of_kind = [name for name in names if known.rows[name].kind == kind]
-            hosts = self._hosts.of_kind(kind)
-            for host, indices in zip(hosts, np.array_split(np.arange(len(of_kind)), len(hosts) or 1), strict=False):
-                assigned |= {of_kind[index]: host for index in indices}
-        self._send(known, names, assigned)
+        self._send(managed, names, self._hosts.assign_by_position({name: managed.rows[name].kind for name in names}))
         return names
 
     def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
-        """Generate a batch with one call of a `generate_sequences` that a user's worker class overrides."""
+        """Generate a batch with one call of the `generate_sequences` of a user's worker class."""
         request = rows.select()
         request.meta_info = dict(meta)
         if self._groups.agents is None:
@@ -305,7 +298,7 @@ class RolloutManager:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Context of a wait for trajectories: hang detection monitors the worker groups and can end the wait."""
+        """Context of a wait for trajectories: the hang detector monitors the worker groups and can end the wait."""
         groups = [group for group in self._groups.generating if hasattr(group, "processes")]
         outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
         try:
@@ -313,7 +306,7 @@ class RolloutManager:
         finally:
             for call in self._calls:
                 call.close()
-            self._calls = outer  # nested: the engine probe generates during the recovery of a stream
+            self._calls = outer  # contexts are nested if the engine probe generates during the recovery of a stream
 
     @property
     def uses_ray(self) -> bool:
@@ -327,23 +320,24 @@ class RolloutManager:
 
     @property
     def loop_capacity(self) -> int | None:
-        """Trajectories that loop workers run concurrently; None if the default loop does not run in them."""
+        """Maximum number of trajectories that loop workers run concurrently; None if the default agent loop does not
+        run in loop workers."""
         agent = self._config.actor_rollout_ref.rollout.agent
         if self._groups.is_single_turn(agent.default_agent_loop):
             return None
         return agent.max_concurrent_requests * len(self._hosts.of_kind("agent"))
 
-    def _kinds(self, rows: DataProto) -> list[HostKind]:
-        """The kind of host of each row: rollout ranks for single-turn rows, loop workers for agents."""
+    def _host_kinds(self, rows: DataProto) -> list[HostKind]:
+        """Return the kind of host for each row: rollout ranks for single-turn rows, loop workers for agents."""
         agents = rows.non_tensor_batch.get("agent_name")
         default = self._config.actor_rollout_ref.rollout.agent.default_agent_loop
         names = [default] * len(rows) if agents is None else [str(name) for name in agents]
         single = {name: self._groups.is_single_turn(name) for name in set(names)}
         return ["engine" if single[name] else "agent" for name in names]
 
-    def _release_rows(self, lost: Sequence[HostState]) -> None:
+    def _unassign_rows(self, lost: Sequence[HostState]) -> None:
         """Unassign the rows of lost hosts; they will resume from their last partial outputs."""
-        for row in self._unfinished():
+        for row in self._unfinished_rows():
             if row.host in lost:
                 row.host = None
                 row.parts = [] if (partial := row.partial) is None else [resumable(partial)]
@@ -354,25 +348,25 @@ class RolloutManager:
     def _send(
         self, job: ManagedJob, names: Sequence[str], assigned: Mapping[str, HostState] = MappingProxyType({})
     ) -> None:
-        """Send rows to the hosts in `assigned`, others by load, all rows of a prompt to the same host. If generation is
-        not open, `open` sends them."""
+        """Send rows to the hosts in `assigned`, and the others to the least loaded host, all rows of a prompt to the
+        same one. Does nothing if generation is not open: `open` will send the rows."""
         if not self.is_open:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
-        loads = Counter(row.host for row in self._unfinished()) if len(assigned) < len(rows) else Counter()
+        loads = Counter(row.host for row in self._unfinished_rows()) if len(assigned) < len(rows) else Counter()
         group_hosts: dict[tuple[HostKind, str], HostState] = {}
         by_host: dict[tuple[int, int], tuple[HostState, DataProto, list[str]]] = {}
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
             if name not in assigned and group not in group_hosts:
-                group_hosts[group] = self._least_loaded(row.kind, loads)
+                group_hosts[group] = self._hosts.least_loaded(row.kind, loads)
             host = row.host = assigned[name] if name in assigned else group_hosts[group]
             loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
         calls = []
         for host, batch, chosen in by_host.values():
             part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
-            if host.kind == "engine":  # reads few columns; agents get all of their row
+            if host.kind == "engine":  # engines read few columns, agents may read all
                 part = select_read_by(part, "generate")
                 part.meta_info = batch.meta_info
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
@@ -380,26 +374,22 @@ class RolloutManager:
             calls.append((host, "host.submit", job.name, part, resumed))
         self._hosts.call_all(calls)
 
-    def _unfinished(self) -> list[SubmittedRow]:
-        """The unfinished rows of all jobs."""
+    def _unfinished_rows(self) -> list[SubmittedRow]:
+        """Return the unfinished rows of all jobs."""
         return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
-    def _least_loaded(self, kind: HostKind, loads: Mapping[HostState | None, int]) -> HostState:
-        """`loads`: number of unfinished rows of each host."""
-        return min(self._hosts.of_kind(kind), key=lambda host: loads.get(host, 0))
-
-    def _lose(self, host: HostState, error: Exception | None) -> None:
-        """Report to all jobs that a host was lost with this error, or that it reported a lost engine (None). The next
-        `collect` raises it, unless `open` has replaced the host by then."""
+    def _report_loss(self, host: HostState, error: Exception | None) -> None:
+        """Add a HostLoss to the inboxes of all jobs. The next `collect` raises it, unless `open` has replaced the host
+        by then."""
         self._needs_open = True
         for job in list(self._jobs.values()):
             job.inbox.put(HostLoss(host, error))
 
     def _raise_loss(self, loss: HostLoss) -> None:
-        """Raise the error of a lost engine, if there is one, since it is the cause; otherwise that of the host.
+        """Raise the error of a lost engine, if there is one, since it is the cause; otherwise the error of the host.
 
-        Every host of a lost group reports the loss, to all jobs, and it is recovered once: reports of hosts that were
-        replaced are ignored. So is the death of a rank that was restarted meanwhile, for example by a weight sync.
+        All hosts of a lost group report the loss to all jobs, but it is recovered once: reports about hosts that were
+        replaced are ignored, and so is the death of a rank that was restarted meanwhile (for example by a weight sync).
         """
         if loss.host not in self._hosts.all and (loss.error is None or isinstance(loss.error, WorkerError)):
             return
@@ -423,7 +413,7 @@ class RolloutManager:
         finished: list[FinishedTrajectory] = []
         with self._hosts.lock:
             if host.closed:
-                return  # its rows are submitted again, or their results are discarded
+                return  # its rows were submitted to another host, or cancelled
             for job_name, partials in reply.partials.items():
                 if (job_of_partials := self._jobs.get(job_name)) is not None:
                     job_of_partials.add_partials(partials)
@@ -435,4 +425,4 @@ class RolloutManager:
             job.on_finished(finished)
             job.inbox.put(finished)
         if reply.lost_replica is not None:
-            self._lose(host, None)
+            self._report_loss(host, None)

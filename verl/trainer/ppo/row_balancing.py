@@ -17,14 +17,14 @@ from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, ceildiv, get_seql
 
 @dataclass(frozen=True)
 class BalancedRows:
-    """An order of rows whose equal split gives every rank its part of mini-batch 0, then of mini-batch 1, and so on."""
+    """An order of rows to send: split into equal parts, it gives every rank its rows of mini-batch 0, 1, and so on."""
 
     order: np.ndarray
     """[sent]: index in the batch of each row to send."""
     filler: np.ndarray
     """[sent], bool: a copy of a row of the same mini-batch, sent to make the ranks' parts equal."""
     sizes: list[int]
-    """Number of rows that each rank has of each mini-batch."""
+    """Number of rows per rank, for each mini-batch."""
 
     def take(self, batch: DataProto, names: Sequence[str]) -> DataProto:
         """Return the rows to send, with the named tensors. Filler rows get `response_mask` 0; if trajectories have
@@ -60,18 +60,17 @@ def row_costs(batch: DataProto, cost: SequenceCost = COST_PER_TOKEN) -> np.ndarr
 
 
 def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> list[np.ndarray]:
-    """Return the rows of each mini-batch: those of the first `prompts` prompts, of the next ones, and so on; `uids`
-    [rows]."""
+    """Return the rows of each mini-batch: all rows of `prompts` consecutive prompts. `uids` [rows]: prompt of each
+    row."""
     _, first, inverse = np.unique(np.asarray(uids).astype(str), return_index=True, return_inverse=True)
     number = np.argsort(np.argsort(first))[inverse.reshape(-1)]
     return [np.flatnonzero(number // prompts == mini) for mini in range(ceildiv(len(first), prompts))]
 
 
 def balance_rows(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: int, balance: bool) -> BalancedRows:
-    """Distribute the rows of every mini-batch over the ranks in equal numbers; with `balance`, with similar cost.
+    """Distribute the rows of every mini-batch over the ranks, in equal numbers and, with `balance`, with similar cost.
 
-    If they do not divide evenly, copies of the cheapest row are added as fillers. Mini-batches do not depend on the
-    number of ranks, so results do not either.
+    If the number of rows is not divisible by `ranks`, copies of the cheapest row are added as fillers.
     """
     per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     fillers: list[list[np.ndarray]] = [[] for _ in range(ranks)]

@@ -31,7 +31,7 @@ SUMMED_AGENT_METRICS = (
 )
 """Prefixes of agent metrics that are summed over batches; all others are averaged."""
 TOOL_SHARE = "agent_loop/tool_share"
-# Status of a trajectory that its agent completed; others are `aborted` and `failed`.
+# Status of a trajectory that its agent has completed. The other statuses are `aborted` and `failed`.
 _FINISHED = "finished"
 # Object columns of agents.
 _EXTRA_FIELDS, _AGENT_METRICS, _AGENT_SCORE, _REWARD_INFO = (
@@ -56,7 +56,7 @@ Correctness = dict[str, list[bool]]
 
 
 class NoRewards:
-    """Replaces the reward manager of runs without rewards: every score is 0."""
+    """Reward manager of runs without rewards: every score is 0."""
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> dict[str, Any]:
         return {"reward_tensor": torch.zeros(data.batch["responses"].shape), "reward_extra_info": {}}
@@ -69,7 +69,7 @@ class NoRewards:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """Return the results of `score_responses`, with turn rewards added to the scores."""
+    """Return scores [batch, response] with turn rewards, and further values (see `score_responses`)."""
     scores, extra = score_responses(data, reward_fn)
     return with_turn_rewards(scores, data), extra
 
@@ -82,11 +82,12 @@ def with_turn_rewards(scores: torch.Tensor, data: DataProto) -> torch.Tensor:
 def score_responses(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Return scores [batch, response] and the further values of reward functions and agents (a list per name).
 
-    If `reward_fn.on_error` is `mask`, rows that could not be scored get `response_mask` 0 in `data`: they have no
-    weight in losses, counts and metrics, and group estimators leave them out. A name that the batch already has becomes
-    `reward_<name>`. The score of a trajectory is on the row with its last model token; further values are on all its
-    rows. Trajectories with a score of their agent, and those that did not finish, are not passed to `reward_fn`. Turn
-    rewards are not included.
+    The score of a trajectory is on its last row, without turn rewards; further values are on all its rows. A value with
+    the name of an existing column is renamed to `reward_<name>`. Unfinished trajectories, and trajectories whose agent
+    has returned a score, are not passed to `reward_fn`.
+
+    If `reward_fn.on_error` is `mask`, rows that could not be scored get `response_mask` 0 in `data`: losses, counts,
+    metrics and group estimators ignore them.
     """
     trajectories = Trajectories.of(data)
     agent_scores, unscored = _agent_scores(data, trajectories)
@@ -131,7 +132,7 @@ def _scatter(indices: Iterable[int], values: Iterable[Any], count: int) -> list[
 
 
 def _agent_scores(batch: DataProto, trajectories: Trajectories) -> tuple[dict[int, float], np.ndarray]:
-    """Return the scores of agents by trajectory number, and the numbers of trajectories that need a score."""
+    """Return the scores of agents by trajectory number, and the numbers of trajectories that `reward_fn` scores."""
     numbers = np.arange(len(trajectories))
     if _AGENT_SCORE not in batch.non_tensor_batch:
         return {}, numbers
@@ -142,10 +143,8 @@ def _agent_scores(batch: DataProto, trajectories: Trajectories) -> tuple[dict[in
 
 
 def place_scores(scores: Mapping[int, float], batch: DataProto, trajectories: Trajectories) -> torch.Tensor:
-    """Return [batch, response]: each score on the last model token of its trajectory; dropped if it has none.
-
-    `scores`: by trajectory number.
-    """
+    """Return scores [batch, response], each at the last model token of its trajectory; without model tokens it is
+    dropped. `scores`: by trajectory number."""
     mask = batch.batch["response_mask"].bool()
     placed = torch.zeros(mask.shape)
     for number, score in scores.items():
@@ -184,10 +183,10 @@ def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
 def response_scores(
     scores: torch.Tensor, trajectories: Trajectories, failed: Iterable[Any] | None
 ) -> list[float | None]:
-    """Return the score of each trajectory, from the rows' `scores` [batch].
+    """Return the score of each trajectory. `scores` [batch]: score of each row.
 
-    `failed`: the column `scoring_failed`, if the batch has it. A trajectory that could not be scored is None if it is
-    masked; otherwise (`reward_model.on_error`) it has a score of 0.
+    `failed`: the column `scoring_failed`, or None. The score of a trajectory that could not be scored is None if it is
+    masked, else 0 (`reward_model.on_error`).
     """
     values: list[float | None] = trajectories.sum(scores).tolist()
     if failed is None:
@@ -211,13 +210,12 @@ def correct_responses(
     scores_are_degrees: bool,
     unfinished: Sequence[bool] | None = None,
 ) -> Correctness:
-    """Return whether each response is correct, by data source: by `acc` (`accuracies`) if it is a number, else by a
-    score of 1.
+    """Return by data source whether each response is correct.
 
-    `scores` are those of the reward function (`response_scores`). Scores of a reward model are degrees, not verdicts
-    (`scores_are_degrees`): without `acc` such a response does not count. Nor does one that could not be scored (None).
-    The response of an `unfinished` agent counts as wrong; with `scores_are_degrees`, only if other responses of its
-    source count.
+    A response is correct if its `acc` (`accuracies`) is at least 1; if that is not a number, if its score
+    (`response_scores`) is at least 1. Scores of a reward model are degrees (`scores_are_degrees`): without `acc`, the
+    response is left out. Responses that could not be scored (None) are left out, too. The response of an `unfinished`
+    agent counts as wrong; with `scores_are_degrees`, only if other responses of its source are counted.
     """
     correct: Correctness = defaultdict(list)
     failed: Counter[str] = Counter()
@@ -259,8 +257,8 @@ def log_step_accuracy(
 
 
 def spread_extra_fields(batch: DataProto) -> None:
-    """Turn each extra field of agents into a column, None for agents without it. A field with the name of another
-    column becomes `agent_<name>`."""
+    """Convert every extra field of agents to a column, with None for agents without the field. A field with the name of
+    an existing column is renamed to `agent_<name>`."""
     if _EXTRA_FIELDS not in batch.non_tensor_batch:
         return
     fields = batch.pop(non_tensor_batch_keys=[_EXTRA_FIELDS]).non_tensor_batch[_EXTRA_FIELDS]
@@ -271,9 +269,9 @@ def spread_extra_fields(batch: DataProto) -> None:
 
 
 def require_some_finished(batch: DataProto, failed_before: int = 0, limit: int = 1) -> int:
-    """Return the number of trajectories in a row that did not finish, including `failed_before` of earlier batches.
+    """Return the number of consecutive unfinished trajectories, including `failed_before` of earlier batches.
 
-    Raises NoSamplesError if it reaches `limit`: whatever stopped all of them would stop the next ones too.
+    Raises NoSamplesError if it reaches `limit`: the next trajectories would fail for the same reason.
     """
     if _AGENT_METRICS not in batch.non_tensor_batch:
         return 0
@@ -292,19 +290,19 @@ def require_some_finished(batch: DataProto, failed_before: int = 0, limit: int =
 
 
 def _measurements(batch: DataProto, trajectories: Trajectories) -> list[Mapping[str, Any]]:
-    """The measurements of each trajectory's agent; an empty list for batches without agents."""
+    """Return the measurements of each trajectory's agent; [] for batches without agents."""
     columns = batch.non_tensor_batch
     return [item or {} for item in columns[_AGENT_METRICS][trajectories.last_rows]] if _AGENT_METRICS in columns else []
 
 
 def _statuses(batch: DataProto, trajectories: Trajectories) -> list[str]:
-    """The status of each trajectory: finished, aborted or failed."""
+    """Return the status of each trajectory: finished, aborted or failed."""
     measurements = _measurements(batch, trajectories)
     return [str(item.get("status", _FINISHED)) for item in measurements] or [_FINISHED] * len(trajectories)
 
 
 def agent_metrics(batch: DataProto) -> dict[str, float]:
-    """Return metrics over all trajectories of a batch, including failed ones; none for batches without agents."""
+    """Return metrics over all trajectories of a batch, including failed ones; {} for batches without agents."""
     if _AGENT_METRICS not in batch.non_tensor_batch:
         return {}
     trajectories = Trajectories.of(batch)

@@ -1,6 +1,7 @@
 """TrainerState: progress of a run and contents of its checkpoints (actor, critic, prompts, KL controller, version).
 
-RunRecord: dumps of batches and responses, and the share of time per phase.
+TrainerAttributes: public attributes of the trainer with values of its collaborators. RunRecord: dumps of batches and
+responses, and the share of time per phase.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
@@ -28,14 +29,17 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 
+if TYPE_CHECKING:
+    from verl.trainer.ppo.generator import Generator
+
 logger = logging.getLogger(__name__)
 
 
 class RolloutStream(Protocol):
-    """Prompts that were submitted ahead of their step and not trained yet, with their responses so far."""
+    """The untrained prompts of an async run that were submitted for generation, with their responses so far."""
 
     def state(self, partials: bool) -> dict[str, Any]:
-        """Return plain data; with `partials`, unfinished responses too, which takes longer."""
+        """Return the state as plain data. `partials`: include unfinished responses, which takes longer."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from this state."""
@@ -60,34 +64,34 @@ class TrainerState:
         """Number of actor updates so far; the version of the weights that the next sync sends."""
         self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_start: RunStart | None = None
-        self._kept: dict[str, Any] | None = None
-        """The state of the last `keep`."""
-        self._restored: dict[str, Any] | None = None
-        """The state that `go_back` restored."""
+        self._snapshot: dict[str, Any] | None = None
+        """Checkpoint contents at the last `take_snapshot`."""
+        self._saves_snapshot = False
+        """Whether `save` writes the snapshot instead of the current state."""
         limits = {"actor": config.trainer.max_actor_ckpt_to_keep}
         if Role.Critic in workers:
             limits["critic"] = config.trainer.max_critic_ckpt_to_keep
         self.saver = Saver(config, limits, tokenizer, lambda: self.run_start)
 
-    def draw_from(self, loader: Any) -> None:
-        """Use this dataloader as the source of the prompts."""
+    def set_dataloader(self, loader: Any) -> None:
+        """Draw the training prompts from this dataloader."""
         self._loader = loader
         self.prompts = PromptStream(loader, self._config.trainer.total_epochs, self._config.data.gen_batch_size)
 
-    def begin(self) -> RunStart:
-        """Run the checks that precede loading the models, unless `run_start` was assigned; return their result."""
+    def check_start(self) -> RunStart:
+        """Run the checks that precede model loading, unless `run_start` is already set; return `run_start`."""
         if self.run_start is None:
             self.run_start = check_run_start(self._config, self._workers)
         return self.run_start
 
     def resume_from(self) -> Path | None:
-        """The checkpoint folder that the run continues from, or None."""
-        return self.begin().resume_from
+        """Return the checkpoint folder that the run resumes from, or None."""
+        return self.check_start().resume_from
 
     @property
     def first_step(self) -> int | None:
         """The first step that the run will log; None if it only validates."""
-        start = self.begin()
+        start = self.check_start()
         return None if self._config.trainer.val_only else start.first_step
 
     def end(self) -> None:
@@ -100,28 +104,29 @@ class TrainerState:
             self.run_start = None
 
     def save(self, groups: WorkerGroups) -> None:
-        """Begin to save the current state; `actor/huggingface/` in the checkpoint is usable as `model.path`."""
+        """Begin to save the state. `actor/huggingface/` in the checkpoint can be used as `model.path`."""
         policy = next(self._workers[role] for role in _POLICY_ROLES if role in self._workers)
         parts = {"actor": background_part(groups.actor, policy)}
         if groups.critic is not None:
             parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])
         exports = "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents
-        state = self._contents(partials=True) if self._restored is None else self._restored
+        state = self._snapshot if self._saves_snapshot else self._contents(partials=True)
+        assert state is not None
         self.saver.begin(state, parts, ["actor/huggingface"] if exports else [])
 
-    def keep(self) -> None:
-        """Keep a copy of the current state for `go_back`."""
-        self._kept = copy.deepcopy(self._contents(partials=False))
+    def take_snapshot(self) -> None:
+        """Copy the current state, for `restore_snapshot`."""
+        self._snapshot = copy.deepcopy(self._contents(partials=False))
 
-    def go_back(self) -> None:
-        """After the current step was given up: restore the state of the last `keep`, which later saves write.
+    def restore_snapshot(self) -> None:
+        """After the current step was given up: restore the last snapshot. Later saves write it.
 
-        The state on the ranks is unchanged, because only updates change it. The run ends, so the prompts are not reset.
+        The ranks need no restore, because only updates change their state. Neither do the prompts: the run ends.
         """
-        assert self._kept is not None
-        self._restored = kept = self._kept
+        assert self._snapshot is not None
+        self._saves_snapshot = True
         self.step, self.policy_version, self.kl_controller.value = (
-            kept[name] for name in ("global_steps", "policy_version", "kl_coef")
+            self._snapshot[name] for name in ("global_steps", "policy_version", "kl_coef")
         )
 
     def _contents(self, partials: bool) -> dict[str, Any]:
@@ -135,7 +140,7 @@ class TrainerState:
         }
 
     def load(self, groups: WorkerGroups) -> None:
-        """Resume from the newest complete checkpoint or the configured one, if there is one."""
+        """Resume from the configured or the newest complete checkpoint, if one exists."""
 
         def read(folder: Path, state: Mapping[str, Any]) -> None:
             self.step, self.policy_version = int(state["global_steps"]), int(state["policy_version"])
@@ -156,24 +161,121 @@ class TrainerState:
 
 
 def check_run_start(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
-    """Check the start of a run with these worker classes; return the result."""
+    """Run the checks that precede model loading (`RunStart`). `workers`: worker classes by role."""
     trainer = config.trainer
     folders = {f"trainer.{key}": trainer[key] for key in ("rollout_data_dir", "validation_data_dir")}
     return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)
 
 
+class TrainerAttributes:
+    """Public attributes of RayPPOTrainer whose values its collaborators store and use. Subclasses and scripts may read
+    and assign them."""
+
+    groups: WorkerGroups
+    generator: Generator
+    state: TrainerState
+
+    @property
+    def actor_wg(self) -> Any:
+        """Worker group of the policy. Also available as `actor_rollout_wg`."""
+        return self.groups.actor
+
+    @actor_wg.setter
+    def actor_wg(self, group: Any) -> None:
+        self.groups.actor = group
+
+    actor_rollout_wg = actor_wg
+
+    @property
+    def rollout_wg(self) -> Any:
+        """Worker group of the rollout engines; the same object as `actor_wg` if they share processes."""
+        return self.groups.rollout
+
+    @rollout_wg.setter
+    def rollout_wg(self, group: Any) -> None:
+        self.groups.rollout = group
+
+    @property
+    def ref_policy_wg(self) -> Any:
+        """Worker group of the reference policy; the same object as `actor_wg` if the reference is the actor without its
+        adapter."""
+        return self.groups.reference
+
+    @ref_policy_wg.setter
+    def ref_policy_wg(self, group: Any) -> None:
+        self.groups.reference = group
+
+    @property
+    def critic_wg(self) -> Any:
+        """Worker group of the critic, or None."""
+        return self.groups.critic
+
+    @critic_wg.setter
+    def critic_wg(self, group: Any) -> None:
+        self.groups.critic = group
+
+    @property
+    def rm_wg(self) -> Any:
+        """Worker group of the reward model, or None."""
+        return self.groups.reward_model
+
+    @rm_wg.setter
+    def rm_wg(self, group: Any) -> None:
+        self.groups.reward_model = group
+
+    @property
+    def reward_fn(self) -> Any:
+        """Reward manager for training batches. Also available as `reward_manager`."""
+        return self.generator.reward_fn
+
+    @reward_fn.setter
+    def reward_fn(self, manager: Any) -> None:
+        self.generator.reward_fn = manager
+
+    reward_manager = reward_fn
+
+    @property
+    def global_steps(self) -> int:
+        """The current training step, or the last completed one between steps. Also available as `global_step`."""
+        return self.state.step
+
+    @global_steps.setter
+    def global_steps(self, step: int) -> None:
+        self.state.step = step
+
+    global_step = global_steps
+
+    @property
+    def policy_version(self) -> int:
+        """Number of actor updates so far; the version of the weights that the next sync sends."""
+        return self.state.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.state.policy_version = version
+
+    @property
+    def kl_ctrl_in_reward(self) -> Any:
+        """Controller of the coefficient of the KL penalty in the reward."""
+        return self.state.kl_controller
+
+    @kl_ctrl_in_reward.setter
+    def kl_ctrl_in_reward(self, controller: Any) -> None:
+        self.state.kl_controller = controller
+
+
 class RunRecord:
-    """Writes the dumps of a run and adds up its times. A file that cannot be written is a non-fatal failure."""
+    """Writes dumps and sums up the seconds per phase. A file that cannot be written is a non-fatal failure."""
 
     def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures) -> None:
         self._trainer, self._tokenizer, self._failures = config.trainer, tokenizer, failures
         self._seconds: Counter[str] = Counter()
         self._tool_shares: list[float] = []
 
-    def dump(self, batch: DataProto, step: int, harmful: bool) -> None:
-        """Write the batch if `trainer.dump_steps` has the step or its update was `harmful`, and the responses if
+    def dump(self, batch: DataProto, step: int, has_bad_update: bool) -> None:
+        """Write the batch if `trainer.dump_steps` contains the step or `has_bad_update` is set; write the responses if
         `trainer.rollout_data_dir` is set."""
-        if step in self._trainer.dump_steps or harmful:
+        if step in self._trainer.dump_steps or has_bad_update:
             folder = self._trainer.default_local_dir
             dumped = self._failures.dump(FOLDER, folder, step, partial(dump_batch, batch, folder, step))
             if dumped is not None:

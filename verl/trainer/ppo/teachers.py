@@ -1,4 +1,4 @@
-"""Teachers: log-probs of the student's responses under teachers, which are local models or servers (TeacherServer)."""
+"""Teachers: log-probs of the student's responses under teacher models, which are local or served (TeacherServer)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROBED_TOKENS = 32
 
 
 class Teachers:
-    """Computes the teacher columns; every row belongs to one teacher, a local model or a server."""
+    """Computes the teacher columns of a batch. The data source of a row selects its teacher."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
@@ -45,7 +45,7 @@ class Teachers:
 
     def columns(self, batch: DataProto, infer: Infer) -> DataProto:
         """Return `teacher_log_prob` [batch, response] of every row under its own teacher; for a loss over the top-k
-        tokens also their ids and log-probs.
+        tokens also `teacher_top_ids` and `teacher_top_log_probs` [batch, response, k].
 
         `infer(method, batch, role)` runs a forward pass of a worker group over a batch, like `WorkerGroups.infer`.
         """
@@ -80,7 +80,7 @@ class TeacherServer:
         self._models: dict[str, dict[str, Any]] = {}
 
     def columns(self, batch: DataProto) -> DataProto:
-        """Return `teacher_log_prob` [batch, response]; for a loss over the top-k tokens, also these."""
+        """Return the same columns as `Teachers.columns`."""
         masks, width = batch.batch["attention_mask"].bool(), batch.batch["responses"].shape[1]
         rows = [ids[mask].tolist() for ids, mask in zip(batch.batch["input_ids"], masks, strict=True)]
         log_probs = asyncio.run(self._prompt_log_probs(rows))
@@ -112,7 +112,7 @@ class TeacherServer:
                     )
 
     def _check_context(self, url: str, longest: int) -> None:
-        # Some servers do not report their limit. vLLM always samples a token after the row, which needs space too.
+        # Some servers do not report their limit. vLLM always samples one more token, which must fit, too.
         limit = self._models[url].get("max_model_len")
         if limit is not None and longest >= limit:
             raise ValueError(
@@ -176,7 +176,7 @@ class TeacherServer:
 
 
 def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, str]) -> dict[str, np.ndarray]:
-    """Return the row indices per teacher: by the data source in column `key`, else the default teacher."""
+    """Return the row indices of each teacher. `by_source`: teacher by data source (column `key`); None: the default."""
     columns = batch.non_tensor_batch
     sources = columns[key].tolist() if key in columns else [None] * len(batch)
     names = [by_source.get(source, by_source.get(None)) for source in sources]
@@ -200,12 +200,13 @@ def join_columns(parts: Sequence[DataProto], rows: Sequence[np.ndarray], width: 
 def check_teachers(config: PPOConfig, folders: Mapping[str, str], tokenizer: Any, dataset: Any) -> None:
     """Raise ValueError unless all local teachers have the student's vocabulary and every data row has a teacher.
 
-    `folders` maps model names to local folders."""
+    `folders`: local folder of each model path.
+    """
     distillation, student = config.distillation, config.actor_rollout_ref.model
     for name, teacher in distillation.local_teachers.items():
         path = teacher.model_path or ""
-        own = hf_tokenizer(folders.get(path, path), trust_remote_code=student.trust_remote_code)
-        _check_vocabulary(own.get_vocab(), tokenizer.get_vocab(), f"{_KEY}.{name}.model_path", path, student.path)
+        vocabulary = hf_tokenizer(folders.get(path, path), trust_remote_code=student.trust_remote_code).get_vocab()
+        _check_vocabulary(vocabulary, tokenizer.get_vocab(), f"{_KEY}.{name}.model_path", path, student.path)
     by_source = {teacher.key: name for name, teacher in distillation.teacher_models.items()}
     key = config.data.reward_fn_key
     if not by_source or None in by_source or not hasattr(dataset, "rows"):

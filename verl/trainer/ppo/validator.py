@@ -44,7 +44,7 @@ BatchToBatch = Callable[[DataProto], DataProto]
 
 
 class Validator:
-    """Runs validation with the generation phase of training and the reward function of validation."""
+    """Runs validations: generates with the trainer's generation phase, scores with the validation reward function."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class Validator:
             names = ("data_source", "uid", *(name for name in samples if name not in (*_DESCRIPTIONS, "reward")))
             extra = _rows(extra_fields({name: samples[name] for name in names}))
             dumped = [
-                {"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, extra, strict=True)
+                {"step": step, **row, **texts, **fields} for row, texts, fields in zip(rows, more, extra, strict=True)
             ]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
-            if config.val_only:  # the files are the purpose of such a run: failures are fatal
+            if config.val_only:  # writing the files is the purpose of the run: a failure is fatal
                 write()
             else:
                 self._failures.dump("trainer.validation_data_dir", folder, step, write)
@@ -139,9 +139,10 @@ def _rows(columns: Samples) -> list[dict[str, Any]]:
 
 
 def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_degrees: bool) -> Samples:
-    """`reward` and `acc` with agents that failed or were aborted as wrong, and the column `agent_failed`.
+    """Return the columns `reward` and `acc` with `unfinished` agents (failed or aborted) as wrong, and `agent_failed`.
 
-    Their reward is 0, or None with `scores_are_degrees` (of a reward model), on whose scale 0 has no meaning.
+    The reward of an unfinished agent is 0; None with `scores_are_degrees`, since 0 has no meaning on the scale of a
+    reward model.
     """
     failed_reward = None if scores_are_degrees else 0.0
     rewards = [
@@ -155,7 +156,7 @@ def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_deg
 
 
 def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
-    """Return the scores, with None for samples that failed to be scored if `on_error` is `mask`."""
+    """Return the scores. If `reward_fn.on_error` is `mask`, samples that could not be scored have None."""
     if failed is None or getattr(reward_fn, "on_error", None) != "mask":
         return list(scores)
     return [None if missing else score for score, missing in zip(scores, failed, strict=True)]

@@ -1,4 +1,4 @@
-"""WeightSync: sends the weights of the policy to the rollout engines, once per version, before they get requests.
+"""WeightSync: sends the policy's weights to the rollout engines, once per version.
 
 EngineProbe checks after a sync that a third-party engine computes the same log-probs as training.
 """
@@ -28,7 +28,7 @@ from verl.workers.sharding_manager import TransferLostError
 
 logger = logging.getLogger(__name__)
 
-# Time until the death of a receiver is known after its sender has lost the connection.
+# Limit for the report of a receiver's death after its sender has lost the connection.
 _DEATH_REPORT_S = 10.0
 # Prompts of the probe.
 _TEXTS = ("The capital of France is", "1, 2, 3, 5, 8,", "def add(a, b):\n", "Once upon a time there was a")
@@ -45,8 +45,8 @@ class WeightSync:
     """Syncs weights from the actor's worker group to the rollout's: within shared processes, or between groups."""
 
     def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None, kv: str = "recompute") -> None:
-        """`probe()` is called after every sync and may send requests to the engines; its errors are raised by `sync`.
-        `kv`: handling of the KV cache of requests that continue after a sync (`trainer.partial_kv`)."""
+        """`probe()` is called at the end of every `sync` and may send requests to the engines. `kv`: whether running
+        requests keep or recompute their KV cache after a sync (`trainer.partial_kv`)."""
         self._groups, self._probe, self._kv = groups, probe, kv
         self._paused = False
 
@@ -61,29 +61,28 @@ class WeightSync:
     def release_weights(self) -> None:
         """After the rollout of a step: free the weights of engines that share devices with the trainer until `sync`.
 
-        An open generation continues during training, or is paused if it must not run concurrently with it.
+        An open generation continues during training and keeps the weights, unless it must be paused.
         """
-        generates = False
-        if self._groups.generation_open:
+        is_open = self._groups.generation_open
+        if is_open:
             self._paused = self._groups.pauses_for_training
-            generates = not self._paused
             if self._paused:
                 self._groups.rollout.pause_rollout()
-        if self._groups.frees_weights and not generates:
+        if self._groups.frees_weights and (self._paused or not is_open):
             self._groups.actor.free_rollout_weights()
 
     def sync(self, version: int) -> None:
-        """Bring all engines to this version; engines that have it are skipped. Running requests continue with it."""
+        """Send the weights of this version to all engines that do not have it. Running requests continue with it."""
         self._groups.replicas.advance(version)
         if self._groups.rollout is self._groups.actor:
-            self._groups.actor.update_rollout_weights(version, self._kv)  # the workers skip a version they have
+            self._groups.actor.update_rollout_weights(version, self._kv)  # no effect if the engines have the version
         else:
             self._sync_between_groups(version)
         self.resume_generation()
         self._probe()
 
     def resume_generation(self) -> None:
-        """Resume a generation that `release_weights` has paused, with the weights that its engines have."""
+        """Resume a generation that `release_weights` has paused, with the current weights of the engines."""
         if self._paused:
             self._groups.rollout.resume_rollout()
             self._paused = False
@@ -98,7 +97,7 @@ class WeightSync:
         replicas.apply(ReplicaEvent.VERIFIED, version=version)
 
     def _send(self, version: int) -> None:
-        """Run the sending and the receiving call concurrently. If a receiver dies, the sender's call ends too."""
+        """Run the sending and the receiving call concurrently. The death of a receiver also ends the sender's call."""
         actor, rollout = self._groups.actor, self._groups.rollout
         sending, receiving = actor.send_weights(version), rollout.receive_weights(version, self._kv)
         receiver_errors: list[Exception] = []
@@ -141,8 +140,8 @@ class EngineMismatchError(TrainingStoppedError):
 
 
 class EngineProbe:
-    """Checks what weight fingerprints cannot: that the engine computes the same distribution as training, at the
-    training temperature."""
+    """Checks that the engine computes the same distribution as training, at the training temperature. Fingerprints of
+    the weights cannot show that."""
 
     def __init__(
         self,
@@ -152,23 +151,23 @@ class EngineProbe:
         rollouts: RolloutManager,
         enabled: bool | None = None,
     ) -> None:
-        """`enabled`: whether to check the engine; None: only third-party engines (tests cover the others)."""
+        """`enabled`: None enables the check for third-party engines only; tests cover the others."""
         self._config, self._tokenizer, self._groups, self._rollouts = config, tokenizer, groups, rollouts
         self._rollout = config.actor_rollout_ref.rollout
         self._enabled = names.rollout_traits(self._rollout.name).third_party if enabled is None else enabled
         self._checked_starts = 0
 
     def __call__(self) -> None:
-        """Call it after a weight sync: checks engines that were started since the last call. Raises
+        """After a weight sync: check the engines if any of them was started since the last call. Raises
         EngineMismatchError, which ends the run."""
         if not self._enabled or self._checked_starts == self._groups.engine_starts:
             return
         difference, limit = self.measure(), self.limit
         if not difference <= limit:
             raise EngineMismatchError(
-                f"{ROLLOUT}.name = {self._rollout.name}: the log-probs it reports differ from training's by"
-                f" {difference:.3g} per token on average, but rounding explains {limit:.3g}"
-                f" ({self._precisions}, temperature {self._rollout.temperature:g}). It does not sample from the"
+                f"{ROLLOUT}.name = {self._rollout.name}: its log-probs differ from those of training by"
+                f" {difference:.3g} per token on average, but rounding explains at most {limit:.3g}"
+                f" ({self._precisions}, temperature {self._rollout.temperature:g}). The engine does not sample from the"
                 " policy's distribution. Likely causes: the engine computes this model differently (positions,"
                 " scaling, experts), keeps a copy of weights that the weight sync does not update, or reports log-probs"
                 f" at another temperature. Try {ROLLOUT}.dtype=float32 to exclude rounding, another version of the"
@@ -181,7 +180,8 @@ class EngineProbe:
         )
 
     def measure(self) -> float:
-        """Mean absolute difference of the two log-probs per token, over a few responses of every replica."""
+        """Return the mean absolute difference between the log-probs of engine and training, over the tokens of a few
+        responses of every replica."""
         prompts = self._prompts()
         generated = self._rollouts.generate(prompts, prompts.meta_info)
         computed = self._groups.infer(self._groups.actor.compute_log_prob, generated, "actor")
@@ -192,19 +192,19 @@ class EngineProbe:
 
     @property
     def limit(self) -> float:
-        """Largest value of `measure` that rounding explains: that of the coarser dtype, over the temperature if it is
-        below 1."""
+        """Largest value of `measure` that rounding in the coarser of the two dtypes explains. A temperature below 1
+        scales it."""
         rounding = _QUANTIZED if self._quantization else max(_ROUNDING[dtype] for dtype in self._dtypes)
         return rounding * max(1.0, 1.0 / self._rollout.temperature)
 
     @property
     def _quantization(self) -> str | None:
-        """Quantization of the engine; ignored for running servers, whose limit depends on `dtype` alone."""
+        """Quantization of the engine; None for servers of the user (`server_urls`), whose quantization is unknown."""
         return None if self._rollout.server_urls else self._rollout.quantization
 
     @property
     def _dtypes(self) -> tuple[str, str]:
-        """Of the engine and of training."""
+        """The dtypes of the engine and of training."""
         actor = self._config.actor_rollout_ref.actor
         return self._rollout.dtype, actor[names.TRAINING_ENGINES[actor.strategy].block].mixed_precision
 
@@ -214,8 +214,8 @@ class EngineProbe:
         return f"engine {self._quantization or engine}, training {trainer}"
 
     def _prompts(self) -> DataProto:
-        """The same prompts for every replica, sampled without truncation (top-k, top-p, min-p): every engine then
-        reports the log-probs that training computes."""
+        """Return the same prompts for every replica. Sampling is not truncated (top-k, top-p, min-p), so that the
+        log-probs of engine and training can be compared."""
         longest = self._config.data.max_prompt_length
         replicas, ranks = len(self._groups.replicas), self._groups.dp_sizes["actor"]
         copies = -(-ranks // (len(_TEXTS) * replicas))  # at least as many rows as training has ranks

@@ -1,4 +1,4 @@
-"""WorkerGroups: the worker groups of all roles: placement, restarts, and calls with rows balanced over the ranks."""
+"""WorkerGroups: the worker groups of all roles: placement, restarts, and calls with rows balanced over ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from verl.workers.rollout.replica_states import ReplicaEvent, Replicas
 
 logger = logging.getLogger(__name__)
 
-# The policy is last: its rollout engine uses the memory that the others leave.
+# The policy is last: its rollout engine uses the remaining memory.
 _LOAD_ORDER = (
     Role.Critic,
     Role.RefPolicy,
@@ -51,11 +51,11 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
-# Time to close loop workers in addition to the timeout of their tools.
+# Timeout for closing loop workers, in addition to the timeout of their tools.
 _CLOSE_S = 10.0
-# Roles without training state: their weights come from files or from the actor.
+# Roles without training state: their weights are read from files or received from the actor.
 _STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel, Role.Teacher})
-# Forward passes that read other columns than `infer`.
+# Roles whose forward passes read more or other columns than those of the call "infer".
 _INFER_CALLS: dict[str, tuple[Call, ...]] = {"actor": ("infer", "old_log_prob"), "reward_model": ("reward_model",)}
 # Names of the parts of hybrid roles, for the log.
 _LOG_NAMES = {Role.ActorRollout: ("Actor", "Rollout"), Role.ActorRolloutRef: ("Actor", "Rollout", "RefPolicy")}
@@ -79,16 +79,16 @@ class WorkerGroups:
     generation_open = False
     """True between `open_generation` and `close_generation`."""
     engine_starts = 0
-    """How often rollout engines were started: a change means that there are new engines."""
+    """Number of starts of rollout engines so far; a change means that engines are new."""
 
     def __init__(
         self, config: PPOConfig, workers: Mapping[Role, type], pools: ResourcePoolManager, cls: Any, device: str
     ) -> None:
-        """`workers`: worker class of each role. `cls`: class of the worker groups, on Ray or in this process."""
+        """`workers`: worker class of each role. `cls`: class of the worker groups (on Ray, or in this process)."""
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
         self.roles = frozenset(workers)
         self._pool_groups: dict[str, Any] = {}
-        """The group of all roles of a pool, by the name of the pool."""
+        """By name of the pool: the worker group of the processes that all roles of the pool share."""
         self._loop_worker_cls: type[AgentLoopWorker] = AgentLoopWorker
         self._loop_specs: Mapping[str, LoopSpec] = {}
         self.dp_sizes = {name: layout_of(config, name).dp_size for name in BLOCK_OF_ROLE}
@@ -107,7 +107,7 @@ class WorkerGroups:
         with ThreadPoolExecutor(1) as thread:
             agents = thread.submit(self._start_loop_workers, loop_workers)
             self._groups = groups = {role: self._create(role, create.get(role)) for role in self._workers}
-            self.agents = agents.result()  # raises errors in tools and loops before models are loaded
+            self.agents = agents.result()  # before models are loaded: raises errors of tools and agent loops
         self._load_models(frozenset(groups))
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout = groups.get(Role.Rollout, self.actor)
@@ -120,7 +120,7 @@ class WorkerGroups:
         self.engine_starts += 1
 
     def end(self) -> None:
-        """Let agents' tools release their external resources. The processes end with the run."""
+        """Close the agents' tools, which release external resources. The worker processes end with the run."""
         if self.agents is not None:
             self.agents.query_ranks("close", self._config.actor_rollout_ref.rollout.multi_turn.tool_timeout + _CLOSE_S)
 
@@ -137,7 +137,7 @@ class WorkerGroups:
 
     def open_generation(self) -> list[tuple[RankHandle, str]]:
         """Open generation until `close_generation`, also during weight syncs and training; return handle and host id of
-        the first rank of each replica. Called again, it also opens replicas that were restarted."""
+        the first rank of each replica. A further call also opens replicas that were restarted."""
         ids = self.rollout.begin_generation()
         self.generation_open = True
         places = self.rollout.mesh_places("rollout")
@@ -155,16 +155,16 @@ class WorkerGroups:
 
     @property
     def _must_alternate(self) -> bool:
-        """Whether engines and other models must not run concurrently: if both run collectives over several ranks in
-        the same processes, they would deadlock."""
+        """Whether engines and other models must not run concurrently: both run collectives over several ranks in the
+        same processes, which would deadlock."""
         return self._config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and self._engines_share_processes
 
     @property
     def _engines_share_processes(self) -> bool:
         """Whether engines share processes, and devices, with other models."""
         rollout = self._config.actor_rollout_ref.rollout
-        alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
-        return not alone and not runs_in_own_process(rollout) and not rollout.server_urls
+        has_own_pool = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
+        return not has_own_pool and not runs_in_own_process(rollout) and not rollout.server_urls
 
     @property
     def uses_ray(self) -> bool:
@@ -178,7 +178,7 @@ class WorkerGroups:
         return self.rollout is not self.actor or runs_in_own_process(rollout) or bool(rollout.server_urls)
 
     def is_single_turn(self, agent_name: str) -> bool:
-        """Whether rows of this agent loop are one model call each, which needs no loop worker."""
+        """Return whether this agent loop is a single model call, which needs no loop worker."""
         if self.agents is None:
             return True
         is_default = self._loop_worker_cls is AgentLoopWorker and agent_name not in self._loop_specs
@@ -186,7 +186,7 @@ class WorkerGroups:
 
     @cached_property
     def overrides_generate_sequences(self) -> bool:
-        """Whether a user's class overrides `generate_sequences`, which is then called for each batch."""
+        """Whether a user's class overrides `generate_sequences`. It is then called once per batch."""
         if self.agents is not None:
             return self._loop_worker_cls.generate_sequences is not AgentLoopWorker.generate_sequences
         has_method = hasattr(self.rollout, "overrides_generate_sequences")
@@ -202,16 +202,18 @@ class WorkerGroups:
             group.cancel()
 
     def restartable_with(self, role: str) -> frozenset[Role]:
-        """Return the roles that a restart of this role's processes restarts; none if they have training state."""
+        """Return the roles that share processes with this role and are restarted together; empty if one of them has
+        training state, so that no restart in place is possible."""
         if role == str(Role.Agents):
             return frozenset({Role.Agents})
         pool = next((self._pools.mapping[known] for known in self._workers if str(known) == role), None)
-        return self._roles_in(pool) if self._is_stateless(pool) else frozenset()
+        roles = self._roles_in(pool)
+        return roles if roles <= _STATELESS else frozenset()
 
     def restart(self, roles: frozenset[Role]) -> None:
-        """Restart the processes of these roles, which are all roles of one pool, in place and load their models.
+        """Restart the processes of these roles (all roles of one pool) in place, and load their models.
 
-        References to the groups stay valid. Rollout engines need a weight sync afterwards.
+        The worker groups stay valid. Rollout engines need a weight sync afterwards.
         """
         if Role.Agents in roles:
             self.agents.restart()
@@ -219,19 +221,19 @@ class WorkerGroups:
         if Role.Rollout in roles:
             self.replicas.apply(ReplicaEvent.DIED)
             self.replicas.apply(ReplicaEvent.RESTART)
-        # Replicas of one rank are independent: only dead ones are restarted, the others continue with their requests.
+        # Replicas with a single rank are independent: only dead ranks are restarted, others continue their requests.
         only_dead = roles == {Role.Rollout} and self._ranks_per_replica == 1
         self._pool_groups[self._pools.mapping[next(iter(roles))]].restart(only_dead)
         if only_dead:
-            self.rollout.cancel()  # the caller submits the whole batch again
+            self.rollout.cancel()  # the caller repeats the whole call
         self._load_models(roles)
         if Role.Rollout in roles:
             self.replicas.apply(ReplicaEvent.STARTED)
             self.engine_starts += 1
 
     def restart_engines(self) -> None:
-        """Restart the separate processes of engines that died; their ranks live. All engines need a weight sync."""
-        self.rollout.cancel()  # results of the other engines are not collected any more
+        """Restart engine processes that died, although their ranks live. All engines need a weight sync afterwards."""
+        self.rollout.cancel()  # nothing collects the results of the other engines
         self.rollout.revive_engine()
         for event in (ReplicaEvent.DIED, ReplicaEvent.RESTART, ReplicaEvent.STARTED):
             self.replicas.apply(event)
@@ -243,9 +245,9 @@ class WorkerGroups:
         return self._pools.get_n_gpus()
 
     def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
-        """Run a forward pass without update over the batch; return its columns, in the order of the rows.
+        """Run a forward pass without update over the batch; return its result columns in the row order of `batch`.
 
-        `method`: method of the worker group. `role`: key of `dp_sizes`.
+        `method`: method of a worker group. `role`: key of `dp_sizes`.
         """
         costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
         balanced = balance_rows(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch)
@@ -254,12 +256,14 @@ class WorkerGroups:
         if role == "critic":
             sent.meta_info["last_value"] = self._config.algorithm.truncated_responses == "bootstrap"
         with self._generation_paused_for(role):
-            return _without_meta(balanced.restore_order(method(sent)))
+            result = balanced.restore_order(method(sent))
+        result.meta_info = {}
+        return result
 
     @contextmanager
     def _generation_paused_for(self, role: str) -> Iterator[None]:
-        """Context of a forward pass: pauses an open generation that must not run concurrently with a reward model. For
-        all other passes, `WeightSync.release_weights` has paused it."""
+        """Context of a forward pass of this role: pause an open generation that must not run concurrently with a reward
+        model. For other roles, `WeightSync.release_weights` has already paused it."""
         pools, lost = self._config.role_mapping, False
         must_pause = role == "reward_model" and self._must_alternate and pools[role] == pools["rollout"]
         if not must_pause or not self.generation_open:
@@ -269,23 +273,23 @@ class WorkerGroups:
         try:
             yield
         except WorkerError:
-            lost = True  # the ranks are restarted, or the run ends
+            lost = True  # the ranks will be restarted, or the run ends: there is nothing to resume
             raise
         finally:
             if not lost:
                 self.rollout.resume_rollout()
 
     def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
-        """Update a model on the batch and return the metrics; columns that the update computes are added to `batch`.
+        """Update a model on the batch and return the metrics. Columns computed by the update are added to `batch`.
 
-        Mini-batches consist of whole prompts in the order of the batch, whatever the number of rows per prompt; every
-        rank gets an equal part of each.
+        A mini-batch consists of all rows of `ppo_mini_batch_size` consecutive prompts; every rank gets an equal number
+        of its rows.
         """
         block = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
         minis = mini_batches_by_prompt(_prompt_ids(batch, self._config), block.ppo_mini_batch_size)
         costs, ranks = row_costs(batch, self._cost), self.dp_sizes[role]
         balanced = balance_rows(costs, minis, ranks, self._config.trainer.balance_batch)
-        # Object columns are not sent: ground truths may be large. Tensor columns of the user are.
+        # Tensor columns of the user are sent; object columns are not, because ground truths may be large.
         read = selected_for("update_critic" if role == "critic" else "update_actor", batch.batch.keys())
         sent = balanced.take(batch, read)
         sent.meta_info = {
@@ -302,7 +306,9 @@ class WorkerGroups:
         if role == "actor" and ranks > 1:
             metrics |= balance_metrics(costs, minis, balanced, ranks)
         if len(result):
-            batch.union(_without_meta(balanced.restore_order(result)))
+            columns = balanced.restore_order(result)
+            columns.meta_info = {}
+            batch.union(columns)
         return metrics
 
     def _load_models(self, roles: frozenset[Role]) -> None:
@@ -312,9 +318,6 @@ class WorkerGroups:
 
     def _roles_in(self, pool: str | None) -> frozenset[Role]:
         return frozenset(role for role in self._workers if self._pools.mapping[role] == pool)
-
-    def _is_stateless(self, pool: str | None) -> bool:
-        return self._roles_in(pool) <= _STATELESS
 
     def create(self, role: Role) -> Any:
         """Return the worker group of a role. The first call for a pool starts the processes that its roles share."""
@@ -340,12 +343,12 @@ class WorkerGroups:
             ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
             device_name=self._device,
             collective_timeout=collective_timeout(self._config.trainer.hang_timeout),
-            expendable=self._is_stateless(pool),
+            expendable=roles <= _STATELESS,
         )
 
     def _loop_worker_args(self) -> RayClassWithInitArgs | None:
-        """Return class and arguments of the loop workers, if the run has any. Raises errors in the files of tools and
-        loops."""
+        """Return class and arguments of the loop workers; None if the run has none. Raises errors in the files of tools
+        and agent loops."""
         rollout = self._config.actor_rollout_ref.rollout
         if rollout.mode != "async":
             return None
@@ -362,8 +365,8 @@ class WorkerGroups:
         cls = imported_class(key, path, AgentLoopWorker)
         if mode != "sync" and cls.generate_sequences is not AgentLoopWorker.generate_sequences:
             raise ValueError(
-                f"{key} = {path}: it overrides generate_sequences, which trainer.mode={mode} does not call: rows are"
-                " submitted one by one (`host`). Move its code into an agent loop, or set trainer.mode=sync."
+                f"{key} = {path}: it overrides generate_sequences, which trainer.mode={mode} does not call, because it"
+                " submits rows one by one. Move the code into an agent loop, or set trainer.mode=sync."
             )
         return cls
 
@@ -373,7 +376,7 @@ class WorkerGroups:
         agent, nodes = self._config.actor_rollout_ref.rollout.agent, self._config.trainer.nnodes
         workers_per_node = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
         pool = self._cls.cpu_pool(workers_per_node, str(Role.Agents))
-        if pool is not None:  # released with the others
+        if pool is not None:  # released together with the other pools
             self._pools.resource_pool_dict[str(Role.Agents)] = pool
         group = self._cls(
             resource_pool=pool,
@@ -401,12 +404,7 @@ class WorkerGroups:
 
 
 def _prompt_ids(batch: DataProto, config: PPOConfig) -> np.ndarray:
-    """[rows]: the prompt of each row; without a column `uid`, every `rollout.n` rows belong to one prompt."""
+    """Return the prompt id of each row [rows]; without a column `uid`, `rollout.n` consecutive rows share a prompt."""
     if "uid" in batch.non_tensor_batch:
         return batch.non_tensor_batch["uid"]
     return np.arange(len(batch)) // config.actor_rollout_ref.rollout.n
-
-
-def _without_meta(result: DataProto) -> DataProto:
-    result.meta_info = {}
-    return result

@@ -1,8 +1,8 @@
-"""The last lines of a command: where the model is, or cause and remedy of an error.
+"""The last lines of a command: the location of the model, or cause and remedy of an error.
 
-Invalid input (configuration, data) exits with 2 and without a traceback. Other errors exit with 1: the file with the
-traceback, the message of the error and, for an error of a training step or a worker, a line with its location and what
-the same command does when it is run again.
+Invalid input (configuration, data) exits with 2 and without a traceback. Other errors exit with 1 and print the file
+with the traceback, the message of the error and, for an error of a training step or a worker, its location and the step
+at which the same command would resume.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MAX_LINES = 16
 _FULL_ERRORS = "HYDRA_FULL_ERROR"
 _INTERRUPTED = 130
 
-# Errors after which a restart may help, by class name: their modules import torch or Ray, which may not be loaded.
+# Class names of errors after which a restart may help. Names, because their modules import torch or Ray.
 _RESTARTABLE = frozenset(
     {
-        # Ours: a process is gone or hangs.
+        # Of verl: a process is gone or hangs.
         "WorkerDiedError",
         "HangError",
         "RayLostError",
-        # Ray's: a process, a node or a stored object is gone.
+        # Of Ray: a process, a node or a stored object is gone.
         "ActorDiedError",
         "ActorUnavailableError",
         "ActorUnschedulableError",
@@ -57,13 +57,13 @@ _RESTARTABLE = frozenset(
         "RaySystemError",
         "RpcError",
         "WorkerCrashedError",
-        # torch's: a peer is gone, or the network to it.
+        # Of torch: a peer, or the network to it, is gone.
         "DistBackendError",
         "DistNetworkError",
         "DistStoreError",
     }
 )
-# Restartable only after an earlier attempt, whose Ray processes may still be exiting.
+# Restartable except at the first attempt: Ray processes of an earlier attempt may still be exiting.
 _RESTARTABLE_LATER = frozenset({"RayUnavailableError"})
 # Messages of plain RuntimeErrors that a worker raises when a peer, the network or a device is lost.
 _LOST_PEER = re.compile(
@@ -131,9 +131,9 @@ def attach_resume_hint(trainer: Any) -> Iterator[None]:
 
 
 def describe_resume(trainer: Any) -> str:
-    """Return one clause with what the same command would do for this `trainer` block.
+    """Return a clause: where a run with this `trainer` block would resume if the same command were run again.
 
-    Checks file sizes but no checksums: those are verified on loading.
+    Checks file sizes; checksums are verified on loading.
     """
     if trainer.resume_mode == "disable":
         return "the same command starts from the beginning (trainer.resume_mode=disable)"
@@ -148,7 +148,7 @@ def describe_resume(trainer: Any) -> str:
 
 
 def log_finished(trainer: Any, part: str = ".") -> None:
-    """Log the last line of a completed run: the model in the folder `part` of the newest complete step."""
+    """Log the last line of a completed run: the path of the model, in the folder `part` of the newest complete step."""
     step = _newest_complete_step(trainer)
     if step is None:
         root = Path(expand_path(trainer.default_local_dir)).absolute()
@@ -175,9 +175,9 @@ def is_restartable(error: BaseException, is_retry: bool = False) -> bool:
 
 
 def failure_location(error: BaseException) -> str | None:
-    """Return step, phase and role of an error that names a role; None for others.
+    """Return step, phase and role of an error; None if it has no role.
 
-    A controller outside of phases has no location: a second failure there may have another cause.
+    Errors of the controller outside of phases have no location: a second one may have another cause.
     """
     phase, step, role = (getattr(error, name, None) for name in ("phase", "step", "role"))
     if role is None or (phase is None and role == "TaskRunner"):
@@ -194,7 +194,7 @@ def _is_transient(cause: BaseException, is_retry: bool) -> bool:
         return True
     summary = getattr(cause, "summary", None)
     if summary is not None and cause.__cause__ is not None:
-        return False  # the worker's own error is the cause, and is checked itself
+        return False  # the worker's exception is in the cause chain and is checked itself
     return isinstance(cause, RuntimeError) and _LOST_PEER.search(summary or str(cause)) is not None
 
 
@@ -214,8 +214,8 @@ def _supervisor_restarts(error: BaseException) -> bool:
 def _exit(lines: list[str], code: int, immediately: bool = False, printed_by_supervisor: bool = False) -> None:
     """Print the lines and exit.
 
-    `immediately`: wait neither for Ray, which may be gone, nor for threads. `printed_by_supervisor`: the supervisor
-    prints the lines, unless it restarts the run.
+    `immediately`: wait neither for Ray, which may be gone, nor for threads. `printed_by_supervisor`: send the lines to
+    the supervisor, which prints them unless it restarts the run.
     """
     report_to_supervisor(exiting=True)
     if printed_by_supervisor:
@@ -262,8 +262,8 @@ def _yaml_message(error: Any) -> str:
 
 
 def _message_lines(error: BaseException) -> list[str]:
-    """Return the most specific message: that of a worker's own exception instead of the failed call's."""
-    summary = getattr(error, "summary", None)  # a WorkerError, whose message contains a traceback
+    """Return the most specific message: for a WorkerError, the message of the worker's exception."""
+    summary = getattr(error, "summary", None)  # of a WorkerError, whose own message contains a traceback
     if summary is not None:
         cause = error.__cause__
         return _limit_lines(summary) if cause is None or isinstance(cause, RemoteTraceback) else _message_lines(cause)
@@ -290,7 +290,7 @@ def _location_line(error: BaseException) -> list[str]:
         location.append(f"phase {phase} of step {step}")
     elif method is not None:
         location.append(f"while starting ({method})")
-    # An error before the first step would happen again, unless a process died.
+    # No resume hint for an error before the first step, which would occur again, unless a process died.
     died = isinstance(error, (RayLostError, *_class_if_loaded("verl.single_controller.base.errors", "WorkerDiedError")))
     hint = getattr(error, "resume_hint", None) if phase is not None or died else None
     line = " ".join(filter(None, (_sentence(", ".join(location)), _sentence(hint))))
@@ -307,7 +307,7 @@ def _sentence(text: str | None) -> str:
 
 
 def _write_log(error: Exception) -> str:
-    """Write the traceback with all cause_chain to the run folder, or to the temporary folder; return the path."""
+    """Write the traceback with all causes to the run folder, or to the temporary folder; return the path."""
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     head = [
         f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {platform.node()}, verl {__version__}",

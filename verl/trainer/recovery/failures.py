@@ -1,5 +1,5 @@
-"""Saving and validating after a step. A save, a validation or a dump that fails does not end the run: the failure is
-logged and counted, and training continues."""
+"""StepEnd: save and validate after a step. NonFatalFailures: a failed save, validation or dump does not end the run; it
+is logged and counted, and training continues."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 SAVE, VALIDATION, DUMP = "save", "validation", "dump"
 FOLDER = "trainer.default_local_dir"
 
-# Always fatal: dead or hanging processes, an invalid configuration, non-finite weights, and a reward that is configured
-# to end the run (`reward_model.on_error=fail`).
+# Always fatal: dead or hanging processes, an invalid configuration, non-finite weights, and an error of a reward with
+# `reward_model.on_error=fail`.
 _FATAL = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
-# Worker calls whose failure leaves all ranks ready for the next call: ranks generate independently, and all ranks learn
-# of a failed save. In other calls, ranks that did not fail may still wait in a collective for the one that did.
+# Worker calls after whose failure all ranks can take the next call: ranks generate independently, and a failed save
+# fails on all ranks. After other calls, some ranks may still wait in a collective for the rank that failed.
 _NON_FATAL_CALLS = (
     *("generate_sequences", "require_engine", "end_generation"),
     *("save_checkpoint", "begin_save", "finish_save"),
@@ -54,7 +54,8 @@ class NonFatalFailures:
         self._reported_keys: set[str] = set()
 
     def attempt(self, what: str, step: int, act: Callable[[], Result], essential: bool = False) -> Result | None:
-        """Return the result of `act`, or None after a non-fatal failure. With `essential` every failure is raised."""
+        """Return `act()`; None after a non-fatal failure. `what`: SAVE or VALIDATION. `essential`: raise every
+        failure."""
         try:
             result = act()
         except Exception as error:
@@ -73,7 +74,8 @@ class NonFatalFailures:
         return result
 
     def dump(self, key: str, folder: str, step: int, act: Callable[[], Result]) -> Result | None:
-        """Like `attempt`, for writing a file below `folder`, the value of the key `key`; logged once per key."""
+        """Like `attempt`, for writing a file into `folder`, the value of the configuration key `key`. Failures are
+        logged once per key."""
         try:
             return act()
         except Exception as error:
@@ -91,7 +93,7 @@ class NonFatalFailures:
             return None
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of failures so far, per kind that has failed."""
+        """Return the number of failures so far, by kind."""
         return {f"training/failed_{what}s": float(count) for what, count in self._counts.items()}
 
     def raise_if_unsaved(self, step: int) -> None:
@@ -103,9 +105,9 @@ class NonFatalFailures:
 class StepEnd:
     """After a training step: save and validate if due, and save if a stop was requested.
 
-    A save begins before the validation, so that a failing validation loses no step; it is written in the background
-    during validation and the next step. A failure of the background write is reported at the end of the next step. The
-    last save of a run is awaited and read back.
+    A save begins before the validation, so that a failing validation loses no step. It is written in the background,
+    during the validation and the next step; a failure of the write is reported at the end of the next step. The last
+    save of a run is awaited and verified.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class StepEnd:
     ) -> tuple[dict[str, float], bool]:
         """Return the metrics of saves, validation and non-fatal failures, and whether the run stops now.
 
-        `save` begins a save of the saver; `groups` are the worker groups that run during `validate`.
+        `save` begins a save. `groups`: worker groups that work during `validate`.
         """
         metrics = self._saved()
         saved = save_due or self._stop_requested.is_set()
@@ -150,14 +152,14 @@ class StepEnd:
         return metrics | self._saver.metrics() | self._failures.metrics(), stopping
 
     def finish_preempted(self, step: int, save: Callable[[], Any], phases: Phases) -> None:
-        """After the next step was given up: save `step` unless it is already saved."""
+        """After a preemption signal, when the step after `step` was given up: save `step`, unless it is saved."""
         if step and self._saver.newest_step != step:
             self._attempt_save(step, save, phases)
         with phases("save_checkpoint"):
             self._saved(last=True)
         self._failures.raise_if_unsaved(step)
-        place = f"is saved in {self._saver.root}" if step else "is where the same command starts: no step was complete"
-        logger.warning("%s; step %d %s", self._preemption.given_up, step, place)
+        outcome = f"step {step} is saved in {self._saver.root}" if step else "no step was complete, so nothing is saved"
+        logger.warning("%s; %s", self._preemption.given_up, outcome)
 
     def _attempt_save(self, step: int, save: Callable[[], Any], phases: Phases) -> dict[str, float]:
         with phases("save_checkpoint"):
@@ -167,8 +169,8 @@ class StepEnd:
         return metrics
 
     def _saved(self, last: bool = False) -> dict[str, float]:
-        """Return the metrics of the saves completed since the last call. With `last`, wait for all saves and read them
-        back if there is time."""
+        """Return the metrics of saves that have ended since the last call. With `last`, wait for all saves and verify
+        them, if there is time."""
         metrics: dict[str, float] = {}
         verify = last and (self._preemption.within is None or not self._stop_requested.is_set())
         for save in self._saver.collect(wait=last):
@@ -177,12 +179,12 @@ class StepEnd:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether `step` is a multiple of `every` (never if that is not positive) or the last step."""
+    """Return whether `step` is the last step, or a multiple of `every`, if that is positive."""
     return step >= last or (every > 0 and step % every == 0)
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Return whether the run cannot continue after this error or one of its cause_chain."""
+    """Return whether the run cannot continue after this error, judging by the error and its causes."""
     return any(
         isinstance(cause, _FATAL) or (isinstance(cause, WorkerCallError) and cause.method not in _NON_FATAL_CALLS)
         for cause in cause_chain(error)

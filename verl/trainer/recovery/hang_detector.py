@@ -1,7 +1,8 @@
-"""HangDetector: a thread beside the trainer that notices when nothing progresses, says who waits for whom, and ends it.
+"""HangDetector: a thread that detects when a run makes no progress, names the rank that the others wait for, and ends
+the run.
 
-It looks at the ranks only in phases of more than a few seconds: short phases cost nothing. Stopped or dead processes
-are reported within seconds; the run ends when a phase makes no progress for its limit (`HangLimits`).
+It polls the ranks only in phases of more than a few seconds. Stopped or dead processes are reported within seconds; the
+run ends when a phase makes no progress for its time limit (`HangLimits`).
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from verl.utils.stacks import enable_stack_dumps, own_stacks, show
 logger = logging.getLogger(__name__)
 
 WAITING_METRIC = "timing_s/waiting_for_one_rank"
-# Prefix of phases that start processes and load models, as a run does before its first phase.
+# Prefix of the names of phases that restart processes and load models.
 RESTART_PHASE = "restart of "
 
 _POLL_S = 1.0
-# Ranks are not asked before a phase has made no progress for this long.
+# Ranks are polled only if a phase has made no progress for this time.
 _QUIET_S = 3.0
 _ANSWER_TIMEOUT_S = 1.0
 # A poll of one rank costs the controller about 0.3 ms: the interval grows with the number of ranks.
 _POLL_S_PER_RANK = 0.03
-# Seconds after which a problem of this kind is logged; other kinds are logged at half of their limit.
+# Time after which a problem of this kind is logged; other kinds are logged after half of their time limit.
 _WARN_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
 # Seconds between two log lines about a long operation of the ranks, such as the start of their engines.
 _ACTIVITY_LOG_S = 10.0
-# After this time the stacks of all threads are requested.
+# Time without progress after which the stacks of all threads are requested.
 _SUSPECT_S = 5.0
-# Time for the callers to raise the HangError, before killing a rank makes their calls fail in another way.
+# Time for the callers to raise the HangError. After that ranks are killed, which fails calls with other errors.
 _RAISE_S = 1.0
-# Sleeping so much longer than requested means that the machine or the job was suspended.
+# If a sleep takes this much longer than requested, the machine or the job was suspended.
 _SUSPENDED_S = 5.0
 
-# Compiling for a new shape, a slow disk or a validation of long responses: less than this is no hang.
+# No hang is shorter: compilation for a new shape, a slow disk or a validation of long responses may take minutes.
 _MIN_LIMIT_S = 300.0
 _UNKNOWN_PHASE_S = 1800.0
 _LIMIT_FACTOR = 5.0
@@ -69,7 +70,7 @@ _SLOW_STEPS = 3
 
 
 class HangDetector:
-    """As a context, watches the thread that entered it. May be entered again."""
+    """Context that monitors the thread which has entered it. May be entered again."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class HangDetector:
         timeout: float | None,
         raise_in_controller: Callable[[HangError], None] | None = None,
     ) -> None:
-        """`raise_in_controller` is called if the controller hangs in its own code, not in a call of a worker group."""
+        """`raise_in_controller` is called if the controller hangs outside of worker group calls."""
         self._status, self._raise_in_controller = status, raise_in_controller
         self._limits, self._slow = HangLimits(timeout, load_factor()), SlowRanks()
         status.on_phase_end = self._limits.phase_took
@@ -102,13 +103,15 @@ class HangDetector:
         """Return the metrics of a step of this duration; log a rank that was slow in several consecutive steps."""
         waited, rank = self._slow.step_done(seconds)
         if rank is not None:
-            logger.warning("%s is slow: in each of the last steps the others waited for it, now %.0f s", rank, waited)
+            logger.warning(
+                "%s is slow: the other ranks waited for it in each of the last steps, now %.0f s", rank, waited
+            )
         return {WAITING_METRIC: waited}
 
     # ---------------------------------------------------------------- the thread
 
     def _reset(self, now: float) -> None:
-        """Forget what was observed: the run progresses, or has just been resumed."""
+        """Discard all observations, because the run makes progress or was suspended."""
         self._progress: Any = None
         self._rank_progress: Any = None
         self._quiet_since = self._no_progress_since = self._next_poll = now
@@ -135,7 +138,7 @@ class HangDetector:
             polled_at = time.monotonic()
 
     def _poll(self, now: float) -> bool:
-        """Look at the run once; return whether it was ended."""
+        """Observe the run once; return whether the run was ended."""
         phase = self._status.current_phase
         progress = (phase, self._status.step, call_count())
         if progress != self._progress:
@@ -157,7 +160,7 @@ class HangDetector:
         return self._handle(phase, self._diagnose(calls, reports), calls, reports, now)
 
     def _log_activity(self, reports: Sequence[RankReport], now: float) -> None:
-        """Show the long operation of the first rank that has one, and log it every `_ACTIVITY_LOG_S` seconds."""
+        """Set the status to the first long operation of a rank, and log it every `_ACTIVITY_LOG_S` seconds."""
         active = [(report, report.heartbeat.activity) for report in reports if report.heartbeat.activity is not None]
         self._status.activity = active[0][1].label if active else None
         if active and now - self._activity_logged >= _ACTIVITY_LOG_S:
@@ -169,7 +172,8 @@ class HangDetector:
     def _handle(
         self, phase: Phase, diagnosis: HangDiagnosis, calls: list[OpenCall], reports: list[RankReport], now: float
     ) -> bool:
-        """Ignore, warn about or end what was diagnosed, depending on how long it lasts; return whether it was ended."""
+        """Depending on the duration of the problem, ignore it, log it, or end the run; return whether the run was
+        ended."""
         if diagnosis.kind == "debugged":
             self._no_progress_since = now
         stands_still = diagnosis.kind in ("stopped", "traced", "dead")
@@ -204,7 +208,8 @@ class HangDetector:
         reports: list[RankReport],
         seconds: float,
     ) -> bool:
-        """Kill culprits that can be restarted in place, or else make all open calls raise a HangError."""
+        """If all culprits can be restarted in place, kill them. Otherwise make all open calls raise a HangError, and
+        return True."""
         sentence = f"{self._location(phase)} hangs for {seconds:.0f} s: {diagnosis.sentence}"
         groups = {(call.group.role, rank): call.group for call in calls for rank in range(call.group.world_size)}
         culprits = [(groups[report.role, report.rank], report.rank) for report in diagnosis.culprits]
@@ -298,9 +303,9 @@ class HangDetector:
 
 
 class HangLimits:
-    """The limit of seconds without progress, per phase; derived from earlier phases unless `timeout` is given.
+    """Time limits without progress, per phase: `timeout`, or if that is None, limits derived from earlier phases.
 
-    `load`: factor for limits of start-up on a busy machine (`machine_load.load_factor`).
+    `load`: factor for the time limit of start-up on a busy machine (`load_factor`).
     """
 
     def __init__(self, timeout: float | None, load: float = 1.0) -> None:
@@ -317,7 +322,7 @@ class HangLimits:
             return math.inf  # a debugger is attached
         cannot_run = kind in ("stopped", "dead")
         if self._timeout is not None:
-            # The configured timeout is meant for phases, not for starting processes and loading models.
+            # The configured timeout is for phases; process start and model loading may take longer.
             loads_model = phase.startswith(RESTART_PHASE) or not (self._recent or phase)
             is_start = kind == "starting" or (loads_model and not cannot_run)
             return max(self._timeout, self._start_limit) if is_start else self._timeout
@@ -325,7 +330,7 @@ class HangLimits:
             return _STANDSTILL_S
         if phase in self._recent:
             return max(_MIN_LIMIT_S, _LIMIT_FACTOR * max(self._recent[phase]))
-        # Between phases: the limit of the longest phase.
+        # Between phases, the limit of the longest phase applies.
         return _UNKNOWN_PHASE_S if phase or not self._recent else max(map(self.limit, self._recent))
 
 
@@ -337,7 +342,7 @@ class SlowRanks:
         self._consecutive_steps: dict[str, int] = defaultdict(int)
 
     def waited_for(self, rank: str, seconds: float) -> None:
-        """Record that the others waited for this rank."""
+        """Record that the other ranks waited for this rank."""
         self._waited[rank] += seconds
 
     def step_done(self, seconds: float) -> tuple[float, str | None]:

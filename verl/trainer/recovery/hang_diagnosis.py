@@ -1,4 +1,4 @@
-"""Diagnose a hang: from the reports of all ranks to one sentence with the culprit and who waits for it. Pure."""
+"""Diagnose a hang from the reports of all ranks: one sentence with the culprit and the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HangDiagnosis:
 
 
 def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
-    """Diagnose from the ranks of all open calls."""
+    """Diagnose a hang from the reports of the ranks of all open calls."""
     for state in ("stopped", "traced", "dead", "unreachable"):
         if culprits := [report for report in reports if report.state == state]:
             return _blame(state, culprits, reports, lambda report: _STATES[report.state])
@@ -92,7 +92,7 @@ def diagnose_start(role: str, blocked: tuple[str, int, str] | None) -> HangDiagn
 
 
 def slowest_rank(reports: Sequence[RankReport]) -> RankReport | None:
-    """Return the one rank that works while all others of its group wait or have finished; None if there is none."""
+    """Return the rank that works while all other ranks of its group wait or have finished; None if there is none."""
     busy = [report for report in reports if report.heartbeat.method is not None and not report.collective]
     return busy[0] if len(busy) == 1 and len(reports) > 1 else None
 
@@ -129,7 +129,7 @@ def rank_name(report: RankReport) -> str:
 
 
 def _diagnose_collectives(waiting: list[RankReport], finished: list[RankReport]) -> HangDiagnosis:
-    """No rank works: they wait in collectives that do not match, or in one that does not end."""
+    """Diagnose ranks that all wait, in different collectives or in one that does not end, or have `finished`."""
     groups: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report in waiting:
         groups[report.collective or "", _calling_line(report)].append(report)

@@ -1,5 +1,5 @@
-"""Preemption: a signal leaves a run `trainer.save_within` seconds. Work that does not fit is given up, and the state
-after the last complete step is saved."""
+"""Preemption: after a signal, a run has `trainer.save_within` seconds left. A step or validation that would take longer
+is given up, and the state after the last complete step is saved."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from verl.trainer.common.run_status import Phases
 logger = logging.getLogger(__name__)
 
 PREEMPTION_SIGNALS = ("SIGTERM", "SIGUSR1")
-"""Sent by a scheduler some time before it kills; Ctrl-C and SIGHUP set no time limit."""
+"""A scheduler sends them some time before it kills the run; Ctrl-C and SIGHUP set no time limit."""
 
-# In these phases a step has changed nothing that a resume would not restore. A phase of the user may have.
+# Phases that change no state of the run, so that a step can be given up in them. Phases of users may change it.
 _BEFORE_UPDATES = ("step", "update_weights", "gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv")
 _VALIDATION, _SAVE = "testing", "save_checkpoint"
 _CANCEL_INTERVAL_S = 0.2
@@ -24,14 +24,14 @@ Result = TypeVar("Result")
 
 
 class GivenUpError(RuntimeError):
-    """The current phase ends: there is no time left for it."""
+    """Raised at the beginning of a phase for which there is no time left."""
 
 
 def remaining_seconds(usual: Mapping[str, float], elapsed: Mapping[str, float], phase: str) -> float | None:
-    """Return the seconds that the step, or its validation if that is the `phase`, still needs; None: not known.
+    """Return the seconds that the step (in phase `testing`: its validation) still needs; None if unknown.
 
-    `usual`, `elapsed`: seconds by phase, of earlier steps and of this one. A phase that was faster than usual counts as
-    unfinished: generation may take several rounds.
+    `usual`, `elapsed`: seconds per phase, of earlier steps and of this step. A phase that took less than usual is
+    assumed to continue: generation may have several rounds.
     """
     names = {_VALIDATION} if phase == _VALIDATION else usual.keys() - {"step", _VALIDATION, _SAVE}
     if not names or not names <= usual.keys():
@@ -40,17 +40,17 @@ def remaining_seconds(usual: Mapping[str, float], elapsed: Mapping[str, float], 
 
 
 def fits(within: float, remaining: float | None, save: float | None) -> bool:
-    """Return whether there is time for `remaining` and a save; half is reserved for a save that was never timed."""
+    """Return whether `remaining` and `save` (seconds) fit into `within`. A save of unknown duration gets half of it."""
     return remaining is not None and remaining + (within / 2 if save is None else save) <= within
 
 
 class Preemption:
-    """Decides on a signal whether to finish the step. The trainer reports its phases; all methods are thread-safe."""
+    """Decides at a signal whether there is time to finish the step. The trainer reports its phases. Thread-safe."""
 
     def __init__(self, within: float | None) -> None:
         self.within = within
         self.given_up: str | None = None
-        """Message with what was given up, and why."""
+        """Message with the step or validation that was given up, and the reason; None: nothing was given up."""
         self._usual: dict[str, float] = {}
         self._phases: Phases | None = None
         self._lock = threading.RLock()
@@ -58,19 +58,19 @@ class Preemption:
         self.end_step(0)
 
     def begin_step(self, step: int, phases: Phases) -> None:
-        """The trainer begins a step, which `phases` measures."""
+        """Record the beginning of a step, whose times are in `phases`."""
         with self._lock:
             self._step, self._phases = step, phases
 
     def end_step(self, step: int) -> None:
-        """The step is complete, and the next one has not begun."""
+        """Record the end of a step; the next one has not begun."""
         with self._lock:
             if self._phases is not None:
                 self._usual |= self._phases.seconds
             self._step, self._phases, self._phase, self._has_updated = step + 1, None, "step", False
 
     def enter_phase(self, phase: str) -> None:
-        """A phase begins. Raises GivenUpError if there is no time left for it."""
+        """Record the beginning of a phase. Raises GivenUpError if the step was given up, except for a save."""
         with self._lock:
             if self.given_up is not None and phase != _SAVE:
                 raise GivenUpError(self.given_up)
@@ -78,7 +78,7 @@ class Preemption:
             self._has_updated = self._has_updated or phase not in _BEFORE_UPDATES
 
     def decide(self, signal: str, save: float | None) -> bool:
-        """Return whether to give up the current phase. `save`: seconds of the last save."""
+        """Return whether to give up the current step or validation. `save`: seconds of the last save."""
         with self._lock:
             is_validating = self._phase == _VALIDATION
             if self.within is None or self.given_up is not None:
@@ -99,26 +99,26 @@ class Preemption:
             return True
 
     def keep_cancelling(self, cancel: Callable[[], object]) -> None:
-        """Call `cancel` from a thread until the given-up phase has ended: a call may begin after it was cancelled."""
+        """Call `cancel` repeatedly, in a thread, until the phase has ended: further worker calls may begin in it."""
 
         def run() -> None:
             while not self._done.wait(_CANCEL_INTERVAL_S):
                 try:
                     cancel()
-                except Exception as error:  # noqa: BLE001 - logged; the phase then ends by itself
+                except Exception as error:  # noqa: BLE001 - logged; the phase then runs to its end
                     logger.warning("the generation could not be cancelled: %r", error)
                     return
 
         threading.Thread(target=run, name="preemption", daemon=True).start()
 
     def finish(self) -> str | None:
-        """The given-up phase has ended: stop cancelling. Returns `given_up`."""
+        """Stop cancelling, because the phase that was given up has ended. Returns `given_up`."""
         if self.given_up is not None:
             self._done.set()
         return self.given_up
 
     def unless_given_up(self, act: Callable[[], dict[str, Result]]) -> dict[str, Result]:
-        """Return the result of `act`; {} with a warning if it was given up."""
+        """Return `act()`; if it fails because it was given up, log a warning and return {}."""
         try:
             return act()
         except Exception:

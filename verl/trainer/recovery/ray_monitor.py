@@ -1,7 +1,7 @@
-"""The driver's view of a run on Ray: Ray's own processes, the controller's actor, and the errors of both.
+"""Monitoring of a run on Ray by its driver: Ray's own processes, the controller's actor, and the errors of both.
 
-Processes of a Ray that this process started are kept out of the reach of its signals, monitored and killed with it. An
-exception of the controller is raised here as itself, with its cause.
+Ray processes that the driver has started do not receive its signals, are monitored, and are killed with it. Exceptions
+of the controller are raised in the driver with their own type and cause.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ logger = logging.getLogger(__name__)
 # Ray cannot run without these.
 _ESSENTIAL = ("gcs_server", "raylet")
 _POLL_S = 1.0
-# Attempts after which the GCS counts as lost: a dead one refuses connections; a lost network may come back.
+# Failed connections after which the GCS counts as lost: refused if it is dead, unanswered if the network is lost, which
+# may recover.
 _MAX_REFUSED, _MAX_UNANSWERED = 3, 12
 
 _WARN_AFTER_S = 5.0
-# A stopped process does not recover by itself; one that does not answer may be busy.
+# Time limits for a stopped process, which does not recover by itself, and for a silent one, which may be busy.
 _STOPPED_S, _SILENT_S = 60.0, 300.0
-# A longer time between two polls means that the machine or the job was suspended.
+# If more time passes between two polls, the machine or the job was suspended.
 _SUSPENDED_S = 10.0
-# The controller gets this time to raise its own HangError, which has a traceback.
+# Time for the controller to raise its own HangError, which has a traceback.
 _CONTROLLER_ERROR_S = 5.0
-# Limit for a new status before a stop signal is handled.
+# Time limit for requesting a status while a stop signal is handled.
 _REFRESH_S = 2.0
 _CONTROLLER = "TaskRunner"
 _STOPPED_STATES = {"stopped": "stopped (SIGSTOP)", "traced": "stopped by a debugger"}
@@ -72,16 +73,16 @@ class RayProcesses:
         """`gcs`: the address of the cluster's control service (GCS)."""
         self._names = {pid: _process_name(pid) for pid in pids}
         self._running = set(pids)
-        self._gcs, self._gcs_failures = gcs, 0.0  # 1.0: lost
+        self._gcs, self._gcs_failures = gcs, 0.0  # at 1.0 the GCS counts as lost
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
     def lost(self, signalled: bool = False) -> str | None:
-        """Return the essential process that has ended; None: Ray runs.
+        """Return a description of an essential process that has ended, or of an unreachable GCS; None if Ray runs.
 
-        `signalled`: a stop signal arrived, which Ray's processes may have received too: then the end of any process
-        counts, as the essential ones take longer to exit.
+        `signalled`: a stop signal arrived, which Ray's processes may have received too. Then the end of any process is
+        reported, because essential processes take longer to exit.
         """
         ended = [pid for pid in self._names if why_not_running(pid) in ("gone", "ended")]
         fatal = [pid for pid in ended if self._names[pid] in _ESSENTIAL or (signalled and pid in self._running)]
@@ -92,7 +93,7 @@ class RayProcesses:
         return None if self._gcs_answers() else f"nothing answers at {self._gcs}, the address of its GCS"
 
     def _gcs_answers(self) -> bool:
-        """Connect to the GCS; False after several failures in a row. Ray itself waits for a minute."""
+        """Connect to the GCS; return False after several consecutive failures. Ray itself would wait for a minute."""
         host, _, port = (self._gcs or "").rpartition(":")
         if port:
             try:
@@ -105,22 +106,22 @@ class RayProcesses:
         return self._gcs_failures < 0.99
 
     def stopped(self) -> str | None:
-        """Return a description of an essential process that is stopped; None: there is none."""
+        """Return a description of an essential process that is stopped (SIGSTOP); None if all of them run."""
         pids = [pid for pid, name in self._names.items() if name in _ESSENTIAL and why_not_running(pid) == "stopped"]
         return f"Ray's {self._names[pids[0]]} (pid {pids[0]}) is stopped (SIGSTOP)" if pids else None
 
     def kill(self) -> None:
-        """Kill all of them, including workers."""
+        """Kill all processes, including Ray's workers."""
         for pid in self._names:
             kill_tree(pid)
 
 
 @contextmanager
 def separate_process_groups() -> Iterator[list[int]]:
-    """Processes forked in this block get their own process groups; their pids are in the list after the block.
+    """Context in which forked processes get their own process groups. The yielded list contains their pids at the end.
 
-    A signal to our group (from a scheduler, `timeout`, a closing terminal) then reaches this process alone, which can
-    finish its step with them. Python runs fork hooks in subprocesses with a `preexec_fn`, as Ray's processes have.
+    A signal to the group of this process (from a scheduler, `timeout`, a closing terminal) then does not reach them, so
+    that the current step can be finished. Fork hooks run in subprocesses with a `preexec_fn`, like those of Ray.
     """
     global _separate_groups
     known = set(children(os.getpid()))
@@ -172,14 +173,14 @@ def await_controller(
         from verl.single_controller.base.errors import WorkerDiedError
 
         died = "the controller's process died"
-        if request.signal is not None:  # Ray received the signal too and is still exiting
+        if request.signal is not None:  # Ray has received the signal, too
             raise _ray_lost(died, processes, request) from error
         raised = WorkerDiedError(died, _CONTROLLER, 0, "of the controller", "run", str(error))
     raise raised
 
 
 def run_monitored(act: Callable[[], Result], processes: RayProcesses, request: StopRequest) -> Result:
-    """Call `act` in a thread and return its result; raise RayLostError at once if Ray's processes end."""
+    """Call `act` in a thread and return its result; raise RayLostError immediately if Ray's processes end."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -203,7 +204,7 @@ class ControllerMonitor:
     def __init__(self, runner: Any, processes: RayProcesses, timeout: float | None) -> None:
         self._runner, self._processes, self._timeout = runner, processes, timeout
         self._pending: Any = None
-        self._answered_at: float | None = None  # None: it has not started, and silence is no problem
+        self._answered_at: float | None = None  # None: the controller has not started, so no answer is expected
         self._stopped: tuple[str, float] | None = None
         self._hang_seen_at: float | None = None
         self._warned_about: str | None = None
@@ -214,7 +215,7 @@ class ControllerMonitor:
     def before_first_step(self) -> bool:
         """Return whether the run has not begun its first step; False if the runner does not report its status.
 
-        The last status may be seconds old. If it says so, a new one is requested, with a timeout of `_REFRESH_S`.
+        If the last status, which may be seconds old, is from before the first step, a new one is requested.
         """
         if not hasattr(self._runner, "run_status"):
             return False
@@ -267,7 +268,7 @@ class ControllerMonitor:
         reason, limit = self._processes.stopped(), self._timeout or _STOPPED_S
         if reason is None and is_local and (state := why_not_running(pid)) in _STOPPED_STATES:
             reason = f"the controller (TaskRunner, pid {pid}) is {_STOPPED_STATES[state]}"
-            limit = math.inf if state == "traced" else limit  # a debugger is attached
+            limit = math.inf if state == "traced" else limit  # no limit while a debugger is attached
         if reason is None:
             self._stopped = None
             return self._check_silence(now, pid if is_local else 0)
@@ -295,7 +296,7 @@ class ControllerMonitor:
         stacks = stacks_of(pid) if pid else {}
         if not stacks:
             return name, ""
-        # The training thread is the one with most frames of this package.
+        # The training thread has the most frames of this package.
         main = max(stacks.values(), key=lambda stack: sum(frame.origin == "verl" for frame in stack))
         return diagnose_controller(main, f"{name}: it").sentence, "\n\n".join(map(show, stacks.values()))
 
@@ -340,7 +341,7 @@ def _own_exception(error: Any) -> Exception:
     while isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
     if not isinstance(error, Exception) or isinstance(error, ray.exceptions.RayError):
-        # Its class cannot be unpickled here, or is Ray's: use the last line of the traceback.
+        # The exception cannot be unpickled here, or is an exception of Ray: use the last line of the traceback.
         cause, error = error, RuntimeError(text.strip().splitlines()[-1])
         error.__cause__ = cause if isinstance(cause, Exception) else None
     first: BaseException = error

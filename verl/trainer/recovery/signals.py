@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
-# `timeout` signals its command and then the whole process group; schedulers signal every process, and our processes
-# forward signals to each other: within this time, the same signal counts once.
+# The same signal within this time counts once: `timeout` signals its command and then the whole process group,
+# schedulers signal every process, and our processes forward signals to each other.
 _DUPLICATE_S = 0.5
 FINISH_STEP = "stopping: this step is finished and saved first"
 RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"
@@ -29,15 +29,16 @@ RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"
 
 @dataclass
 class StopRequest:
-    """Name of the signal that requested the stop; None: no request so far."""
+    """A requested stop."""
 
     signal: str | None = None
+    """Name of the signal that requested it; None: no request so far."""
 
 
 class StopSignal(KeyboardInterrupt):
-    """A stop signal while there is no step to finish or save; `name` is the signal's.
+    """Raised by a stop signal while there is no step to finish or save.
 
-    `before_first_step`: the program is known to train, and its first step has not begun.
+    `name`: name of the signal. `before_first_step`: a training run has not begun its first step.
     """
 
     def __init__(self, name: str, before_first_step: bool = False) -> None:
@@ -46,13 +47,13 @@ class StopSignal(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell reports for a process killed by the signal."""
+        """The exit code that a shell reports for a process killed by this signal."""
         return 128 + signal.Signals[self.name]
 
 
 @contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGUSR1 raise StopSignal in the main thread instead of killing the process silently."""
+    """In this context, stop signals with the default handler raise StopSignal instead of killing the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,7 +73,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextmanager
 def before_first_step() -> Iterator[None]:
-    """Around the start of a training run: mark a StopSignal from this block with `before_first_step`."""
+    """Context of the start of a training run: set `before_first_step` of a StopSignal."""
     try:
         yield
     except StopSignal as error:
@@ -81,7 +82,7 @@ def before_first_step() -> Iterator[None]:
 
 
 def exit_on_signals(message: str) -> None:
-    """From now on a signal prints one line and exits with code 0: only clean-up is left."""
+    """Install handlers for the end of a run, when only clean-up is left: a signal prints one line and exits with 0."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -103,11 +104,12 @@ def stop_on_signals(
     request: StopRequest | None = None,
     is_starting: Callable[[], bool] = lambda: False,
 ) -> Iterator[StopRequest]:
-    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `request_stop` and log `message`; a second signal calls `kill` and ends
-    the process. While `is_starting()` is true, the first one calls `kill` and raises StopSignal.
+    """In this context, the first stop signal (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) logs `message` and calls
+    `request_stop`; a second one calls `kill` and ends the process. While `is_starting()` is true, the first one calls
+    `kill` and raises StopSignal.
 
-    SIGUSR1 is a scheduler's warning before another signal, which then counts as the first. Signals that are ignored
-    (`nohup`, a job in the background) stay ignored. Outside of the main thread nothing is installed.
+    SIGUSR1 is a scheduler's warning before another signal: the signal after it counts as the first. Signals that are
+    ignored (`nohup`, a job in the background) stay ignored. Outside of the main thread, no handler is installed.
     """
     request = request or StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -120,7 +122,7 @@ def stop_on_signals(
         nonlocal received_at
         name, now = signal.Signals(number).name, time.monotonic()
         previous, seconds = request.signal, now - received_at
-        # No function call since these were read: no other handler ran in between.
+        # No function call between reading and writing: no other signal handler can run in between.
         request.signal, received_at = name, now
         if _is_duplicate(previous, name, seconds):
             return
@@ -134,7 +136,7 @@ def stop_on_signals(
 
     def on_second(number: int) -> None:
         for known, handler in before.items():
-            # Ctrl-C stays an exception for the caller. Other signals kill: Ray's handler would wait for Ray first.
+            # Ctrl-C raises KeyboardInterrupt. Other signals kill, because Ray's handler would wait for Ray first.
             signal.signal(known, handler if known == signal.SIGINT else signal.SIG_DFL)
         kill()
         os.kill(os.getpid(), number)
@@ -152,7 +154,7 @@ def stop_on_signals(
 
 
 class SignalForwarder:
-    """As a context: stop signals are recorded and forwarded to the process `child`, if there is one.
+    """Context that records stop signals and forwards them to the process `child`, if it is set.
 
     Signals that are ignored stay ignored.
     """
@@ -160,7 +162,7 @@ class SignalForwarder:
     def __init__(self) -> None:
         self.child: int | None = None
         self.received: str | None = None
-        """Name of the last stop signal; None: none so far."""
+        """Name of the last stop signal; None: no signal so far."""
         self.received_twice = False
         """A second stop signal arrived: the child is killed."""
         self._received_at = 0.0
@@ -192,7 +194,7 @@ class SignalForwarder:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         previous, seconds = self.received, now - self._received_at
-        # No function call since these were read: no other handler ran in between.
+        # No function call between reading and writing: no other signal handler can run in between.
         self.received, self._received_at = name, now
         if _is_duplicate(previous, name, seconds):
             return
@@ -203,5 +205,5 @@ class SignalForwarder:
 
 
 def _is_duplicate(first: str | None, second: str, seconds: float) -> bool:
-    """Return whether a signal is another delivery of the first one, `seconds` after it."""
+    """Return whether the signal `second`, `seconds` after `first`, is another delivery of the same signal."""
     return first == second and seconds < _DUPLICATE_S

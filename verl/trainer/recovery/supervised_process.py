@@ -1,5 +1,7 @@
-"""One attempt of a supervised run: a child process with its own process group, a status pipe to its supervisor, and the
-terminal while it reads or writes there. The child dies with its supervisor."""
+"""One attempt of a supervised run: a child process with its own process group and a pipe for reports to its supervisor.
+
+The child becomes the foreground process group while it uses the terminal. It dies with its supervisor.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from verl.trainer.recovery.signals import SignalForwarder
 from verl.utils.process_tree import continue_with_parent_death, why_not_running, with_descendants
 
 _POLL_S = 0.2
-# A stopped child may be continued; after this time it counts as dead.
+# Time after which a stopped child, which might be continued, counts as dead; and a child without heartbeat.
 _STOPPED_S = 5.0
 _SILENT_S = 60.0
-# Limit for the exit of a command whose work is done.
+# Time limit for the exit of a child whose work is done.
 _EXIT_S = 30.0
-# A longer time between two polls means that the machine or the job was suspended.
+# If more time passes between two polls, the machine or the job was suspended.
 _SUSPENDED_S = 5.0
 
 _JOB_CONTROL = tuple(getattr(signal, name) for name in ("SIGTSTP", "SIGTTIN", "SIGTTOU") if hasattr(signal, name))
@@ -42,18 +44,19 @@ class AttemptFailure:
     """How an attempt failed."""
 
     cause: str
-    """One sentence, without its full stop."""
+    """One sentence, without a final period."""
     restartable: bool
-    """Another attempt may succeed."""
+    """Whether another attempt may succeed."""
     location: str | None = None
     """Step, phase and role of the failure, if known: a second failure at the same location is no coincidence."""
 
 
 def report_to_supervisor(**fields: Any) -> None:
-    """Write a JSON line to the supervisor; does nothing without one. Never blocks: a line that does not fit is dropped.
+    """Send these fields to the supervisor; no effect without one. Never blocks: a report that does not fit into the
+    pipe is dropped.
 
-    Fields: `heartbeat`, current `step` and `phase`, `ending` and `lines` (how the run ends; the first report counts),
-    `exiting` (only the exit is left; without it, a script may continue after its run).
+    Fields: `heartbeat`; current `step` and `phase`; `ending` (how the run ended) and `lines` (error message), of which
+    the first report counts; `exiting`: the process exits now, no script continues after its run.
     """
     if _pipe is not None:
         with suppress(OSError):  # the supervisor is gone, and this process soon will be
@@ -87,7 +90,7 @@ class SupervisedProcess:
         sys.stdout.flush()
         sys.stderr.flush()
         reports, parent = _StatusPipe(), os.getpid()
-        # Blocked until the child has restored its handlers: it would forward the signal otherwise.
+        # Signals are blocked until the child has restored its handlers: until then it would forward them.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         pid = os.fork()
         if pid == 0:
@@ -113,12 +116,13 @@ class SupervisedProcess:
 
     @property
     def final_lines(self) -> list[str]:
-        """The error message that the child left to the supervisor, which prints it unless it restarts the run."""
+        """The error message that the supervisor prints instead of the child, unless it restarts the run."""
         return list(self._reports.latest.get("lines", []))
 
     @property
     def reported_ending(self) -> bool:
-        """Whether the child reached its end, and has printed its error message or left it in `final_lines`."""
+        """Whether the child has reported the end of its run, so that its error message was printed or is in
+        `final_lines`."""
         return "ending" in self._reports.latest
 
     def wait(self) -> int:
@@ -148,7 +152,7 @@ class SupervisedProcess:
             return AttemptFailure(ending["cause"], ending["restartable"], ending["location"])
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         silent = "" if code < 0 or ending is not None else ", without an error message"
-        # A run that has succeeded needs no other attempt, whatever the script did after it.
+        # If the run has succeeded (`ending` without a cause), the script failed after it: no other attempt.
         cause = self._kill_reason or f"the driver (pid {self.pid}) {ended}{silent}"
         return AttemptFailure(cause, restartable=ending is None)
 
@@ -157,7 +161,7 @@ class SupervisedProcess:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            except ChildProcessError:  # its status was collected elsewhere
+            except ChildProcessError:  # other code has already waited for the child
                 return 1
             if pid == 0:
                 return None
@@ -190,7 +194,7 @@ class SupervisedProcess:
 
 
 class _StatusPipe:
-    """The pipe from the child to its supervisor; `latest` has the newest value of every field."""
+    """The pipe from the child to its supervisor. `latest`: last reported value of every field."""
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
@@ -228,7 +232,7 @@ class _StatusPipe:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Kill this process and its descendants when the supervisor is gone: agents of Ray would survive."""
+    """Wait until the supervisor is gone, then kill this process and its descendants, such as Ray's agents."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     for pid in reversed(with_descendants(os.getpid())):

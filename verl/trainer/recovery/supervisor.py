@@ -1,5 +1,7 @@
-"""The process that a user starts: it runs each attempt as a child and restarts a child that died. Imports no Ray and no
-torch. Processes that an attempt leaves behind become children of this process and are killed after it."""
+"""Supervisor: the process that a user starts. It runs every attempt of a run as a child and restarts dead children.
+
+Orphaned processes of an attempt become children of this process, which kills them. Imports neither Ray nor torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Attempt(Generic[C]):
-    """Input of a child: its configuration, and the Ray head that all attempts share, if there is one."""
+    """Input of a child: its configuration, and the Ray head that all attempts share, or None."""
 
     config: C
     head: Any = None
@@ -46,10 +48,11 @@ def supervise(
     ensure_head: Callable[[Any], Any] = lambda head: None,
     stop_head: Callable[[Any], None] = lambda head: None,
 ) -> Attempt[C]:
-    """Return once per attempt, in a child of this process. This process itself exits here when the run is over.
+    """Fork a child for every attempt; return in the child. This process itself never returns: it exits when the run has
+    ended.
 
-    All attempts share the id in `VERL_RUN`, by which trackers know that they are one run. `ensure_head` receives the
-    Ray head so far, which may have died, and returns a running one; `stop_head` ends it.
+    All attempts have the same id in `VERL_RUN`, by which trackers recognise them as one run. `ensure_head` receives the
+    current Ray head, which may have died, and returns a running head; `stop_head` ends it.
     """
     supervisor, unrelated = Supervisor(config), with_descendants(os.getpid())[1:]
     adopt_orphans()
@@ -71,7 +74,7 @@ def supervise(
 
 
 def wants_supervision(config: Any, supervised: bool) -> bool:
-    """Return whether a run is supervised; warn if `trainer.max_restarts` is set but has no effect."""
+    """Return whether to supervise a run; warn if `trainer.max_restarts` was set but has no effect."""
     if not supervised and config.trainer.max_restarts > 0 and "trainer.max_restarts" in config.changed:
         logger.warning("trainer.max_restarts has no effect: call with supervised=True, or start the program itself.")
     return supervised and config.trainer.max_restarts > 0
@@ -93,7 +96,7 @@ class Supervisor(Generic[C]):
         return Attempt(self._config if first else self._saved.resume_config(self._config), self.head)
 
     def restarts(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> bool:
-        """Return whether there is another attempt; log the decision and wait for the delay before it."""
+        """Decide and log whether to restart; wait for the delay before a restart. Returns the decision."""
         self.attempts += 1
         failure = process.failure(code)
         if failure is None or forwarder.received is not None:
@@ -115,7 +118,7 @@ class Supervisor(Generic[C]):
         return not self._stopped_in_delay
 
     def exit(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> NoReturn:
-        """Exit as the child did; print its error message last, if the child left that to the supervisor."""
+        """Exit with the exit code or signal of the child; print its error message if the child has not done so."""
         stop_signal, failure, lines = forwarder.received, process.failure(code), process.final_lines
         resume = describe_resume(self._trainer)
         if stop_signal == "SIGINT" and (code < 0 or forwarder.received_twice or self._stopped_in_delay):
@@ -133,7 +136,7 @@ class Supervisor(Generic[C]):
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the run again after `delay` seconds; `number` counts from 1 since the last new checkpoint."""
+    """Decision to restart the run after `delay` seconds. `number`: restarts since the last new checkpoint, from 1."""
 
     number: int
     delay: float
@@ -141,14 +144,14 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """No further attempt; `reason` is None if the cause of the failure already explains it."""
+    """Decision against a restart. `reason`: None if the failure itself explains it."""
 
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """Restarts and failure locations since the newest complete checkpoint of this command, `saved` (None: none)."""
+    """Restarts and failure locations since the last new checkpoint. `saved`: id of that checkpoint, or None."""
 
     saved: str | None = None
     restarts: int = 0
@@ -167,7 +170,7 @@ def decide_restart(
     if not failure.restartable:
         return history, GiveUp()
     if failure.location in history.locations:
-        return history, GiveUp(f"it died twice at the same place ({failure.location})")
+        return history, GiveUp(f"it failed twice at the same location ({failure.location})")
     if history.restarts >= max_restarts:
         return history, GiveUp(f"trainer.max_restarts = {max_restarts}, and no step was saved since the first of them")
     locations = history.locations if failure.location is None else history.locations | {failure.location}
@@ -177,7 +180,7 @@ def decide_restart(
 
 
 class SavedSteps:
-    """The steps in `trainer.default_local_dir` that this command has saved; earlier ones are excluded."""
+    """The steps in `trainer.default_local_dir` that this command has saved, without those of earlier commands."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -190,15 +193,15 @@ class SavedSteps:
         return next(filter(has_expected_sizes, own), None)
 
     def newest_id(self) -> str | None:
-        """Return an identifier of the newest step, which also changes when the same step is saved again."""
+        """Return an id of the newest step; saving the same step again changes it."""
         newest = self.newest()
         return None if newest is None else f"{newest} {_manifest_id(newest)}"
 
     def resume_config(self, config: C) -> C:
         """Return the configuration of an attempt that resumes from the newest step.
 
-        `trainer.resume_mode` `disable` and `resume_path` apply to the first attempt only. `auto` finds the step itself,
-        and also copies in `trainer.default_hdfs_dir`.
+        `trainer.resume_mode=disable` and `resume_path` apply to the first attempt only. `auto` needs no change: it
+        finds the newest step, also among the copies in `trainer.default_hdfs_dir`.
         """
         newest = self.newest()
         if newest is None or self._trainer.resume_mode == "auto":
@@ -208,7 +211,8 @@ class SavedSteps:
         return changed
 
     def describe_restart(self, failed_step: int | None) -> str:
-        """Return where the next attempt resumes and which steps it repeats; `failed_step` was running, if known."""
+        """Return a clause: where the next attempt resumes, and which steps it repeats. `failed_step`: the step in which
+        the last attempt failed, if known."""
         newest, mode = self.newest(), self._trainer.resume_mode
         if newest is None and mode == "auto":
             newest = next(filter(has_expected_sizes, newest_first(self._root)), None)

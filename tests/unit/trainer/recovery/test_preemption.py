@@ -210,5 +210,5 @@ def test_scoring_that_does_not_fit_is_given_up_and_before_the_first_step_there_i
         )
     assert stopped.history == []
     assert caplog.messages[-1].startswith("SIGTERM: step 1 given up after ")
-    assert caplog.messages[-1].endswith("; step 0 is where the same command starts: no step was complete")
+    assert caplog.messages[-1].endswith("; no step was complete, so nothing is saved")
     assert list((tmp_path / "checkpoints").glob("*step*")) == []

@@ -44,7 +44,7 @@ def test_giving_up_says_why():
     history, _ = decide_restart(RestartHistory(), HERE, None, 3)
     history, _ = decide_restart(history, KILLED, None, 3)
     _, decision = decide_restart(history, HERE, None, 3)
-    assert decision == GiveUp("it died twice at the same place (update_actor of step 3, role actor)")
+    assert decision == GiveUp("it failed twice at the same location (update_actor of step 3, role actor)")
 
 
 endings = st.builds(AttemptFailure, st.just("why"), st.booleans(), st.sampled_from([None, "a", "b", "c"]))

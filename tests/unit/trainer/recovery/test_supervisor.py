@@ -146,7 +146,7 @@ def test_the_same_place_twice_is_no_accident_and_its_cause_is_last(tmp_path):
     assert done.returncode == 1
     assert len(pids(tmp_path)) == 2
     *_, why, file, cause, last = done.stderr.splitlines()
-    assert why.endswith("not restarted: it died twice at the same place (gen of step 3, role actor)")
+    assert why.endswith("not restarted: it failed twice at the same location (gen of step 3, role actor)")
     assert file.startswith("Full traceback in ")
     assert cause.endswith("worker process died.")
     assert last.startswith("Role actor, rank 0, host here, phase gen of step 3. The same command starts from the begin")
