@@ -1,8 +1,8 @@
 """Check data files and reward functions before training.
 
-`check_data`: would these files train? Schema, prompt lengths, reward per data source. `check_reward_function`: can this
-reward be trusted? The commands are in `data_check_command`. Neither torch nor the reward managers, which import it, are
-imported before they are needed.
+`check_data`: can these files be trained on? Schema, prompt lengths, reward per data source. `check_reward_function`:
+can this reward be trusted? The commands are in `data_check_command`. torch, and modules that import it, are imported
+when they are needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 GROUND_TRUTHS_PER_SOURCE = 20_000
 REWARD_ROWS = 64
 NO_MODEL = "unused"
-"""Model path of a configuration that is only used for its data and reward keys."""
+"""Model path in configurations of which only the data and reward keys are used."""
 # How the rows of a data source without a reward function are scored.
 REWARD_MODEL, AGENT = "a reward model", "its agent"
 
@@ -56,7 +56,7 @@ _START_SECONDS = 1.5
 
 @dataclass
 class DataColumn:
-    """A column of all files; the keys of `types` are its types, in the order of the files."""
+    """A column of the files. The keys of `types` are its types, in the order of the files."""
 
     name: str
     types: dict[str, None] = field(default_factory=dict)
@@ -71,10 +71,11 @@ class SourceReward:
     function: str | None
     """The reward function, REWARD_MODEL or AGENT; None: nothing scores them."""
     tried: int = 0
-    """Number of ground truths that were scored as the response, in the right format."""
+    """Number of ground truths that were scored as if they were the response, in the expected format."""
     correct: int = 0
-    """Number of those with a score of 1."""
+    """Number of tried ground truths with a score of 1."""
     first_wrong: str | None = None
+    """Description of the first other one."""
 
     def problem(self) -> str | None:
         """Return the problem of ground truths that do not score 1, if there are any."""
@@ -87,7 +88,7 @@ class SourceReward:
 
 @dataclass
 class PromptLengths:
-    """Lengths of the prompts [rows], and the limits they are compared with."""
+    """Lengths of the prompts [rows], their unit, and the limits to compare them with."""
 
     values: np.ndarray
     unit: str
@@ -140,11 +141,11 @@ def check_data(
     scored_rows: int = GROUND_TRUTHS_PER_SOURCE,
     samples: int = 2,
 ) -> CheckReport:
-    """Check every row.
+    """Check every row of the files.
 
-    Prompt lengths are tokens of `tokenizer`, or else characters, and are compared with `limits`. `any_source`: a
-    reward function of the user takes any data source. Per source, `scored_rows` evenly spread ground truths are scored
-    as the response. `samples`: number of rows to include in the report.
+    `tokenizer`: counts prompt tokens, to compare them with `limits`; None: count characters. `any_source`: a reward
+    function of the user takes any data source. `scored_rows`: number of ground truths per source, evenly spread over
+    the rows, to score as if they were the response. `samples`: number of rows to include in the report.
     """
     report = CheckReport()
     rows = Rows(_open_parts(data_files, report.problems))
@@ -205,7 +206,7 @@ def _columns(rows: Rows) -> list[DataColumn]:
 
 
 def _source_rewards(rows: Rows, key: str, truth_key: str, scored_rows: int) -> dict[str, SourceReward]:
-    """Return per data source which function scores it, and whether its ground truths score 1 as the response."""
+    """Return per data source the function that scores it, and how many of its ground truths score 1."""
     places = {source: numbers for source, numbers in _rows_by_source(rows, key).items() if isinstance(source, str)}
     sources, chosen = {}, np.zeros(len(rows), dtype=bool)
     for name, numbers in places.items():
@@ -296,7 +297,7 @@ def _measure_prompts(
 
 
 def _samples(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, count: int) -> Iterator[SampleRow]:
-    """Yield evenly spread rows, beginning with the first; prompts with the chat template if `encoder` is given."""
+    """Yield evenly spread rows, beginning with the first. `encoder`: applies the chat template to prompts."""
     for number in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
         row = rows[number]
         messages = as_messages(value_at(row, prompt_key))
@@ -341,9 +342,9 @@ def check_reward_function(
 
 
 def check_reward_at_start(manager: Any, dataset: Any, reward_fn_key: str, default_loop: str | None = None) -> None:
-    """Check a few rows before training: log doubts, and raise ValueError if no sample can be scored at all.
+    """Check the reward on a few rows before training: log findings, and raise ValueError if no sample can be scored.
 
-    `default_loop`: the agent loop of rows without `agent_name`; a loop of the user may return the score itself.
+    `default_loop`: the agent loop of rows without `agent_name`. Rows whose agent loop may return the score are skipped.
     """
     from verl.workers.reward_manager.check import check_reward
 

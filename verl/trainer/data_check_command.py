@@ -1,11 +1,11 @@
 """The commands of `data_check`: arguments, output and exit code.
 
-- `python -m verl.utils.dataset.check FILE…`: would these files train?
+- `python -m verl.utils.dataset.check FILE…`: can these files be trained on?
 - `python -m verl.utils.reward_check FILE…`: can this reward be trusted?
 
 Both take data files, keys of a training run (`data.prompt_key=question`) and options; some keys can also be written as
-options (`--prompt-key question`). Exit code 0: yes; 1: no. The data check caches token counts: a training run on the
-same files and model does not tokenise them again.
+options (`--prompt-key question`). The exit code is 0 for yes and 1 for no. The data check caches tokenised prompts: a
+training run on the same files and model reuses them.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ Metrics = dict[str, dict[str, dict[str, float]]]
 
 
 def evaluate(config: EvalConfig) -> Metrics:
-    """Return data source → variable (`reward`, and further outputs of the reward function) → metric.
+    """Return data source → variable (`reward`, and further outputs of the reward function) → metric → value.
 
-    Metrics are those of validation: mean@n, pass@k, best@k, maj@k. They are also written to `data.output_path`, if set.
+    The metrics are the same as in validation: mean@n, pass@k, best@k, maj@k. They are also written to
+    `data.output_path`, if set.
     """
     data = config.data
     rows = Rows(find_files(data.path))
@@ -69,7 +70,7 @@ def show_metrics(metrics: Metrics, console: Console) -> None:
     for name in ("value", "95 % interval"):
         table.add_column(name, justify="right")
     for source, variables in metrics.items():
-        # `acc`: a reward function may return correctness in addition to its reward.
+        # A reward function may return the correctness (`acc`) in addition to its reward.
         variable = "acc" if "acc" in variables else "reward"
         values = variables[variable]
         for name, value in values.items():

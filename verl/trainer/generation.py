@@ -1,7 +1,7 @@
-"""Generation from a file: n responses to every prompt, stored batch by batch, so that an interrupted run can resume.
+"""Generate n responses to every prompt of a file, and store them batch by batch, so that a run can resume.
 
-A response depends on the seed, its prompt and its index among the n responses, not on what else is generated with it: a
-resumed run writes the same file as an uninterrupted one.
+A response depends on the seed, its prompt and its index among the n responses, not on other prompts: a resumed run
+writes the same file as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = ["RESPONSES", "ResponseStore", "generate_responses"]
 logger = logging.getLogger(__name__)
 
 RESPONSES = "responses"
-"""The column of the output file."""
+"""The column of the output file that contains the responses."""
 
 _JOB = "generation"
-# A call for finished rows blocks this long.
+# A `collect` call returns after this time at the latest.
 _COLLECT_S = 2.0
 _SETTINGS = b"verl.generation"
 _RESPONSE_TYPE = pa.list_(pa.string())
@@ -73,7 +73,8 @@ _RESPONSE_KEYS = (
 
 
 def generate_responses(config: GenerationConfig) -> Path:
-    """Generate responses to the prompts of `data.path`; return the output file. Stored batches are not repeated."""
+    """Generate responses to the prompts of `data.path`, except batches stored by an earlier run; return the output
+    file."""
     prompts = _Prompts(config)
     output = Path(config.data.output_path).absolute()
     with ResponseStore(output, prompts.settings(), prompts.batches) as store:
@@ -117,7 +118,7 @@ class _Prompts:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines the responses."""
+        """Return all settings that determine the responses."""
         data = self.config.data
         digest = hashlib.blake2b(digest_size=16)
         for row in range(self.count):
@@ -148,7 +149,7 @@ class _Prompts:
 
 
 def _generate(config: GenerationConfig, prompts: _Prompts, store: ResponseStore, missing: list[int]) -> None:
-    """Generate and store the missing batches, under a progress bar."""
+    """Generate and store the missing batches, with a progress bar."""
     n = config.data.n_samples
     status = RunStatus(prompts.batches, prompts.batches - len(missing))
     with _engine(config, prompts.model_path) as rollout, progress_bar(status.snapshot), status.phase("rollout"):
@@ -177,7 +178,8 @@ def _completed_batches(
     while waiting is not None or in_flight:
         while waiting is not None and len(in_flight) < capacity:
             number, rows = waiting
-            in_flight |= {one.name: (number, row) for row, one in enumerate(trajectories_from_prompts(rows))}
+            trajectories = trajectories_from_prompts(rows)
+            in_flight |= {trajectory.name: (number, row) for row, trajectory in enumerate(trajectories)}
             responses[number], sizes[number] = {}, len(rows)
             host.submit(_JOB, rows)
             waiting = next(batches, None)
@@ -202,10 +204,10 @@ def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
 
 
 class ResponseStore:
-    """Stores the responses of `batches` batches on disk until `finish` writes `output`. A context; one run at a time.
+    """Context that locks `output` and stores the responses of `batches` batches on disk until `finish` writes `output`.
 
-    Each batch is a file in a folder beside the output, together with the settings that determine the responses; the
-    output file contains the same settings. A later run with the same settings continues with the missing batches.
+    Each batch is a file in a folder beside the output. The folder and the output file also contain the settings that
+    determine the responses: a later run with the same settings continues with the missing batches.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], batches: int) -> None:
@@ -235,7 +237,7 @@ class ResponseStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # In this order: a run that starts in between locks a new file, after this one has finished its work.
+        # Unlinked before the release: a run that starts in between creates and locks a new file.
         Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
 

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from verl.config import EvalConfig
 from verl.config.load import Given
-from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.command_line import command, validated_config
 
 
 @command("evaluation", invalid_input=(ValueError,))
@@ -17,7 +17,7 @@ def main(config: DictConfig) -> None:
 
 def run_eval(config: Given) -> dict[str, dict[str, dict[str, float]]]:
     """Check the configuration, score, print a table; return data source → variable → metric."""
-    config = checked(config, EvalConfig)
+    config = validated_config(config, EvalConfig)
 
     from rich.console import Console
 

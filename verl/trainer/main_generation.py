@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl.config import GenerationConfig
 from verl.config.load import Given
-from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.command_line import command, validated_config
 from verl.trainer.common.preflight import generation_preflight
 
 
@@ -29,7 +29,7 @@ def main(config: DictConfig) -> None:
 
 def run_generation(config: Given) -> Path:
     """Check the configuration, generate, and return the output file."""
-    config = checked(config, GenerationConfig, preflight=generation_preflight)
+    config = validated_config(config, GenerationConfig, preflight=generation_preflight)
 
     from verl.trainer.generation import generate_responses
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
-from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.command_line import command, validated_config
 from verl.trainer.common.nodes import ensure_head, is_worker_node, serve_as_node, start_head, stop_head
 from verl.trainer.common.preflight import basic_preflight, check_code_runner, model_paths, ppo_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
@@ -65,7 +65,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     """
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     has_own_run = getattr(runner_class, "run", None) is not TaskRunner.run
-    config = checked(config, PPOConfig, preflight=basic_preflight if has_own_run else ppo_preflight)
+    config = validated_config(config, PPOConfig, preflight=basic_preflight if has_own_run else ppo_preflight)
     logger.info(batch_plan(config).render())
     check_code_runner(config)
 

@@ -44,12 +44,12 @@ class SaveResult:
     step: int
     path: Path
     seconds: float
-    """From its beginning to its end or failure."""
+    """Duration until the save was complete or failed."""
     gigabytes: float = 0.0
     error: Exception | None = None
 
     def metrics(self, verify: bool = False) -> dict[str, float]:
-        """Return its metrics; raise its error. `verify` reads every file back."""
+        """Return the metrics of a successful save; raise the error of a failed one. `verify`: read every file back."""
         if self.error is not None:
             annotate_error(self.error, phase="save_checkpoint", step=self.step)
             raise self.error
@@ -60,10 +60,8 @@ class SaveResult:
 
 
 class Saver:
-    """Saves the states of a run, one at a time: `begin` returns when the state is copied, a thread writes it.
-
-    A save that is due while the previous one is still being written waits for it.
-    """
+    """Saves states of a run: `begin` copies the state and returns, a thread writes it. `begin` waits for the previous
+    save."""
 
     def __init__(
         self,
@@ -72,8 +70,8 @@ class Saver:
         tokenizer: Any,
         start: Callable[[], RunStart | None] = lambda: None,
     ) -> None:
-        """`config` is the root of the run. `start` returns the run's `RunStart`, which has the expected bytes of a step
-        and the files that are stored in every step; None: the run has not started."""
+        """`config`: configuration of the run. `start()`: returns the run's `RunStart`, which has the expected size of a
+        step and files to store in every step, or None before the run has started."""
         self._config, self._tokenizer, self._start = config, tokenizer, start
         trainer = config.trainer
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
@@ -82,17 +80,17 @@ class Saver:
         self._done: list[SaveResult] = []
         self._waited = 0.0
         self.newest_step: int | None = None
-        """The step of the last save that has begun and not failed, or that the run resumed from."""
+        """The newest step that is saved or being saved, or that the run resumed from."""
         self.seconds: float | None = None
         """Duration of the last save."""
         self.model_files: dict[str, bytes] = {}
-        """Files by name to write, with the tokenizer, beside every exported model."""
+        """Further files to write into the folder of every exported model, by name."""
 
     def begin(self, state: Mapping[str, Any], parts: Mapping[str, Any], models: Sequence[str] = ()) -> None:
         """Begin to save the state after `state["global_steps"]` steps.
 
-        `parts`: worker groups by the folder of the step that they save into. `models`: folders of the step with a model
-        for transformers, which get the tokenizer.
+        `parts`: worker groups by folder: each saves into its folder of the step. `models`: folders of the step with an
+        exported model, into which the tokenizer is written.
         """
         start, step = time.monotonic(), state["global_steps"]
         self.wait()
@@ -101,7 +99,7 @@ class Saver:
             files |= run_start.files
         model_files = self._tokenizer_files | self.model_files
         files |= {f"{model}/{name}": content for model in models for name, content in model_files.items()}
-        kept = copy.deepcopy(dict(state))
+        copied_state = copy.deepcopy(dict(state))
         begun: list[Callable[[], Any]] = []
         try:
             folder = self._manager.begin(step)
@@ -119,7 +117,7 @@ class Saver:
         def write() -> None:
             try:
                 _wait_for_all(begun)
-                save_plain(kept, folder / STATE, what="trainer state")
+                save_plain(copied_state, folder / STATE, what="trainer state")
                 for name, content in files.items():
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(content)
@@ -148,7 +146,7 @@ class Saver:
             )
 
     def collect(self, wait: bool = False) -> list[SaveResult]:
-        """Return the saves that have ended since the last call; `wait`: wait for the one in progress first."""
+        """Return the saves that have ended since the last call. `wait`: wait for the save in progress first."""
         if wait:
             self.wait()
         done, self._done = self._done, []
@@ -160,7 +158,7 @@ class Saver:
             self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that saves waited since the last call, and the number of failed copies so far."""
+        """Return the seconds that `wait_for_turn` took since the last call, and the number of failed copies so far."""
         metrics = {"checkpoint/wait_s": self._waited} if self._waited else {}
         self._waited = 0.0
         copies = self._manager.copies
@@ -168,7 +166,7 @@ class Saver:
 
     @contextmanager
     def waits_on_error(self) -> Iterator[None]:
-        """Wait for the save in progress before an error leaves this block; a stop signal does not wait."""
+        """Context that waits for the save in progress if an error (no stop signal) leaves it."""
         try:
             yield
         except Exception:
@@ -176,9 +174,9 @@ class Saver:
             raise
 
     def close(self) -> None:
-        """At the end of the run, wait for the save in progress and, up to a limit, for the copies.
+        """At the end of the run, wait for the save in progress and, up to a time limit, for the copies.
 
-        In a `finally` after an error, copies are left to the restart; after a stop signal nothing is waited for.
+        If called in a `finally` block after an error, do not wait for copies; after a stop signal, do not wait at all.
         """
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, Exception):
@@ -221,7 +219,7 @@ class Saver:
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files. Written once: a tokenizer that another thread uses cannot be saved."""
+        """The tokenizer's files. Read once, since a tokenizer cannot be saved while another thread uses it."""
         with tempfile.TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
             files = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -229,15 +227,16 @@ class Saver:
 
 
 def background_part(group: Any, cls: type) -> Any:
-    """Return the group as `Saver.begin` takes it: without `begin_save` if a user's class `cls` overrides only
-    `save_checkpoint`."""
+    """Return the group for `Saver.begin`: without `begin_save` if the worker class `cls` of a user overrides
+    `save_checkpoint` only."""
     bases = ClassWithInitArgs(cls).cls.__mro__
     first = next((base for base in bases if {"begin_save", "save_checkpoint"} & vars(base).keys()), object)
     return group if "begin_save" in vars(first) else SimpleNamespace(save_checkpoint=group.save_checkpoint)
 
 
 def _begin_part(group: Any, path: str) -> Callable[[], Any]:
-    """Begin the save of a part and return a function that waits for it; without `begin_save`, save it now."""
+    """Begin the save of a part and return a function that waits for its end. A group without `begin_save` is saved
+    synchronously."""
     if hasattr(group, "begin_save"):
         group.begin_save(path)
         return group.finish_save

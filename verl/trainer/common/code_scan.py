@@ -1,7 +1,6 @@
-"""Check users' Python code without running it: syntax, modules that cannot be found, names that are not defined.
+"""Check users' Python code without running it: syntax errors, missing modules, undefined names.
 
-Nothing is imported, so a check takes milliseconds and has no side effects. Problems that only running the code can show
-are not reported.
+Nothing is imported, so a check takes milliseconds and has no side effects.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, bool]:
-        """Public names that the module binds at its top level, and whether they are its own: not imported."""
+        """Public names at the top level of the module, and whether the module defines them (not imports)."""
         symbols = symtable.symtable(self.text, self.path, "exec").get_symbols()
         bound = {
             symbol.get_name(): not symbol.is_imported()
@@ -72,7 +71,7 @@ class Source:
 
 
 def find_code_problem(module: UserModule, name: str | None = None) -> str | None:
-    """Why `name` cannot be loaded from a user's module, with file, line and remedy; None: no problem is known."""
+    """Return why `name` cannot be loaded from a user's module, with file, line and remedy; None: no known problem."""
     source = source_of(module)
     if isinstance(source, str):
         return source
@@ -91,14 +90,14 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
         return f"{source.path} line {missing.line}: there is no module {missing.name!r}. {remedy}"
     if name is None or source.is_dynamic or name.partition(".")[0] in source.names or name.startswith("_"):
         return None
-    own = [each for each, is_own in source.names.items() if is_own]
+    own = [known for known, is_own in source.names.items() if is_own]
     return f"{source.path}: it does not define {name!r}. Correct the name. It defines: {_listed(own)}."
 
 
 def find_tool_problem(module: UserModule) -> str | None:
-    """Why a file of function tools cannot be used: a problem of its code, or no function that is decorated.
+    """Return why a file of function tools cannot be used: a problem of its code, or no decorated function; else None.
 
-    Files that import modules of others are not reported: an imported function may be a tool.
+    A file that imports other modules is not reported for the latter: an imported function may be a tool.
     """
     problem = find_code_problem(module)
     source = source_of(module)
@@ -114,7 +113,7 @@ def find_tool_problem(module: UserModule) -> str | None:
 
 
 def source_of(module: UserModule) -> Source | str | None:
-    """The source of a module; a str: why it cannot be found; None: it has no Python source (built in, binary)."""
+    """Return the source of a module; a str with the reason if it cannot be found; None if it has no Python source."""
     if module.code is not None:
         return Source(module.code.path, module.code.source)
     name = module.path.removeprefix("pkg://")
@@ -127,7 +126,7 @@ def source_of(module: UserModule) -> Source | str | None:
 
 
 def locate(name: str) -> str | None:
-    """The file of a module, or the folder of a namespace package; None: not found. Imports nothing."""
+    """Return the file of a module, or the folder of a namespace package; None: not found. Imports nothing."""
     first, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -159,7 +158,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 
 
 def _is_lazy(package: str) -> bool:
-    """Whether a package may create submodules that are not files."""
+    """Return whether a package may create submodules that are not files."""
     source = _read(package)
     return source is None or source.is_dynamic or "sys.modules" in source.text
 
@@ -175,9 +174,9 @@ def _read(file: str) -> Source | None:
 
 
 def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
-    """Syntax errors in a file and in the users' files that it imports, each with its own file and line.
+    """Yield the syntax errors of a file and of the users' files that it imports, with file and line.
 
-    `files` receives all files that were checked, by path.
+    Checked files are added to `files`, by path.
     """
     files[source.path] = source
     try:
@@ -189,7 +188,7 @@ def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
         yield f"{source.path} line {line}: not valid Python: {getattr(error, 'msg', error)}. Correct it there.{text}"
         return
     assert tree is not None
-    if source.changes_imports:  # it may import other files than those that are located here
+    if source.changes_imports:  # its imports cannot be located without running it
         return
     for imported in _imported_sources(source):
         if imported.path not in files:
@@ -197,7 +196,7 @@ def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
 
 
 def _imported_sources(source: Source) -> Iterator[Source]:
-    """The users' own files that a file imports at its top level; installed packages are not checked."""
+    """Yield the users' files that a file imports at its top level, without installed packages."""
     for imported in _imports(source):
         file = locate(imported.name)
         if file is not None and not _is_installed(file):
@@ -211,7 +210,7 @@ def _missing_modules(source: Source) -> Iterator[_Import]:
 
 
 def _imports(source: Source) -> Iterator[_Import]:
-    """Modules that are imported whenever the file runs: not in functions, conditions or try blocks."""
+    """Yield the imports at the top level of the file: not in functions, conditions or try blocks."""
     for node in source.tree.body:
         if isinstance(node, ast.Import):
             yield from (_Import(alias.name, node.lineno) for alias in node.names)
@@ -220,7 +219,7 @@ def _imports(source: Source) -> Iterator[_Import]:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file belongs to Python, to an installed package or to verl."""
+    """Return whether a file belongs to Python, to an installed package or to verl."""
     folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.add(str(Path(__file__).resolve().parents[1]))
     path = Path(file).resolve()
@@ -228,7 +227,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _may_import_tools(source: Source) -> bool:
-    """Whether the file imports anything, at any place, beside the standard library and the decorator."""
+    """Return whether the file imports anything besides the standard library and the decorator."""
     for node in ast.walk(source.tree):
         modules: Sequence[str] = ()
         if isinstance(node, ast.Import):
@@ -242,7 +241,7 @@ def _may_import_tools(source: Source) -> bool:
 
 
 def _uses_decorator(source: Source) -> bool:
-    """Whether the file uses the decorator, under its own name or an alias."""
+    """Return whether the file uses the decorator, under its own name or an alias."""
     aliases = {_DECORATOR}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):

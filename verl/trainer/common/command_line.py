@@ -1,4 +1,4 @@
-"""The start of every command: Hydra composes its configuration, which is checked; errors exit with a message."""
+"""Entry points of commands: Hydra composes the configuration, which is validated; errors exit with a message."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def command(
     interrupted: str = "stopped.",
     sets_up_logging: bool = True,
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
-    """Turn a function of a configuration into the `main()` of a command with defaults from `config/<config_name>.yaml`.
+    """Decorate a function of a configuration: the result is the `main()` of a command, with defaults from
+    `config/<config_name>.yaml`.
 
-    Invalid configuration or data lists every problem and exits with 2; for the other arguments see `exit_with_message`.
+    An invalid configuration, or invalid data, lists every problem and exits with 2. `invalid_input`, `reword`,
+    `interrupted`: see `exit_with_message`.
     """
     exits = functools.partial(exit_with_message, invalid_input, reword, interrupted)
 
@@ -40,7 +42,7 @@ def command(
         def run(config: DictConfig) -> None:
             if sets_up_logging:
                 setup_logging()
-            with exits():  # before Hydra prints a message of its own
+            with exits():  # inside of Hydra, which would print its own message
                 act(config)
 
         # Hydra uses these to find `config/` beside the command's file, and to name the program.
@@ -59,8 +61,10 @@ def command(
     return as_main
 
 
-def checked(config: Given, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None) -> B:
-    """Return the validated configuration and log its notices. Raises ConfigError with all problems."""
+def validated_config(
+    config: Given, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None
+) -> B:
+    """Validate a configuration, log its notices and return it. Raises ConfigError with all problems."""
     loaded = load_config(config, overrides, root=root, preflight=preflight)
     for notice in loaded.notices:
         logger.warning(notice)

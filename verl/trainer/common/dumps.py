@@ -1,4 +1,4 @@
-"""Dump batches as tensors and responses as JSONL, for inspection."""
+"""Dumps for inspection: batches as tensors, responses as JSONL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.utils.disk import atomic_write
 from verl.utils.plain_store import save_tensors
 
 _OWN_FIELDS = ("step", "input", "output", "gts", "score", "rows", "turns", "status")
-# Columns that may have the ground truth.
+# Columns that may contain the ground truth.
 _GROUND_TRUTH_COLUMNS = ("reward_model", "ground_truth")
 # Line breaks that JSON does not escape, but readers that split text into lines recognise.
 _LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
@@ -46,7 +46,7 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
 
 
 def extra_fields(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further columns of a dump; those with the name of an own field get the prefix `data_`."""
+    """Return further columns of a dump. A column with the name of a standard field gets the prefix `data_`."""
     return {f"data_{name}" if name in _OWN_FIELDS else name: values for name, values in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""End tokens of a run's responses, and of the models that it exports."""
+"""End tokens of generated responses and of exported models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def response_end_tokens(
     model: Any, rollout: GeneratorConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """Return and log the token ids that end a response; `model` and `rollout` are blocks of the configuration."""
+    """Return the token ids that end a response, and log them. `model`: configuration block of the model."""
     folder = resolve_model_path(model.path)
     hf_config = read_config(folder, model.trust_remote_code, model.override_config)
     end_tokens = find_end_tokens(folder, hf_config, tokenizer, template_kwargs, rollout.stop_token_ids)
@@ -27,10 +27,10 @@ def response_end_tokens(
 
 
 def generation_config_file(config: SFTConfig, tokenizer: object) -> dict[str, bytes]:
-    """Return generation_config.json with all end tokens, by its name; {} if the model's own file has them all.
+    """Return {"generation_config.json": content} with all end tokens; {} if the model's own file has all of them.
 
-    A base model ends texts with another token than chat responses: engines that only read this file would continue
-    after a response.
+    The end token of a base model differs from that of chat responses: engines that read only this file would continue
+    after the end of a response.
     """
     from transformers import GenerationConfig
 

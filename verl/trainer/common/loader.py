@@ -1,4 +1,4 @@
-"""BatchLoader: batches of rows with a position that can be saved and restored, whatever workers have prefetched."""
+"""BatchLoader: a dataloader whose position can be saved and restored exactly, despite prefetching."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Batches of a dataset in a sampler's order; one iteration is one epoch, or the remainder of a restored one.
+    """Batches of a dataset in a sampler's order; one iteration is one epoch, or the remainder of a restored epoch.
 
-    The saved position is that of the batches returned. Prefetched batches are drawn again after a restore, so no row is
-    lost or repeated, and the number of workers may change in between. Without worker processes a thread loads the next
-    batch while one is used, if the dataset has `read_in_thread` (tokenizers release the GIL). A sampler with
-    `state_dict` and `load_state_dict` is restored by them; any other one restarts, and the returned batches are
-    skipped. Worker processes start with the first batch and persist: they see the dataset as it is then.
+    The saved position counts returned batches only. Prefetched batches are drawn again after a restore, so no row is
+    lost or repeated, and the number of workers may change. Without worker processes, a thread loads the next batch
+    while one is used, if the dataset has `read_in_thread` (tokenizers release the GIL). A sampler is restored by its
+    `load_state_dict`; a sampler without state restarts, and the returned batches are skipped. Worker processes start
+    with the first batch and persist: later changes of the dataset do not reach them.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class BatchLoader:
         needs_main_thread = self._num_workers or self.is_curriculum or hasattr(dataset, "state_dict")
         self._prefetches = not needs_main_thread and getattr(dataset, "read_in_thread", False)
         self._sampler_has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._done = 0  # batches of this epoch that were returned
+        self._done = 0  # number of batches of this epoch that were returned
         self._restored = False
-        # Per prefetched batch: the sampler's state after it, to be saved when the batch is returned.
+        # The sampler's state after each prefetched batch. It becomes `_state` when the batch is returned.
         self._prefetched_states: deque[Any] = deque()
         self._state: Any = None
         self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` before the last batch
@@ -74,9 +74,9 @@ class BatchLoader:
         )
 
     def close(self) -> None:
-        """End the worker processes; no iterator of this loader may be in use. A later iteration starts new ones.
+        """End the worker processes; a later iteration starts new ones. No iterator of this loader may be in use.
 
-        Otherwise the process gets a SIGCHLD per worker at exit, and torch prints a traceback for it.
+        Without this call, the process receives a SIGCHLD per worker at exit, for which torch prints a traceback.
         """
         self._loader = self._new_loader()  # a DataLoader ends its workers when it is deleted
 
@@ -102,10 +102,10 @@ class BatchLoader:
         `without_last`: as if the last batch had not been returned.
         """
         if self._next_batch is not None:
-            wait([self._next_batch])  # during a draw the position of the sampler is undefined
+            wait([self._next_batch])  # while rows are drawn, the position of the sampler is undefined
         done, sampler = self._before if without_last else (self._done, self._state)
         if self._sampler_has_state and not without_last and not self._prefetched_states:
-            # Nothing is prefetched: use the current state, which a curriculum sampler may have changed since.
+            # Nothing is prefetched: use the sampler's current state, which results of the last batch may have changed.
             sampler = copy.deepcopy(self.sampler.state_dict())
         state: dict[str, Any] = {"batches": done, "of": len(self), "sampler": sampler, "dataset": None}
         if hasattr(self.dataset, "state_dict"):
@@ -113,7 +113,7 @@ class BatchLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was saved. Raises ValueError if the data is not the same."""
+        """Restore a position. Raises ValueError if `state` was saved by an incompatible version."""
         if "batches" not in state:
             raise ValueError(
                 "trainer.resume_mode: the checkpoint's position in the data was saved by another version of verl. Start"
@@ -132,7 +132,7 @@ class BatchLoader:
             )  # fmt: skip
 
     def _draw(self) -> Iterator[list[int]]:
-        """Yield the row numbers of each batch; runs in this process, ahead of the workers."""
+        """Yield the row numbers of each batch. Called in this process, before workers load the batch."""
         rows: list[int] = []
         skip = self._skip
         for row in self.sampler:
@@ -174,11 +174,12 @@ class _EpochBatches:
         return draw()
 
 
-def _useful_workers(wanted: int, batches: int, sampler: Any) -> int:
-    """Return at most as many workers as cores or batches; 0 for a curriculum sampler, which must not prefetch."""
+def _useful_workers(requested: int, batches: int, sampler: Any) -> int:
+    """Return the number of workers: at most one per core and per batch; 0 for a curriculum sampler, which must not
+    prefetch."""
     if isinstance(sampler, AbstractCurriculumSampler):
         return 0
-    useful = min(wanted, available_cores(), batches)
+    useful = min(requested, available_cores(), batches)
     return useful if batches > 1 else 0
 
 

@@ -1,8 +1,8 @@
-"""Several machines without a cluster: `trainer.node_rank=0` starts Ray's head and runs the job, other nodes join it.
+"""A Ray cluster of several machines: `trainer.node_rank=0` starts Ray's head and runs the job, other nodes join it.
 
-The head survives the attempts of a supervised run. A worker node survives its head: it waits for another one at the
-same address and joins that. To let worker nodes distinguish the end of the job from a crash of the head, node 0
-answers at the head's port for a few seconds after an orderly end.
+The head survives the attempts of a supervised run. A worker node survives its head: it waits for another head at the
+same address and joins it. So that worker nodes can distinguish the end of the job from a crash of the head, node 0
+answers at the head's port for a few seconds after the job has ended.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _RAY_LOGS = "Ray's logs of this node are in the folder `logs` of its session, be
 
 
 @dataclass(frozen=True)
-class Head:
-    """The Ray head that this process started as a separate command: ending it does not affect other Ray clusters."""
+class RayHead:
+    """A Ray head that this process has started as a separate command, so that ending it affects no other cluster."""
 
     process: subprocess.Popen
     host: str
@@ -57,14 +57,14 @@ class Head:
         return self.process.pid
 
     def is_healthy(self) -> bool:
-        """Return whether it runs and answers."""
+        """Return whether the head runs and responds."""
         try:
             return self.process.poll() is None and find_foreign_service(self.host, self.port) is None
         except OSError:
             return False
 
 
-def start_head(config: PPOConfig) -> Head | None:
+def start_head(config: PPOConfig) -> RayHead | None:
     """Start the head that the other nodes join, if `trainer.node_rank=0`. `stop_head` ends it."""
     trainer = config.trainer
     if trainer.node_rank != 0:
@@ -77,12 +77,12 @@ def start_head(config: PPOConfig) -> Head | None:
     return head
 
 
-def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> Head:
+def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> RayHead:
     """Start a head and wait until it answers; RuntimeError if it ends or does not answer within `seconds`."""
     _wait_until_free(host, port)  # also of an earlier attempt
     options = [f"--node-ip-address={host}", f"--port={port}"]
     process = _start_ray("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
-    head = Head(process, host, port, config.trainer.nnodes)
+    head = RayHead(process, host, port, config.trainer.nnodes)
     deadline = time.monotonic() + seconds
     try:
         while not head.is_healthy():
@@ -97,7 +97,7 @@ def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> Head:
     return head
 
 
-def ensure_head(config: PPOConfig, head: Head | None) -> Head | None:
+def ensure_head(config: PPOConfig, head: RayHead | None) -> RayHead | None:
     """Return the head if it is healthy, or else a new one."""
     if head is not None:
         if head.is_healthy():
@@ -107,7 +107,7 @@ def ensure_head(config: PPOConfig, head: Head | None) -> Head | None:
     return start_head(config)
 
 
-def stop_head(head: Head | None) -> None:
+def stop_head(head: RayHead | None) -> None:
     """End the head that this process started, and notify the nodes that joined it that the job is over."""
     if head is None:
         return
@@ -124,8 +124,8 @@ def is_worker_node(config: PPOConfig) -> bool:
 def serve_as_node(config: PPOConfig) -> None:
     """Join the head at `trainer.master_addr:master_port`, repeatedly, until the job is over.
 
-    Raises RayUnavailableError if the head does not come (back) within `trainer.nodes_within`, or if this node dies more
-    often than `trainer.max_restarts`.
+    Raises RayUnavailableError if no head responds within `trainer.nodes_within`, or if Ray on this node dies more than
+    `trainer.max_restarts` times.
     """
     node = _WorkerNode(config)
     # A scheduler stops all nodes at the same time: this one stays while the head finishes its step.
@@ -158,7 +158,7 @@ class _WorkerNode:
         return head == "running"
 
     def wait_for_token(self, request: StopRequest) -> bool:
-        """Wait until this node has a Ray auth token (it may be copied later), and check that the head accepts it.
+        """Wait until this node has a Ray auth token, which may be copied late, and check that the head accepts it.
 
         Returns False if the job ended or a signal arrived first.
         """
@@ -174,7 +174,8 @@ class _WorkerNode:
         return True
 
     def serve(self) -> bool:
-        """Join the head, and stay until it is gone or this node has died; return False if the job is over."""
+        """Join the head, and stay until the head is gone or Ray on this node has died. Returns False if the job is
+        over."""
         address = f"{self._host}:{self._port}"
         set_start_limits(start_limit(self._config.ray_init.start_timeout))
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
@@ -198,17 +199,17 @@ class _WorkerNode:
             _kill_ray(self._process, f"{self._host}:{self._port}")
 
     def _head_state(self, serving: bool = False) -> str:
-        """Return "running", "gone", "job over", or a description of another answer (also of a head that is starting).
+        """Return "running", "gone", "job over", or a description of what responds instead of a head.
 
-        While this node serves, only a closed port means that the head is gone: a slow network is left to Ray.
+        While this node serves, only a closed port means that the head is gone: Ray itself handles a slow network.
         """
         try:
-            stranger = find_foreign_service(self._host, self._port)
+            other_service = find_foreign_service(self._host, self._port)
         except OSError as error:
             return "running" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
-        if stranger is not None and _JOB_ENDED in stranger:
+        if other_service is not None and _JOB_ENDED in other_service:
             return "job over"
-        return "running" if stranger is None or serving else f"does not answer, but {stranger}"
+        return "running" if other_service is None or serving else f"does not answer, but {other_service}"
 
     def _count_death(self, served: float) -> None:
         self._deaths = 1 if served > self._trainer.nodes_within else self._deaths + 1
@@ -219,8 +220,8 @@ class _WorkerNode:
         logger.warning("this node's Ray died: starting it again (%d of %d)", self._deaths, limit)
 
 
-def _notify_nodes(head: Head) -> None:
-    """Answer at the head's former port that the job is over, until every node has asked or the time is over."""
+def _notify_nodes(head: RayHead) -> None:
+    """Report the end of the job at the head's former port, until every node has connected or the time is over."""
     deadline = time.monotonic() + _NOTIFY_S
     try:
         with _listen(head, deadline) as server:
@@ -230,12 +231,12 @@ def _notify_nodes(head: Head) -> None:
                 with server.accept()[0] as client:
                     left -= _notify(client)
     except TimeoutError:
-        logger.warning("not every node has asked whether the job is over: the others wait for another head")
+        logger.warning("not all nodes were notified of the end of the job: the others wait for another head")
     except OSError as error:
         logger.warning("the other nodes cannot be notified of the end of the job and wait for another head: %s", error)
 
 
-def _listen(head: Head, deadline: float) -> socket.socket:
+def _listen(head: RayHead, deadline: float) -> socket.socket:
     """Listen at the head's port, as soon as the killed processes have released it."""
     while True:
         try:
@@ -247,9 +248,9 @@ def _listen(head: Head, deadline: float) -> socket.socket:
 
 
 def _notify(client: socket.socket) -> bool:
-    """Send the end of the job; return whether the client is a worker node.
+    """Report the end of the job to a client; return whether it is a worker node.
 
-    Clients of Ray connect too, some repeatedly: they send a longer greeting, or none.
+    Other clients are those of Ray, which send a longer greeting, or none.
     """
     with contextlib.suppress(OSError):
         client.settimeout(_POLL_S)
@@ -264,30 +265,30 @@ def _wait_until_free(host: str, port: int) -> None:
     deadline = time.monotonic() + _PORT_FREE_S
     while port_in_use(port):
         try:
-            stranger = find_foreign_service(host, port)
+            other_service = find_foreign_service(host, port)
         except OSError:
-            stranger = _OTHER_ADDRESS
-        if stranger not in (None, _OTHER_ADDRESS) or time.monotonic() > deadline:
-            raise RayUnavailableError(*_port_in_use(host, port, stranger))
+            other_service = _OTHER_ADDRESS
+        if other_service not in (None, _OTHER_ADDRESS) or time.monotonic() > deadline:
+            raise RayUnavailableError(*_port_in_use(host, port, other_service))
         time.sleep(_POLL_S)
 
 
-def _port_in_use(host: str, port: int, stranger: str | None) -> tuple[str, str]:
-    """Return cause and remedy if `trainer.master_port` is in use."""
-    if stranger is None:
+def _port_in_use(host: str, port: int, other_service: str | None) -> tuple[str, str]:
+    """Return cause and remedy if `trainer.master_port` is in use, by this service or (None) by a Ray head."""
+    if other_service is None:
         return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE_CLUSTER
     remedy = "Set another trainer.master_port on all nodes, or end the program that uses it."
-    return f"trainer.master_port = {port}: at {host} answers {stranger}, not a Ray head", remedy
+    return f"trainer.master_port = {port}: at {host} answers {other_service}, not a Ray head", remedy
 
 
 def _start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
-    """Run `ray start --block` in its own session, which our signals do not reach; it dies with this process."""
+    """Run `ray start --block` in its own session, out of reach of signals to this one; it dies with this process."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
     return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=die_with_parent)
 
 
 def _kill_ray(process: subprocess.Popen, address: str) -> None:
-    """Kill a `ray start` and its descendants, and remove its address file, by which other commands would join it."""
+    """Kill a `ray start` and its descendants, and remove its address file, so that no other command joins it."""
     kill_tree(process.pid)
     process.wait()
     forget_cluster(address)

@@ -1,5 +1,5 @@
-"""Checks before models are loaded: the run locks its folder, its folders are writable, checkpoints fit on the disk, and
-the step to resume from is complete and matches the models."""
+"""RunStart: checks before models are loaded. No other run uses the folder, folders are writable, checkpoints fit on the
+disk, and the step to resume from is complete and matches the models."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ class RunPart:
     """One trained model of a run."""
 
     folder: str
-    """Its folder in a step: `actor`, `critic`, or `.` for the step itself."""
+    """Its folder in a checkpoint: `actor`, `critic`, or `.` for the checkpoint itself."""
     key: str
     """The configuration key of its model block."""
     kind: Any
+    """Kind of model: `causal_lm`, `value`, …"""
     block: Any
-    """Its block with engine, optimizer and checkpoint."""
+    """The configuration block with its engine, optimizer and checkpoint."""
     model: Any
+    """The configuration block of its model."""
     limit: int | None
-    """Number of steps that keep it; None: all."""
+    """Maximum number of checkpoints that contain it; None: no limit."""
 
     @property
     def precision(self) -> str:
@@ -73,11 +75,10 @@ class RunPart:
 
 
 class RunStart:
-    """Created once per run, after its configuration. Raises ConfigError with all problems at once.
+    """Created once per run, after its configuration was validated. Raises ConfigError with all problems at once.
 
-    `resume_from` is the step to resume from (None: start from the beginning), `step` its number, `step_bytes` the
-    expected size of one step. The run folder is locked until `close`, except for a run that only reads
-    (`saves=False`).
+    `resume_from`: the step to resume from (None: start from the beginning). `step`: its number. `step_bytes`: expected
+    size of one checkpoint. The run folder is locked until `close`, unless `saves=False`.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RunStart:
         folders: Mapping[str, str | None] | None = None,
         saves: bool = True,
     ) -> None:
-        """`folders`: further folders that the run writes to, by key."""
+        """`folders`: further folders that the run writes to, by configuration key."""
         report = Report()
         self._config, self._parts = trainer_config, parts
         self._lock: FolderOwnership | None = None
@@ -158,7 +159,7 @@ class RunStart:
                 report.add(Problem(key, folder, why, fix))
 
     def _move_steps_aside(self) -> None:
-        """Move steps and copies of an earlier run aside. Called after all checks: a refused run changes nothing."""
+        """Move steps and copies of an earlier run to another folder. Called when all checks have passed."""
         config = self._config
         aside = move_aside(Path(expand_path(config.default_local_dir)).absolute())
         if aside is not None:
@@ -205,7 +206,7 @@ def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
 
 
 def run_parts(config: PPOConfig | SupervisedConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:
-    """Return the trained models of a run; [] if a worker class is the user's own, whose checkpoints are not known."""
+    """Return the trained models of a run; [] if it uses a worker class of the user, whose checkpoints are unknown."""
     if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
         return []
     if isinstance(config, SupervisedConfig):
@@ -221,23 +222,24 @@ def run_parts(config: PPOConfig | SupervisedConfig, worker_classes: Iterable[typ
 
 
 def step_bytes(part: RunPart) -> int:
-    """Return the size of one step of a part: float32 shards, two moments per trained parameter, the exported model."""
+    """Return the size of a part in one checkpoint: float32 shards, two moments per trained parameter, the exported
+    model."""
     expected, contents = part.expected, part.block.checkpoint.save_contents
     stored = sum(math.prod(spec.shape) for spec in expected.tensors.values())
-    learning = sum(math.prod(spec.shape) for spec in expected.trained.values())
+    trained = sum(math.prod(spec.shape) for spec in expected.trained.values())
     copies = 2 if expected.model_info["lora"] else 1  # adapters are also written in the format of peft
     total = 0
     if "model" in contents:
         total += stored * _FLOAT32 * copies
     if "optimizer" in contents:
-        total += 2 * learning * (_HALF if part.block.optim.state_dtype == "bf16" else _FLOAT32)
+        total += 2 * trained * (_HALF if part.block.optim.state_dtype == "bf16" else _FLOAT32)
     if "hf_model" in contents:
         total += expected.parameters * (_FLOAT32 if part.precision == "fp32" else _HALF)
     return total
 
 
 def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, report: Report) -> None:
-    """Report a problem if the kept steps and the one being written do not fit on the disk."""
+    """Report a problem if the steps to keep and one that is being written do not fit on the disk."""
     root = Path(expand_path(config.default_local_dir)).absolute()
     sizes = {part: step_bytes(part) for part in parts}
     free = shutil.disk_usage(root).free

@@ -1,7 +1,7 @@
 """Status of a run: its step, its phase, time and memory per phase; progress bars on a terminal, log lines elsewhere.
 
-The trainer updates a `RunStatus`; the driver requests a `snapshot()` every second, and only then are the ranks asked
-for their counts, concurrently to their work. Training never waits for that.
+The trainer updates a `RunStatus`; the driver requests a `snapshot()` every second, which polls the ranks for their
+progress, concurrently to their work. Training never waits for it.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class StatusSnapshot:
     units: int = 0
     """0: this phase is not counted."""
     problem: str | None = None
-    """What the run is blocked by, if it does not progress."""
+    """Why the run makes no progress; None: no problem."""
     hang: Exception | None = None
-    """The error that ends a run that hangs."""
+    """The error that ends the run, because it hangs."""
     pid: int = 0
     host: str = ""
     """Process and host of the controller."""
     activity: str | None = None
-    """The long operation of the ranks outside of phases, such as the start of their engines."""
+    """A long operation of the ranks outside of phases, such as starting their engines."""
     starting: bool = False
-    """The run has not reached its first step: a stop signal has nothing to finish or save."""
+    """Whether the first step has not begun, so that a stop signal need not finish or save a step."""
 
     @property
     def label(self) -> str:
-        """The phase, or the activity outside of phases."""
+        """The phase; outside of phases the activity."""
         return self.phase or self.activity or ""
 
 
@@ -79,7 +79,7 @@ class Phase:
 
 
 class RunStatus:
-    """Updated by the trainer, which may run in an actor without a terminal."""
+    """The current status, updated by the trainer, which may run in an actor without a terminal."""
 
     def __init__(self, total_steps: int, done_steps: int = 0) -> None:
         self.total, self.step = total_steps, done_steps
@@ -95,7 +95,8 @@ class RunStatus:
     def phase(self, name: str, *groups: Any) -> Iterator[None]:
         """Enter a phase in which these worker groups work; afterwards the enclosing phase is current again.
 
-        `verl.utils.progress` also counts work of the controller itself. Errors get the attributes `phase` and `step`.
+        Progress of the controller's own work is counted by `verl.utils.progress`. Errors that leave the phase get the
+        attributes `phase` and `step`.
         """
         outer, self.current_phase = self.current_phase, Phase(name, groups)
         try:
@@ -137,7 +138,7 @@ class RunStatus:
         if not self._counts_ranks:
             return []
         try:
-            # A user's worker class need not count.
+            # Worker classes of users may have no `progress`.
             counting = [group for group in phase.groups if hasattr(group, "progress")]
             answers = [counts for group in counting for counts in group.query_ranks("progress", _PROGRESS_TIMEOUT_S)]
             return [counts for counts in answers if counts is not None]
@@ -148,10 +149,11 @@ class RunStatus:
 
 
 class Phases:
-    """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, the final value as `name/after`.
+    """Measures seconds and, on GPUs, memory per phase of one training step: the peak (`name`) and the value at its end
+    (`name/after`).
 
-    Memory is requested from the workers of a phase only, at its end: a request costs the controller milliseconds. The
-    peak of a phase includes those of nested phases.
+    Memory is requested only from the workers of a phase, at its end, because a request takes milliseconds. The peak of
+    a phase includes the peaks of nested phases.
     """
 
     def __init__(
@@ -160,9 +162,9 @@ class Phases:
         memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None,
         on_enter: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`memory` returns (peak since the last call, current) in GB, of the fullest rank of some groups.
+        """`memory(groups)` returns (peak since the last call, current) in GB, the maximum over the ranks.
 
-        `on_enter` is called with the name of every phase before it begins, and may raise to refuse it.
+        `on_enter(name)` is called before a phase begins, and may raise to prevent it.
         """
         self._status, self._memory, self._on_enter = status, memory, on_enter
         self._running: dict[str, float] = {}
@@ -172,7 +174,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, *groups: Any) -> Iterator[None]:
-        """Measure a phase in which these worker groups work; nested phases each count their whole time."""
+        """Measure a phase in which these worker groups work. The time of a phase includes nested phases."""
         self._on_enter(name)
         start, inner = time.perf_counter(), len(self._peaks)
         self._running[name] = start
@@ -202,7 +204,8 @@ class Phases:
 
 
 def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
-    """Return (peak since the last call, current) of the fullest rank; dead ranks are detected by their next call."""
+    """Return (peak since the last call, current) memory, the maximum over the ranks. Dead ranks are ignored: their next
+    call raises an error."""
     ranks = [
         memory for group in groups for memory in group.query_ranks("memory_gb", _MEMORY_TIMEOUT_S) if memory is not None
     ]
@@ -222,7 +225,7 @@ _REMEDIES = {
     "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
     "save_checkpoint": "a larger trainer.save_freq",
 }
-# The same for generation in which agents wait for tools more than for the model.
+# Remedy for generation in which agents wait more for tools than for the model.
 _TOOL_REMEDY = (
     "faster tools, more concurrent conversations (a larger actor_rollout_ref.rollout.agent.max_concurrent_requests), a"
     " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
@@ -230,7 +233,8 @@ _TOOL_REMEDY = (
 
 
 def describe_bottleneck(seconds: dict[str, float], tool_share: float = 0.0) -> str:
-    """Return one line: the phase that takes most of the time, and remedies. `tool_share`: of the agents' time."""
+    """Return one line: the phase that takes most of the time, and remedies. `tool_share`: share of the agents' time
+    that they spend in tools."""
     phases = {name: value for name, value in seconds.items() if name != "step"}
     total = sum(phases.values())
     if total <= 0:
@@ -248,7 +252,7 @@ def describe_bottleneck(seconds: dict[str, float], tool_share: float = 0.0) -> s
 
 @contextmanager
 def progress_bar(snapshot: Callable[[], StatusSnapshot | None]) -> Iterator[None]:
-    """Show `snapshot()` repeatedly while the block runs; from a thread, so that the block never waits."""
+    """Context in which a thread shows `snapshot()` repeatedly: as bars on a terminal, else as log lines."""
     is_terminal = sys.stderr.isatty()
     done = threading.Event()
     with _bars() if is_terminal else nullcontext(ProgressLog()) as show:
@@ -289,8 +293,8 @@ class ProgressLog:
             logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
 
 
-# References to the streams by which rich replaces sys.stdout and sys.stderr: `print` uses a borrowed reference while it
-# writes, and would crash if the thread that closes the bars freed them.
+# rich replaces sys.stdout and sys.stderr by these streams. They are kept alive, because a `print` in another thread,
+# which uses a borrowed reference, would crash if they were freed when the bars are closed.
 _rich_streams: list[TextIO] = []
 
 
@@ -328,7 +332,7 @@ class _ProgressBars:
             # A new row restarts the elapsed time and the estimate.
             self._rows.remove_task(self._phase)
             self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
-        if now.units:  # ranks that are done no longer count: keep the last count until the phase ends
+        if now.units:  # 0 when ranks are done: keep the last count until the phase ends
             self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
         self._last = now
 

@@ -14,7 +14,7 @@ from typing import Any
 from verl.config import SupervisedConfig, load_config
 from verl.config.load import Given
 from verl.config.supervised import describe
-from verl.trainer.common.command_line import checked
+from verl.trainer.common.command_line import validated_config
 from verl.trainer.common.preflight import supervised_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
@@ -44,7 +44,7 @@ def run_supervised_training(
 
             serve_rank(**_group_settings(load_config(config, overrides, root=root)))
             return
-    config = checked(config, root, overrides, preflight=supervised_preflight)
+    config = validated_config(config, root, overrides, preflight=supervised_preflight)
     logger.info(describe(config))
     with attach_resume_hint(config.trainer):
         attempt_config = supervise(config).config if wants_supervision(config, supervised) else config

@@ -1,4 +1,4 @@
-"""PreferenceDataset: prompts with pairs of compared answers; each answer is stored once for all its pairs."""
+"""PreferenceDataset: prompts with pairs of chosen and rejected answers, for reward models."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Encoded = tuple[np.ndarray, int]
 
 
 class PreferenceDataset(Dataset):
-    """Rows of files that compare two answers; an item is a prompt with the pairs of all its rows.
+    """A row of the files compares two answers. An item is a prompt with the pairs of all its rows.
 
     `chosen` and `rejected` are texts or messages that follow `prompt`; messages that do not begin with the assistant's
-    are complete conversations. A conversation ends with the end token of its last answer, as in generation: its score
-    is read there. Optional columns: `preference` (probability that `chosen` is better) or `tie`, `margin`, `weight`.
+    are complete conversations. A conversation ends with the end token of its last answer, where its score is read, as
+    in generation. Optional columns: `preference` (probability that `chosen` is better) or `tie`, `margin`, `weight`.
 
-    An item has `answers`, a list of int64 [tokens] with the prompt; `answer_tokens`, the number of tokens after the
-    prompt; and `pairs` [pairs, 5]: indices of chosen and rejected in `answers`, preference, margin, weight. Answers
+    An item has `answers`, a list of int64 [tokens] including the prompt; `answer_tokens`, the number of tokens after
+    the prompt; and `pairs` [pairs, 5]: indices of chosen and rejected in `answers`, preference, margin, weight. Answers
     with equal tokens are stored once.
 
-    All rows are tokenised by the constructor, so rows that the chat template rejects are found at once.
+    The constructor tokenises all rows, and raises DataError for a row that the chat template rejects.
     """
 
     read_in_thread = True
@@ -97,7 +97,7 @@ class PreferenceDataset(Dataset):
         }
 
     def conversations(self, row: Row) -> tuple[Messages, Messages]:
-        """Return both answers of a row with the messages before them. ValueError: the row cannot be used."""
+        """Return the two conversations of a row, chosen and rejected. Raises ValueError for an invalid row."""
         config = self.config
         prompt = value_at(row, config.prompt_key)
         chosen, rejected = (
@@ -122,7 +122,7 @@ class PreferenceDataset(Dataset):
         return None
 
     def _numbers(self, row: Row) -> tuple[float, float, float]:
-        """Preference, margin and weight of a row."""
+        """Return preference, margin and weight of a row."""
         config = self.config
         tied = bool_at(row, config.tie_key)
         preference = _number(row, config.preference_key, 0.5 if tied else 1.0)
@@ -136,7 +136,7 @@ class PreferenceDataset(Dataset):
         return preference, _number(row, config.margin_key, 0.0), weight
 
     def _read(self) -> Iterator[tuple[int, Sequence[Row]]]:
-        """Batches of rows with the number of the first one."""
+        """Yield batches of rows, with the number of their first row."""
         for first, rows in self.rows.batches(self._columns()):
             if first >= self._pairs:
                 return
@@ -156,8 +156,8 @@ class PreferenceDataset(Dataset):
     # ---------------------------------------------------------------- tokens
 
     def _encode_all(self) -> Iterator[Encoded]:
-        """Chosen and rejected of every row, each up to the end token of its last answer: text that a template writes
-        after it does not occur in generation."""
+        """Yield chosen and rejected of every row, up to the end token of the last answer: text that a chat template
+        writes after it does not occur in generation."""
         for first, rows in self._read():
             rendered = [answer for at, row in enumerate(rows) for answer in self._render(first + at, row)]
             for (row,) in self._encoder.tokenize(rendered):
@@ -170,7 +170,7 @@ class PreferenceDataset(Dataset):
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 
     def _kept_answer(self, length: int, tokens: int) -> int:
-        """The number of an answer's tokens (the last ones of `length`) that remain after truncation."""
+        """Return how many of an answer's tokens, the last `tokens` of `length`, remain after truncation."""
         is_answer = np.arange(length) >= length - tokens
         return int(truncate(is_answer, self.config.max_length, self.config.truncation).sum())
 
@@ -206,7 +206,7 @@ def _conversation(prompt: Any, answer: Any, key: str, prompt_key: str) -> Messag
 
 
 def _without_weights(messages: Messages) -> Messages:
-    """Remove the loss weights of supervised fine-tuning: they do not decide where a conversation is scored."""
+    """Remove the loss weights of supervised fine-tuning, which do not apply to scoring."""
     return [{name: value for name, value in message.items() if name != LOSS} for message in messages]
 
 

@@ -1,9 +1,8 @@
-"""RMTrainer: train a reward model on compared responses.
+"""RMTrainer: train a reward model on pairs of chosen and rejected responses.
 
-A pair is trained in one pass if both of its responses are in the same micro-batch. Therefore the responses to a prompt
-stay together, in one micro-batch of one rank. A prompt whose responses do not fit is split: its responses go where they
-fit, and each is trained by the gradient of the loss with respect to its score, which takes an additional pass that only
-scores them.
+A pair is trained in one pass if both responses are in the same micro-batch. Therefore all responses to a prompt are in
+one micro-batch of one rank. If they do not fit, the prompt is split: its responses are distributed freely, another pass
+computes their scores, and each response is trained with the gradient of the loss with respect to its score.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from verl.workers.roles.supervised import (
 logger = logging.getLogger(__name__)
 
 PROMPT = "prompt"
-"""Column [responses]: the number of the prompt in the batch."""
+"""Column [responses]: index of the response's prompt in the batch."""
 
 # A scoring pass costs a third of a training pass.
 _COST_WITH_SCORING = 4 / 3
 
 
 class RMTrainer(SupervisedTrainer[RMConfig]):
-    """A `SupervisedTrainer` of pairs. `data.train_batch_size` counts prompts."""
+    """Trains a reward model. `data.train_batch_size` is a number of prompts, each with all its pairs."""
 
     worker_class = RewardTrainingWorker
     row_name = "prompts"
@@ -87,14 +86,14 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         return {"train/answers": float(len(batch)), "train/pairs": float(len(batch_pairs(batch.batch)))}
 
     def validation_metrics(self, results: Sequence[DataProto]) -> dict[str, float]:
-        """Computed from all pairs at once: some metrics are no mean over batches."""
+        """Return metrics over all pairs of the validation: some metrics are not means over batches."""
         pairs = Pairs.concat([batch_pairs(part.batch) for part in results], [len(part) for part in results])
         scores, lengths = (torch.cat([part.batch[name] for part in results]) for name in ("scores", "answer_tokens"))
         metrics = validation_metrics(scores, lengths, pairs, self.config.centering_coef)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step; every rank gets whole prompts where they fit, and about as many tokens."""
+        """Take one optimizer step. Every rank gets whole prompts if possible, and about equally many tokens."""
         pairs, places = batch_pairs(batch.batch), torch.arange(len(batch))
         lengths, prompts = batch.batch["attention_mask"].sum(dim=1), batch.batch[PROMPT]
         micro = micro_batching(self.config).scaled_by(self.config.sharing)
@@ -113,8 +112,8 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         return {f"train/{name}": value for name, value in metrics.items()} | reduce_metrics(output.meta_info["metrics"])
 
     def _score_gradients(self, batch: DataProto, pairs: Pairs, is_split: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the loss with respect to the scores of split prompts [responses], which are scored for
-        it; 0 for other responses."""
+        """Score the responses of split prompts; return the gradient of the loss with respect to their scores, and 0 for
+        other responses: [responses]."""
         gradients, (rows,) = torch.zeros(len(batch)), is_split.nonzero(as_tuple=True)
         if len(rows):
             columns = {name: batch.batch[name][rows] for name in TOKENS}
@@ -129,10 +128,8 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
 
 
 def collate_comparisons(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Collate items of a `PreferenceDataset`: a right-padded row per response, with the pairs in which it was chosen.
-
-    `answer_tokens` [responses] is the length without the prompt.
-    """
+    """Collate items of a `PreferenceDataset` to a right-padded row per response. `PAIRS_COLUMN` contains the pairs in
+    which the response was chosen; `answer_tokens` [responses] is the number of tokens without the prompt."""
     responses = [ids for item in items for ids in item["answers"]]
     mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
     return {
@@ -145,7 +142,7 @@ def collate_comparisons(items: Sequence[Mapping[str, Any]], pad_token_id: int) -
 
 
 def batch_pairs(columns: Mapping[str, torch.Tensor]) -> Pairs:
-    """Return the pairs of a batch of `collate_comparisons`, with its rows in the original order."""
+    """Return the pairs of a batch of `collate_comparisons`, whose rows are in the original order."""
     compared = columns[PAIRS_COLUMN]
     chosen, place = (compared[..., 0] >= 0).nonzero(as_tuple=True)
     rejected, *numbers = compared[chosen, place].unbind(dim=1)
@@ -153,7 +150,7 @@ def batch_pairs(columns: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _pairs_by_chosen(items: Sequence[Mapping[str, Any]], responses: int) -> torch.Tensor:
-    """Return the column `PAIRS_COLUMN`: [responses, most pairs of one, 4], filled with -1."""
+    """Return the column `PAIRS_COLUMN`: [responses, max. pairs per response, 4], filled with -1."""
     by_chosen: list[list[list[float]]] = [[] for _ in range(responses)]
     first = 0
     for item in items:
@@ -171,10 +168,10 @@ def _pairs_by_chosen(items: Sequence[Mapping[str, Any]], responses: int) -> torc
 
 
 def whole_prompts(prompts: torch.Tensor, lengths: torch.Tensor, micro: MicroBatching, ranks: int) -> torch.Tensor:
-    """Return whether all responses to a prompt are trained in one pass [responses].
+    """Return for each response whether all responses to its prompt are trained in one pass: bool [responses].
 
-    `prompts`, `lengths`: prompt number and tokens of each response [responses]; `micro`: the size of a micro-batch.
-    A prompt is also split if it is so large that the other ranks would wait for longer than its scoring pass takes.
+    `prompts`, `lengths` [responses]: prompt index and number of tokens of each response. `micro`: size of a
+    micro-batch. A prompt is also split if the other ranks would wait for it longer than a scoring pass takes.
     """
     tokens = torch.zeros(int(prompts.max()) + 1, dtype=lengths.dtype).index_add(0, prompts, lengths)
     if ranks > 1:
@@ -191,7 +188,7 @@ def whole_prompts(prompts: torch.Tensor, lengths: torch.Tensor, micro: MicroBatc
 def score_rows(
     evaluate: Callable[[DataProto], DataProto], tokens: Mapping[str, torch.Tensor], ranks: int
 ) -> torch.Tensor:
-    """Return the scores [responses] of rows with the columns `tokens`, balanced over the ranks.
+    """Return the scores [responses] of rows, which are balanced over the ranks. `tokens`: columns of the rows.
 
     `evaluate` returns the columns `scores` and `INDEX_COLUMN`.
     """
@@ -202,10 +199,8 @@ def score_rows(
 
 
 def distribute_to_ranks(rows: DataProto, ranks: int) -> DataProto:
-    """Reorder the rows so that equal parts, one per rank, have whole sets (`SET_COLUMN`) and about as many tokens.
-
-    Ranks with fewer rows get filler rows of one token, which are in no pair.
-    """
+    """Reorder the rows so that every rank gets equally many rows, whole sets (`SET_COLUMN`), and about equally many
+    tokens. Fillers of one token, which are in no pair, make the numbers of rows equal."""
     if ranks == 1:
         return rows
     lengths = rows.batch["attention_mask"].sum(dim=1).tolist()
@@ -222,7 +217,7 @@ def distribute_to_ranks(rows: DataProto, ranks: int) -> DataProto:
 
 
 def _add_fillers(rows: DataProto, count: int) -> DataProto:
-    """Append rows without weight up to `count` rows in all."""
+    """Append rows without weight, up to `count` rows in total."""
     known = len(rows)
     rows.padding(count - known)
     columns = rows.batch

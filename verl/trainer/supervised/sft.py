@@ -1,4 +1,4 @@
-"""SFTTrainer: supervised fine-tuning on given responses."""
+"""SFTTrainer: supervised fine-tuning. GenerativeValidation: generate and score responses during validation."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _MAX_ON_CONSOLE = 3
 
 
 class SFTTrainer(SupervisedTrainer[SFTConfig]):
-    """A `SupervisedTrainer` of responses: `val/loss` is the mean over all response tokens of the validation rows.
+    """Supervised fine-tuning. `val/loss` is the mean over all response tokens of the validation rows.
 
-    With `data.val_prompt_files`, a validation also generates responses to prompts and scores them.
+    With `data.val_prompt_files`, a validation also generates and scores responses.
     """
 
     worker_class = SFTWorker
@@ -68,7 +68,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
 
 
 def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) -> Any:
-    """Return the dataset of `data.train_files` or `data.val_files`: a `data.custom_cls`, or ours."""
+    """Return the dataset of `data.train_files` or `data.val_files`: of `data.custom_cls`, or one of verl's classes."""
     files = config.train_files if is_train else config.val_files
     limit = config.train_max_samples if is_train else config.val_max_samples
     custom = config.custom_cls
@@ -83,9 +83,9 @@ def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) ->
 def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Collate rows to the columns of a rollout: `prompts` left-padded, `responses` right-padded, masks, positions.
 
-    A row is split before its first token with loss (but never before its first token, which nothing predicts), so that
-    an engine computes log-probs only from there. `response_mask` marks the response tokens whose `loss_mask` is not 0;
-    `loss_weights` has the values of `loss_mask` if it is not integer.
+    A row is split into prompt and response at its first token with loss, but not before its second token: the first
+    token is not predicted. `response_mask` marks response tokens whose `loss_mask` is not 0. If `loss_mask` is
+    floating-point, `loss_weights` contains its values.
     """
     splits = [_first_loss_token(row["loss_mask"]) for row in rows]
     prompts, responses = _split_and_pad([row["input_ids"] for row in rows], splits, pad_token_id)
@@ -113,7 +113,7 @@ def _first_loss_token(loss_mask: torch.Tensor) -> int:
 def _split_and_pad(
     sequences: Sequence[torch.Tensor], splits: Sequence[int], fill: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts before their split, padded on the left, and after it, padded on the right."""
+    """Return the parts of the sequences before the split, padded on the left, and after it, padded on the right."""
     before = [sequence[:split] for sequence, split in zip(sequences, splits, strict=True)]
     after = [sequence[split:] for sequence, split in zip(sequences, splits, strict=True)]
     return (
@@ -136,7 +136,7 @@ class GenerativeValidation:
         self._end_tokens = response_end_tokens(config.model, config.rollout, tokenizer, data.apply_chat_template_kwargs)
 
     def run(self, group: Any, step: int, tracking: Tracking) -> dict[str, float]:
-        """Sync the weights, generate and score; return metrics as in PPO's validation, and log some samples."""
+        """Sync the weights, generate and score; return the same metrics as PPO's validation, and log some samples."""
         try:
             group.begin_answers(step)
             output = group.answer(self._batch())
@@ -154,7 +154,7 @@ class GenerativeValidation:
         return sample_metrics(columns | {"reward": [score.value for score in scores]}, scores_are_degrees=False)
 
     def _batch(self) -> DataProto:
-        """`val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""
+        """Return `val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""
         numbers = range(self._count)
         prompts, uids = [self._prompts.tokens[row] for row in numbers], [*map(self._prompts.uid, numbers)]
         return prompt_rows(prompts, uids, self._config.data.val_n, {"eos_token_id": self._end_tokens})

@@ -1,4 +1,4 @@
-"""SupervisedTrainer: the loop of supervised training, over one rank in this process or several ranks."""
+"""SupervisedTrainer: the training loop of SFT and reward models."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 class SupervisedTrainer(Generic[Config]):
-    """Reads the data when constructed; `start()` loads the model, `fit()` trains, `close()` ends what was started.
+    """The constructor reads the data; `start()` starts the ranks and loads the model; `fit()` trains; `close()` ends
+    the ranks.
 
     A subclass defines `worker_class` (a `CheckpointedWorker` with `init_model`, `train_batch` and `evaluate`),
-    `create_dataset`, `collate_fn` and `batch_metrics`; and, if the defaults do not fit, `balance_ranks` and
-    `validation_metrics`.
+    `create_dataset`, `collate_fn` and `batch_metrics`. It may override `balance_ranks` and `validation_metrics`.
     """
 
     worker_class: ClassVar[type]
     row_name: ClassVar[str] = "rows"
-    """What `data.train_batch_size` counts."""
+    """Unit of `data.train_batch_size`, for messages."""
 
     def __init__(self, config: Config) -> None:
         self.config = config = copy.deepcopy(config)
@@ -61,8 +61,8 @@ class SupervisedTrainer(Generic[Config]):
         self.run_start = RunStart(trainer, run_parts(config))
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         chat_template = config.data.apply_chat_template_kwargs.get("chat_template")
-        if chat_template and not isinstance(self.tokenizer.chat_template, dict):  # for a dict, it may be a name in it
-            self.tokenizer.chat_template = chat_template  # saved with the model, whose users need the same template
+        if chat_template and not isinstance(self.tokenizer.chat_template, dict):  # a dict maps names to templates
+            self.tokenizer.chat_template = chat_template  # saved with the model, to be used in generation
         self.train_dataloader, self.val_dataloader = self._create_dataloaders()
         self.steps_per_epoch = len(self.train_dataloader)
         self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
@@ -102,31 +102,31 @@ class SupervisedTrainer(Generic[Config]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, RayLostError) or (isinstance(error, StopSignal) and self.config.ranks > 1):
-            self._ranks = None  # already killed; closing them would wait for Ray
+            self._ranks = None  # their processes were killed; closing them would wait for Ray
         self.close()
 
     # ---------------------------------------------------------------- overridden by subclasses
 
     def create_dataset(self, is_train: bool) -> Any:
-        """Return the dataset of `data.train_files` or `data.val_files`; `self.tokenizer` exists."""
+        """Return the dataset of `data.train_files` or `data.val_files`. `self.tokenizer` is set."""
         raise NotImplementedError
 
     def collate_fn(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
-        """Return the function from rows of the dataset to the columns of a batch; it must be picklable."""
+        """Return a picklable function that collates rows of the dataset to the columns of a batch."""
         raise NotImplementedError
 
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
-        """Return the metrics of a training batch that do not depend on the model."""
+        """Return metrics of a training batch that do not depend on the model."""
         raise NotImplementedError
 
     def balance_ranks(self, batch: DataProto) -> DataProto:
-        """Reorder the rows so that equal parts, one per data-parallel rank, have about the same number of tokens."""
+        """Reorder the rows so that every data-parallel rank gets equally many rows and about equally many tokens."""
         lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
         parts = get_seqlen_balanced_partitions(lengths, self.config.dp_size, equal_size=True)
         return batch.select_idxs(torch.tensor([row for part in parts for row in part]))
 
     def validation_metrics(self, results: Sequence[DataProto]) -> dict[str, float]:
-        """Return the metrics of a validation from the results of `evaluate`, one per batch."""
+        """Return the metrics of a validation. `results`: results of `evaluate`, one per batch."""
         joined: dict[str, list[Any]] = {}
         for result in results:
             for name, values in result.meta_info["metrics"].items():
@@ -146,7 +146,7 @@ class SupervisedTrainer(Generic[Config]):
     # ---------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """Train until all steps are done, or until a stop is requested: then finish the step, save and return."""
+        """Train all steps. If a stop is requested, finish the current step, save and return."""
         trainer = self.config.trainer
         names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
         tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first, trainer.tracking_dir)
@@ -171,7 +171,7 @@ class SupervisedTrainer(Generic[Config]):
                     return
 
     def _step(self, batch: DataProto) -> bool:
-        """Train one step, then save, validate and log; return whether a stop was requested and the state is saved."""
+        """Train one step, then save and validate if due, and log; return whether the run stops, saved."""
         trainer, step = self.config.trainer, self.global_steps
         phases = Phases(self.status)
         with phases("step", self.worker_group):
@@ -206,7 +206,7 @@ class SupervisedTrainer(Generic[Config]):
         return stopping
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step; every rank gets the same number of rows and about the same number of tokens."""
+        """Take one optimizer step and return its metrics."""
         if self.config.dp_size > 1:
             batch = self.balance_ranks(batch)
         return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
@@ -227,7 +227,7 @@ class SupervisedTrainer(Generic[Config]):
         self.saver.begin(state, {".": self.worker_group}, ["huggingface"] if exports else [])
 
     def _load_checkpoint(self) -> None:
-        """Load the step to resume from, if there is one."""
+        """Resume from the configured or newest complete checkpoint, if there is one."""
 
         def read(folder: Path, state: Mapping[str, Any]) -> None:
             self.global_steps = int(state["global_steps"])
@@ -251,23 +251,23 @@ class SupervisedTrainer(Generic[Config]):
         folder, step = trainer.default_local_dir, self.global_steps
         file = self.failures.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
         logger.warning(
-            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s",
+            "gradient not finite, or optim.lr far too large: update skipped, weights unchanged, batch in %s",
             file or "no file",
         )
         if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
             raise NonFiniteError(
                 f"the gradient was not finite in {self._skipped_in_a_row} training steps in a row "
-                "(trainer.max_nonfinite_steps). The weights are those before the first of them. Lower optim.lr, then "
-                "optim.grad_clip; look at the batches that were dumped, and at the weights in model.path."
+                "(trainer.max_nonfinite_steps). None of these updates changed the weights. Lower optim.lr, then "
+                "optim.grad_clip; look at the dumped batches, and at the weights in model.path."
             )
 
 
 def train_loader(
     dataset: Any, config: SupervisedDataConfig, collate_fn: Callable[..., Any], row_name: str = "rows"
 ) -> BatchLoader:
-    """Return a loader of full batches in the order given by `data.seed`; its position can be saved and restored.
+    """Return a loader of full batches, shuffled by `data.seed`, whose position can be saved and restored.
 
-    `row_name`: what the dataset counts, for an error message.
+    `row_name`: unit of the dataset's length, for an error message.
     """
     if len(dataset) < config.train_batch_size:
         raise ValueError(

@@ -13,7 +13,7 @@ import pytest
 
 from verl.config import PPOConfig, load_config
 from verl.trainer.common import nodes, ray_cluster
-from verl.trainer.common.nodes import Head, serve_as_node, start_head, stop_head
+from verl.trainer.common.nodes import RayHead, serve_as_node, start_head, stop_head
 from verl.trainer.recovery.ray_monitor import RayUnavailableError
 
 
@@ -24,10 +24,10 @@ def port() -> int:
 
 
 @pytest.fixture
-def head(port) -> Iterator[Head]:
+def head(port) -> Iterator[RayHead]:
     """One that ends at once; what it answers while it lives is Ray's matter."""
     process = subprocess.Popen(["sleep", "100"], start_new_session=True)
-    yield Head(process, "127.0.0.1", port, nodes=2)
+    yield RayHead(process, "127.0.0.1", port, nodes=2)
     process.kill()
     process.wait()
 
@@ -126,7 +126,7 @@ def test_a_head_that_does_not_start_is_tried_twice_within_the_configured_time(po
 
 
 def test_a_head_that_starts_at_the_second_attempt_is_used(port, started, monkeypatch):
-    monkeypatch.setattr(Head, "is_healthy", lambda self: self.process is started[-1] and len(started) == 2)
+    monkeypatch.setattr(RayHead, "is_healthy", lambda self: self.process is started[-1] and len(started) == 2)
     head = start_head(head_of(port))
     assert head is not None
     assert head.process is started[1]

@@ -17,8 +17,8 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death
-from verl.trainer.common.training_health import add_memory_advice
 from verl.trainer.common.run_status import RunStatus
+from verl.trainer.common.training_health import add_memory_advice
 from verl.workers.roles.memory import phase_memory
 
 MESSAGE = (
