@@ -270,15 +270,9 @@ def bootstrap_metric(
     """Return mean and standard deviation of each `reduce_fn` over random subsets of `data`, sampled with
     replacement."""
     draws = _draws(len(data), subset_size, n_bootstrap, seed)
-    results = []
-    for reduce_fn in reduce_fns:
-        along_rows = _ALONG_ROWS.get(reduce_fn)
-        if along_rows is not None:
-            values = along_rows(np.asarray(data)[draws], axis=1)
-        else:
-            values = np.array([reduce_fn([data[i] for i in draw]) for draw in draws.tolist()])
-        results.append((float(np.mean(values)), float(np.std(values))))
-    return results
+    subsets = [[data[index] for index in draw] for draw in draws.tolist()]
+    results = [np.array([reduce_fn(subset) for subset in subsets]) for reduce_fn in reduce_fns]
+    return [(float(values.mean()), float(values.std())) for values in results]
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
@@ -288,15 +282,6 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
     """
     winner = Counter(item[vote_key] for item in data).most_common(1)[0][0]
     return float(next(item[val_key] for item in data if item[vote_key] == winner))
-
-
-# Reductions that numpy computes for all subsets at once.
-_ALONG_ROWS: dict[Any, Callable[..., Any]] = {
-    max: np.max,
-    min: np.min,
-    sum: np.sum,
-    **{reduction: reduction for reduction in (np.max, np.min, np.sum, np.mean, np.median, np.std)},
-}
 
 
 def _draws(n: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:

@@ -34,7 +34,7 @@ from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.state import RunRecord, TrainerAttributes, TrainerState
 from verl.trainer.ppo.teachers import Teachers
-from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
+from verl.trainer.ppo.utils import POLICY_ROLES, Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
@@ -54,8 +54,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 
 
 class RayPPOTrainer(TrainerAttributes):
@@ -145,7 +143,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.teachers.check_servers(self.tokenizer)
         self.state.check_start()
         with self.hang_detector:
-            policy = dict.fromkeys(_POLICY_ROLES, self._create_actor_rollout_worker_group)
+            policy = dict.fromkeys(POLICY_ROLES, self._create_actor_rollout_worker_group)
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
             self.weight_sync.connect()
             if serves_reward_model(self.config):
@@ -155,7 +153,7 @@ class RayPPOTrainer(TrainerAttributes):
     def _create_actor_rollout_worker_group(self) -> Any:
         """Return the worker group of the policy; without the rollout if that has its own devices. An override may
         return another group, or change the group that `super()` returns."""
-        return self.groups.create(next(role for role in _POLICY_ROLES if role in self.role_worker_mapping))
+        return self.groups.create(next(role for role in POLICY_ROLES if role in self.role_worker_mapping))
 
     def _create_critic_worker_group(self) -> Any:
         """Return the worker group of the critic. Only called if the run has a critic."""

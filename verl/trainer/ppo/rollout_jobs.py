@@ -110,6 +110,19 @@ class ManagedJob:
     rows: dict[str, SubmittedRow] = field(default_factory=dict)
     inbox: queue.SimpleQueue[list[FinishedTrajectory] | HostLoss] = field(default_factory=queue.SimpleQueue)
 
+    def take_finished(self) -> list[FinishedTrajectory]:
+        """Remove and return the finished trajectories of the inbox; lost hosts stay in it."""
+        finished, losses = [], []
+        while not self.inbox.empty():
+            event = self.inbox.get()
+            if isinstance(event, HostLoss):
+                losses.append(event)
+            else:
+                finished += event
+        for loss in losses:
+            self.inbox.put(loss)
+        return finished
+
     def add_partials(self, outputs: Mapping[str, Output]) -> None:
         """Append newly reported output of unfinished rows."""
         for name, output in outputs.items():

@@ -178,16 +178,7 @@ class RolloutManager:
 
     def take_finished(self, job: str) -> list[FinishedTrajectory]:
         """Like `collect`, but without blocking. Errors are left to the next `collect`."""
-        inbox, finished, errors = self._jobs[job].inbox, [], []
-        while not inbox.empty():
-            event = inbox.get()
-            if isinstance(event, list):
-                finished += event
-            else:
-                errors.append(event)
-        for event in errors:
-            inbox.put(event)
-        return finished
+        return self._jobs[job].take_finished()
 
     def cancel(self, job: str, ids: Sequence[str]) -> None:
         """Cancel these rows and discard their results."""

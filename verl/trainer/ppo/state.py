@@ -25,7 +25,7 @@ from verl.trainer.common.run_status import describe_bottleneck
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.scoring import TOOL_SHARE
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 
@@ -43,9 +43,6 @@ class RolloutStream(Protocol):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from this state."""
-
-
-_POLICY_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class TrainerState:
@@ -105,7 +102,7 @@ class TrainerState:
 
     def save(self, groups: WorkerGroups) -> None:
         """Begin to save the state. `actor/huggingface/` in the checkpoint can be used as `model.path`."""
-        policy = next(self._workers[role] for role in _POLICY_ROLES if role in self._workers)
+        policy = next(self._workers[role] for role in POLICY_ROLES if role in self._workers)
         parts = {"actor": background_part(groups.actor, policy)}
         if groups.critic is not None:
             parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])

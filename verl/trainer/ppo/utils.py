@@ -27,6 +27,10 @@ class Role(Enum):
         return self.value
 
 
+POLICY_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+"""Roles that train the policy; a run has exactly one of them."""
+
+
 def need_critic(config: Config) -> bool:
     """Return whether the run has a critic: the estimator needs values, or the configuration enables it."""
     return load_config(config, check_files=False).critic.enable

@@ -31,7 +31,7 @@ from verl.trainer.ppo.row_balancing import (
     row_costs,
     select_read_by,
 )
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.types.schema import Call, selected_for
 from verl.utils.balancing import SequenceCost
 from verl.utils.fs import resolve_model_path
@@ -46,10 +46,8 @@ _LOAD_ORDER = (
     Role.RefPolicy,
     Role.RewardModel,
     Role.Teacher,
-    Role.Actor,
+    *POLICY_ROLES,
     Role.Rollout,
-    Role.ActorRollout,
-    Role.ActorRolloutRef,
 )
 # Timeout for closing loop workers, in addition to the timeout of their tools.
 _CLOSE_S = 10.0
@@ -109,7 +107,7 @@ class WorkerGroups:
             self._groups = groups = {role: self._create(role, create.get(role)) for role in self._workers}
             self.agents = agents.result()  # before models are loaded: raises errors of tools and agent loops
         self._load_models(frozenset(groups))
-        self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
+        self.actor = next(groups[role] for role in POLICY_ROLES if role in groups)
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
