@@ -37,7 +37,6 @@ from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.exceptions import annotate_error
 from verl.utils.logging_setup import messages_on_stderr
 from verl.utils.lost_terminal import outlive_terminal
-from verl.utils.process_tree import with_descendants
 from verl.utils.resources import freeze_gc
 from verl.utils.stacks import enable_stack_dumps
 
@@ -99,7 +98,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
 
     starts_ray = not ray.is_initialized()
     with before_first_step():
-        processes = _start_ray_for(config, head)
+        processes = _start_ray(config, head)
         runner = _create_runner(runner_class)
     enable_stack_dumps()
     monitor = ControllerMonitor(runner, processes, config.trainer.hang_timeout)
@@ -128,7 +127,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
     return given_up if request.signal is not None and isinstance(given_up, str) else request.signal
 
 
-def _start_ray_for(config: PPOConfig, head: Any) -> RayProcesses:
+def _start_ray(config: PPOConfig, head: Any) -> RayProcesses:
     trainer = config.trainer
     used = {config.role_mapping[role] for role in active_roles(config)}
     pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
@@ -139,7 +138,7 @@ def _start_ray_for(config: PPOConfig, head: Any) -> RayProcesses:
         nodes=trainer.nnodes if has_own_head else 1,
         num_cpus=None if has_own_head else config.ray_init.num_cpus,
         start_timeout=config.ray_init.start_timeout,
-        head_pids=() if head is None else with_descendants(head.pid),
+        head_pid=None if head is None else head.pid,
     )
 
 

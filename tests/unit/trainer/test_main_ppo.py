@@ -125,7 +125,7 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
 def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(monkeypatch, is_program):
     """No signal has arrived; only `ray.shutdown` and the last log line are left."""
     messages = []
-    monkeypatch.setattr(main_ppo, "_start_ray_for", lambda *arguments: RayProcesses())
+    monkeypatch.setattr(main_ppo, "_start_ray", lambda *arguments: RayProcesses())
     monkeypatch.setattr(main_ppo, "_create_runner", lambda runner_class: SimpleNamespace(run=run))
     run = SimpleNamespace(remote=lambda config: None)
     monkeypatch.setattr(main_ppo, "await_controller", lambda *arguments: None)

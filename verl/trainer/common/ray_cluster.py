@@ -22,7 +22,7 @@ from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError,
 from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.supervised_process import previous_attempts
 from verl.utils.network import find_foreign_service
-from verl.utils.process_tree import children, command_line
+from verl.utils.process_tree import children, command_line, with_descendants
 from verl.utils.resources import describe_load, load_factor
 
 logger = logging.getLogger(__name__)
@@ -58,12 +58,13 @@ def start_or_join_ray(
     num_cpus: int | None,
     start_timeout: float | None,
     nodes: int = 1,
-    head_pids: Sequence[int] = (),
+    head_pid: int | None = None,
 ) -> RayProcesses:
     """Start a Ray cluster, or join one and wait until it has `nodes` nodes and room for the pools. If this process is
     connected to Ray already, that cluster is used as it is.
 
-    Returns the processes to monitor: of the cluster started here; of a joined cluster its GCS and `head_pids`.
+    Returns the processes to monitor: of the cluster started here; of a joined cluster its GCS and, if this machine is
+    its head, the processes of `ray start` (`head_pid`).
     """
     import ray
 
@@ -73,7 +74,10 @@ def start_or_join_ray(
         processes = start_ray(num_cpus, trainer.nodes_within if is_retry else 0, start_timeout)
         if not processes:
             wait_for_nodes(trainer, pools, is_retry, nodes)
-    return processes or RayProcesses(head_pids, ray.get_runtime_context().gcs_address)
+    if not processes:
+        head_pids = () if head_pid is None else with_descendants(head_pid)
+        processes = RayProcesses(head_pids, ray.get_runtime_context().gcs_address)
+    return processes
 
 
 def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> RayProcesses:
