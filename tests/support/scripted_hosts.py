@@ -187,7 +187,7 @@ class ScriptedGroups:
     engines: int = 2
     loops: int = 0
     restarts: int = 0
-    generating: tuple[Any, ...] = ()
+    generation_groups: tuple[Any, ...] = ()
     generation_open: bool = False
     uses_ray: bool = False
     may_lose_hosts: bool = True

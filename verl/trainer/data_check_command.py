@@ -204,7 +204,7 @@ def _show_reward(report: RewardReport, console: Console) -> None:
     console.print(table)
     if report.fatal_error is not None:
         console.print(escape(f"no answer could be scored. The first error:\n{report.fatal_error}"), soft_wrap=True)
-    console.print("not to be trusted" if report.failed else "ok: this reward tells right from wrong")
+    console.print("not to be trusted" if report.failed else "ok: this reward distinguishes right from wrong")
 
 
 def _column_table(columns: list[DataColumn]) -> Table:

@@ -88,8 +88,8 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
 
 
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
-    """Run the TaskRunner as a Ray actor, show its progress and handle stop signals. Returns None if the run finished;
-    else the signal that stopped it, with the work that was given up for it.
+    """Run the TaskRunner as a Ray actor, show its progress and handle stop signals. Returns None if the run has
+    finished; else the signal that stopped it, or a message if a step was given up because of it.
 
     `head`: the Ray head that this process started, or None. `is_program`: nothing follows the run in this process. A
     Ray cluster started here is then shut down, so that no actor output follows the last log line.

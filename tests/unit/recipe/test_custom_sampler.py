@@ -70,7 +70,7 @@ def test_prompts_that_are_always_solved_or_never_make_way_for_the_others(tmp_pat
     for epoch in range(6):
         right = {0, 1, 2, 3} | (set(range(8, 12)) if epoch % 2 else set())  # 4-7 never, 8-11 every other time
         for batch in loader:
-            PromptStream(loader, 1, 4).learn_from(scored(batch, right.__contains__))
+            PromptStream(loader, 1, 4).update_sampler(scored(batch, right.__contains__))
     counts = np.zeros(12)
     for _ in range(50):
         for batch in loader:
@@ -86,7 +86,7 @@ def test_a_restored_sampler_draws_what_the_uninterrupted_one_would(tmp_path, nam
         epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
         for batch in itertools.islice(epochs, batches):
             seen.append(batch["index"].tolist())
-            PromptStream(loader, 1, 4).learn_from(scored(batch, lambda index: index % 3 == 0))
+            PromptStream(loader, 1, 4).update_sampler(scored(batch, lambda index: index % 3 == 0))
         return seen
 
     def loader():

@@ -164,11 +164,11 @@ def test_a_sampler_that_learns_draws_nothing_ahead_and_is_saved_with_what_it_lea
     loader = loader_of(6, 1, 2, Learner(None, None))
     batches = iter(loader)
     assert next(batches) == [(0, os.getpid())]
-    PromptStream(loader, 1, 4).learn_from(5)
+    PromptStream(loader, 1, 4).update_sampler(5)
     assert next(batches) == [(5, os.getpid())]
-    PromptStream(loader, 1, 4).learn_from(3)
+    PromptStream(loader, 1, 4).update_sampler(3)
     assert loader.state_dict()["sampler"] == {"told": 3}
-    PromptStream(object(), 1, 4).learn_from(1)  # a dataloader of the user's may be anything
+    PromptStream(object(), 1, 4).update_sampler(1)  # a dataloader of the user's may be anything
 
 
 class Told(Numbers):

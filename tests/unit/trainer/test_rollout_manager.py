@@ -269,7 +269,7 @@ def test_hang_detection_sees_and_ends_a_wait(setup):
         processes = ()
 
     run = setup()
-    run.groups.generating = (Group(),)
+    run.groups.generation_groups = (Group(),)
     error = HangError("generation hangs", "rollout", 0, "here", "collect")
 
     def give_up() -> None:
@@ -312,14 +312,14 @@ def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):
         processes = ()
 
     run = setup()
-    run.groups.generating = (Group(),)
+    run.groups.generation_groups = (Group(),)
 
     def watched_calls() -> list[Any]:
         return [call for call in open_calls() if isinstance(call.group, Group)]
 
-    with run.manager.watched():
+    with run.manager.monitored():
         (outer,) = watched_calls()
-        with run.manager.watched():
+        with run.manager.monitored():
             assert len(watched_calls()) == 2
         assert watched_calls() == [outer]
         outer.abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")

@@ -115,7 +115,7 @@ class GroupStream:
         """Block until enough groups are finished to complete the batch of the step; return their prompts."""
         self._is_waiting = True
         try:
-            with self._wait_phase(), self._rollouts.watched():
+            with self._wait_phase(), self._rollouts.monitored():
                 groups = self._recovery.retry_on_worker_loss(self._next_groups)
         finally:
             self._is_waiting = False
@@ -141,9 +141,9 @@ class GroupStream:
         self._buffer.reject(groups)
         self._state.prompts.put_back(join_prompts([group.state for group in groups]))
 
-    def learn_from(self, batch: DataProto) -> None:
+    def update_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
-        self._state.prompts.learn_from(batch)
+        self._state.prompts.update_sampler(batch)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -153,7 +153,7 @@ class GroupStream:
     def drain(self) -> None:
         """Block until no group is in flight: every trajectory then has one weight version."""
         if self._job is not None and self._buffer.in_flight():
-            with self._wait_phase(), self._rollouts.watched():
+            with self._wait_phase(), self._rollouts.monitored():
                 self._recovery.retry_on_worker_loss(self._finish_all)
 
     @property
@@ -162,7 +162,7 @@ class GroupStream:
         return self._buffer.max_trained_staleness
 
     @property
-    def loops_limit(self) -> bool:
+    def limited_by_loops(self) -> bool:
         """Whether trajectories waited for a loop worker although the engines had capacity."""
         return self._loops_are_fewer and self.utilization.was_full
 

@@ -1,5 +1,5 @@
-"""AsyncPPOTrainer: RayPPOTrainer for `trainer.mode` one_step_off and async. The step is the same; its batch comes from
-a GroupStream, which generates ahead."""
+"""AsyncPPOTrainer: RayPPOTrainer for `trainer.mode` one_step_off and async. Training steps are the same; a GroupStream
+generates their batches in advance."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             settings.partial,
             own_devices=not shares_devices(self.config),
             trained_staleness=self.stream.max_trained_staleness,
-            loops_limit=self.stream.loops_limit,
+            limited_by_loops=self.stream.limited_by_loops,
             evenness=float(np.mean(self._length_evenness or 0.0)),
         )
         logger.info("Utilization: %s.", tuning_advice(shares, setup))
@@ -118,4 +118,4 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """Return the context of a wait for trajectories: in a step a measured phase; during validation only a phase of
         the status."""
         phase = self.phases if self.phases.is_running("step") else self.status.phase
-        return phase("gen", *self.groups.generating)
+        return phase("gen", *self.groups.generation_groups)

@@ -45,7 +45,7 @@ class AsyncSetup(NamedTuple):
     """The rollout has its own devices."""
     trained_staleness: int
     """The largest staleness that was trained."""
-    loops_limit: bool = False
+    limited_by_loops: bool = False
     """Trajectories of agents waited for a loop worker although the engines had capacity."""
     evenness: float = 0.0
     """Mean response length of a batch over its longest response."""
@@ -140,7 +140,7 @@ def _faster_training(run: AsyncSetup) -> str:
 
 
 def _faster_generation(run: AsyncSetup) -> str:
-    if run.loops_limit:
+    if run.limited_by_loops:
         return f"more concurrent trajectories ({ROLLOUT}.agent.max_concurrent_requests=null, which is automatic)"
     if run.own_devices:
         return f"more rollout devices ({ROLLOUT}.n_gpus_per_node, {ROLLOUT}.nnodes)"

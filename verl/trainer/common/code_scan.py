@@ -78,9 +78,9 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
     if source is None:
         return None
     files: dict[str, Source] = {}
-    broken = next(_broken_files(source, files), None)
-    if broken is not None:
-        return broken
+    syntax_error = next(_syntax_errors(source, files), None)
+    if syntax_error is not None:
+        return syntax_error
     is_certain = not any(file.changes_imports for file in files.values())
     missing = next(_missing_modules(source), None) if is_certain else None
     if missing is not None:
@@ -127,7 +127,7 @@ def source_of(module: UserModule) -> Source | str | None:
 
 def locate(name: str) -> str | None:
     """Return the file of a module, or the folder of a namespace package; None: not found. Imports nothing."""
-    first, *rest = name.split(".")
+    first, *submodules = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
     except ValueError:  # a module that was loaded without a spec, such as __main__
@@ -135,7 +135,7 @@ def locate(name: str) -> str | None:
     if spec is None:
         return None
     folders, file = list(spec.submodule_search_locations or ()), spec.origin or first
-    for part in rest:
+    for part in submodules:
         if not folders:  # a module may register submodules itself, as os does with os.path
             return file if name in sys.modules else None
         files = [path for folder in folders for path in _candidates(Path(folder), part) if path.exists()]
@@ -173,7 +173,7 @@ def _read(file: str) -> Source | None:
         return None
 
 
-def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
+def _syntax_errors(source: Source, files: dict[str, Source]) -> Iterator[str]:
     """Yield the syntax errors of a file and of the users' files that it imports, with file and line.
 
     Checked files are added to `files`, by path.
@@ -192,7 +192,7 @@ def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
         return
     for imported in _imported_sources(source):
         if imported.path not in files:
-            yield from _broken_files(imported, files)
+            yield from _syntax_errors(imported, files)
 
 
 def _imported_sources(source: Source) -> Iterator[Source]:

@@ -183,7 +183,11 @@ class _WorkerNode:
         own_address = f"--node-ip-address={address_towards(self._host, self._port)}"
         self._process = process = _start_ray(f"--address={address}", own_address, *_cpu_options(self._config))
         start, processes = time.monotonic(), RayProcesses()
-        while (head := self._head_state(serving=True)) == "running" and process.poll() is None and not processes.lost():
+        while (
+            (head := self._head_state(serving=True)) == "running"
+            and process.poll() is None
+            and not processes.describe_lost()
+        ):
             # `ray start` does not notice a raylet that was terminated.
             processes = RayProcesses(with_descendants(process.pid))
             time.sleep(_POLL_S)

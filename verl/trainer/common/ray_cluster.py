@@ -317,5 +317,5 @@ def _check_cluster_responds(address: str | None) -> None:
         source = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else f"the file {_address_file()}"
         raise RayUnavailableError(
             f"at port {port} of {host} answers {other_service}: not Ray",
-            f"Correct {source}, or unset it and let the command start a Ray of its own (RAY_ADDRESS=local).",
+            f"Correct {source}, or unset it and start a new Ray cluster (RAY_ADDRESS=local).",
         )

@@ -144,7 +144,7 @@ def compute_advantage(
         return trajectories.at_last_row(tensors[name]) if name in tensors.keys() else None
 
     last_value = at_end("last_value")
-    if last_value is not None:  # the value after a response that ended by itself is 0
+    if last_value is not None:  # the value after a response is 0, unless the response was truncated
         last_value = torch.where(trajectories.at_last_row(truncated_rows(data)), last_value, 0.0)
     advantages, returns = estimate_advantages(
         adv_estimator,

@@ -50,7 +50,7 @@ class PromptSource(Protocol):
 
     def reject(self, prompts: DataProto) -> None: ...
 
-    def learn_from(self, batch: DataProto) -> None: ...
+    def update_sampler(self, batch: DataProto) -> None: ...
 
 
 class DynamicSampling:
@@ -81,7 +81,7 @@ class DynamicSampling:
             batch_metrics: dict[str, float] = {}
             groups = with_unique_uids(prompts, uses)
             batch = generate_and_score(groups, batch_metrics)
-            source.learn_from(batch)
+            source.update_sampler(batch)
             surplus, equal = kept.add(batch, groups.non_tensor_batch["uid"], filter_config.metric, batch_metrics)
             if len(surplus):
                 source.put_back(prompts.select_idxs(surplus))
@@ -114,7 +114,7 @@ class DynamicSampling:
             logger.warning(
                 "step %d: %s gave %d of %d groups whose responses differ in %s; training continues with these groups"
                 " (algorithm.filter_groups.max_num_gen_batches)",
-                *(step, tried, kept.taken, kept.wanted, metric),
+                *(step, tried, kept.taken, kept.target, metric),
             )
         return concat_rows(kept.parts, self._pad_token_id)
 
@@ -123,7 +123,8 @@ class DynamicSampling:
 class _KeptGroups:
     """The groups kept for one step so far, and statistics over all groups that were generated."""
 
-    wanted: int
+    target: int
+    """Number of groups to keep."""
     parts: list[DataProto] = field(default_factory=list)
     batches: int = 0
     prompts: int = 0
@@ -139,7 +140,7 @@ class _KeptGroups:
 
     @property
     def missing(self) -> int:
-        return self.wanted - self.taken
+        return self.target - self.taken
 
     def add(
         self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]

@@ -141,7 +141,7 @@ class PromptStream:
     def reject(self, prompts: DataProto) -> None:
         """No effect: a taken prompt is not returned again, trained or not."""
 
-    def learn_from(self, batch: DataProto) -> None:
+    def update_sampler(self, batch: DataProto) -> None:
         """Pass a scored batch to a curriculum sampler."""
         sampler = getattr(self._dataloader, "sampler", None)
         if isinstance(sampler, AbstractCurriculumSampler):

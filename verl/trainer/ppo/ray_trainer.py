@@ -345,7 +345,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Return scored responses to the prompts."""
-        with self.phases("gen", *self.groups.generating):
+        with self.phases("gen", *self.groups.generation_groups):
             batch = self._generate(prompts)
         with self.phases("reward", self.rm_wg):
             return self._compute_reward(batch, metrics)
@@ -402,7 +402,7 @@ class RayPPOTrainer(TrainerAttributes):
         if self._old_log_probs_from_update:
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes batches to the sampler
-            self.state.prompts.learn_from(batch)
+            self.state.prompts.update_sampler(batch)
         self.record.dump(batch, self.global_steps, self._update_check.has_bad_update(metrics))
 
     # ---------------------------------------------------------------- checkpoints and logs

@@ -118,11 +118,11 @@ def _server_reward_fn(block: RewardModelConfig) -> Callable[..., Any] | None:
     that this run starts is bound later (`RewardModelServer.start`)."""
     address = {} if block.url is None else {_ADDRESS: block.url}
     if block.judge.enable:
-        return functools.partial(judge.compute_score, judge=_judge(block.judge), **address)
+        return functools.partial(judge.compute_score, judge=_create_judge(block.judge), **address)
     return functools.partial(served.compute_score, **address) if address else None
 
 
-def _judge(block: JudgeConfig) -> judge.Judge:
+def _create_judge(block: JudgeConfig) -> judge.Judge:
     """Return the judge. Raises ValueError if its template cannot be read or is invalid."""
     from jinja2 import TemplateSyntaxError
 

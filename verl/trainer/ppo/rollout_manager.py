@@ -256,7 +256,7 @@ class RolloutManager:
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
         """Wait until `finished` contains `count` trajectories of a job, and return it. It can be called again with the
         same `finished` after a WorkerError."""
-        with self.watched():
+        with self.monitored():
             while len(finished) < count:
                 self.open()
                 new = self.collect(job, _POLL_S)
@@ -288,9 +288,9 @@ class RolloutManager:
     # ---------------------------------------------------------------- hosts
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def monitored(self) -> Iterator[None]:
         """Context of a wait for trajectories: the hang detector monitors the worker groups and can end the wait."""
-        groups = [group for group in self._groups.generating if hasattr(group, "processes")]
+        groups = [group for group in self._groups.generation_groups if hasattr(group, "processes")]
         outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
         try:
             yield

@@ -17,7 +17,8 @@ from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, ceildiv, get_seql
 
 @dataclass(frozen=True)
 class BalancedRows:
-    """An order of rows to send: split into equal parts, it gives every rank its rows of mini-batch 0, 1, and so on."""
+    """An order of rows to send. Split into equal parts, one per rank, each part has rows of mini-batch 0, 1, and so
+    on."""
 
     order: np.ndarray
     """[sent]: index in the batch of each row to send."""

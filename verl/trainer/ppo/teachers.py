@@ -102,12 +102,12 @@ class TeacherServer:
             log_probs = asyncio.run(self._prompt_log_probs([probe], url))[0]
             self._check_context(url, longest)
             for token, entry in zip(probe[1:], log_probs[1:], strict=True):
-                theirs = entry[str(token)].get("decoded_token")
-                ours = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-                if theirs is not None and theirs != ours and "\ufffd" not in ours:
+                text = entry[str(token)].get("decoded_token")
+                expected = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+                if text is not None and text != expected and "\ufffd" not in expected:
                     raise ValueError(
                         f"{self._key}: {url} has another vocabulary than the student, actor_rollout_ref.model.path ="
-                        f" {student}: token {token} is {theirs!r} there and {ours!r} here. Serve a model with the same"
+                        f" {student}: token {token} is {text!r} there and {expected!r} here. Serve a model with the same"
                         " vocabulary."
                     )
 

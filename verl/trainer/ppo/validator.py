@@ -105,7 +105,7 @@ class Validator:
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         batch = batch.repeat(n, interleave=True)
         batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-        with status.phase("validation rollout", *self._groups.generating):
+        with status.phase("validation rollout", *self._groups.generation_groups):
             generated = generate(batch)
         with status.phase("validation reward", self._groups.reward_model):
             generated = self._add_rm_scores(generated)

@@ -129,7 +129,7 @@ class WorkerGroups:
         return self.rollout is self.actor and rollout.free_weights and not rollout.server_urls
 
     @property
-    def generating(self) -> tuple[Any, ...]:
+    def generation_groups(self) -> tuple[Any, ...]:
         """The worker groups that take part in generation."""
         return (self.rollout,) if self.agents is None else (self.rollout, self.agents)
 
@@ -196,7 +196,7 @@ class WorkerGroups:
 
     def cancel_generation(self) -> None:
         """Cancel all running generation calls. Thread-safe."""
-        for group in self.generating if hasattr(self, "rollout") else ():
+        for group in self.generation_groups if hasattr(self, "rollout") else ():
             group.cancel()
 
     def restartable_with(self, role: str) -> frozenset[Role]:

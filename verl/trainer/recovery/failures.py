@@ -135,7 +135,7 @@ class StepEnd:
 
         `save` begins a save. `groups`: worker groups that work during `validate`.
         """
-        metrics = self._saved()
+        metrics = self._collect_saves()
         saved = save_due or self._stop_requested.is_set()
         if saved:
             metrics |= self._attempt_save(step, save, phases)
@@ -148,7 +148,7 @@ class StepEnd:
             metrics |= self._attempt_save(step, save, phases)
         if stopping or is_last:
             with phases("save_checkpoint"):
-                metrics |= self._saved(last=True)
+                metrics |= self._collect_saves(last=True)
         return metrics | self._saver.metrics() | self._failures.metrics(), stopping
 
     def finish_preempted(self, step: int, save: Callable[[], Any], phases: Phases) -> None:
@@ -156,7 +156,7 @@ class StepEnd:
         if step and self._saver.newest_step != step:
             self._attempt_save(step, save, phases)
         with phases("save_checkpoint"):
-            self._saved(last=True)
+            self._collect_saves(last=True)
         self._failures.raise_if_unsaved(step)
         outcome = f"step {step} is saved in {self._saver.root}" if step else "no step was complete, so nothing is saved"
         logger.warning("%s; %s", self._preemption.given_up, outcome)
@@ -164,11 +164,11 @@ class StepEnd:
     def _attempt_save(self, step: int, save: Callable[[], Any], phases: Phases) -> dict[str, float]:
         with phases("save_checkpoint"):
             self._saver.wait_for_turn(step)
-            metrics = self._saved()
+            metrics = self._collect_saves()
             self._failures.attempt(SAVE, step, save)
         return metrics
 
-    def _saved(self, last: bool = False) -> dict[str, float]:
+    def _collect_saves(self, last: bool = False) -> dict[str, float]:
         """Return the metrics of saves that have ended since the last call. With `last`, wait for all saves and verify
         them, if there is time."""
         metrics: dict[str, float] = {}

@@ -81,7 +81,7 @@ class HangDetector:
         """`raise_in_controller` is called if the controller hangs outside of worker group calls."""
         self._status, self._raise_in_controller = status, raise_in_controller
         self._limits, self._slow = HangLimits(timeout, load_factor()), SlowRanks()
-        status.on_phase_end = self._limits.phase_took
+        status.on_phase_end = self._limits.record_phase
         self._reports: Any = None
         self._watched_thread = 0
         self.seconds = 0.0
@@ -115,7 +115,7 @@ class HangDetector:
         self._progress: Any = None
         self._rank_progress: Any = None
         self._quiet_since = self._no_progress_since = self._next_poll = now
-        self._asked_at: float | None = None
+        self._queried_at: float | None = None
         self._standstill_since: float | None = None
         self._warned_kinds: set[str] = set()
         self._activity_logged = -math.inf
@@ -133,7 +133,7 @@ class HangDetector:
             except Exception as error:  # noqa: BLE001 - logged once; the observed processes may end meanwhile
                 if not done.is_set() and repr(error) not in failures:
                     failures.add(repr(error))
-                    logger.warning("the hang detector could not look at the run: %r", error)
+                    logger.warning("the hang detector could not observe the run: %r", error)
             self.seconds = before + time.thread_time()
             polled_at = time.monotonic()
 
@@ -148,7 +148,7 @@ class HangDetector:
         if now - self._quiet_since < _QUIET_S or now < self._next_poll:
             return False
         calls = self._open_calls()
-        reports = self._ask_ranks(calls)
+        reports = self._query_ranks(calls)
         self._next_poll = time.monotonic() + _POLL_S + _POLL_S_PER_RANK * len(reports)
         rank_progress = [(report.rank, report.heartbeat.method, report.heartbeat.done) for report in reports]
         rank_progress.append((-1, None, phase.progress.done + pulse_count()))  # the controller's own
@@ -258,8 +258,8 @@ class HangDetector:
         calls = open_calls()
         return [call for call in calls if call.thread == self._watched_thread] or calls
 
-    def _ask_ranks(self, calls: Sequence[OpenCall]) -> list[RankReport]:
-        now, before, self._asked_at = time.monotonic(), self._asked_at, time.monotonic()
+    def _query_ranks(self, calls: Sequence[OpenCall]) -> list[RankReport]:
+        now, before, self._queried_at = time.monotonic(), self._queried_at, time.monotonic()
         reports: list[RankReport] = []
         for call in {id(call.group.processes): call for call in reversed(calls)}.values():
             if self._reports is None:
@@ -270,7 +270,7 @@ class HangDetector:
                 continue
             of_group = self._reports.collect(call.group, call.start, self._suspects_hang(now), _ANSWER_TIMEOUT_S)
             if (slow := slowest_rank(of_group)) is not None and before is not None:
-                self._slow.waited_for(rank_name(slow), now - before)
+                self._slow.record_wait(rank_name(slow), now - before)
             reports += of_group
         return reports
 
@@ -312,7 +312,7 @@ class HangLimits:
         self._timeout, self._start_limit = timeout, _MIN_LIMIT_S * load
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PHASES))
 
-    def phase_took(self, phase: str, seconds: float) -> None:
+    def record_phase(self, phase: str, seconds: float) -> None:
         """Record the duration of a phase."""
         self._recent[phase].append(seconds)
 
@@ -341,7 +341,7 @@ class SlowRanks:
         self._waited: dict[str, float] = defaultdict(float)
         self._consecutive_steps: dict[str, int] = defaultdict(int)
 
-    def waited_for(self, rank: str, seconds: float) -> None:
+    def record_wait(self, rank: str, seconds: float) -> None:
         """Record that the other ranks waited for this rank."""
         self._waited[rank] += seconds
 

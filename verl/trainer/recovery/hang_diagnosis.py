@@ -42,14 +42,14 @@ def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
     """Diagnose a hang from the reports of the ranks of all open calls."""
     for state in ("stopped", "traced", "dead", "unreachable"):
         if culprits := [report for report in reports if report.state == state]:
-            return _blame(state, culprits, reports, lambda report: _STATES[report.state])
+            return _diagnose_culprits(state, culprits, reports, lambda report: _STATES[report.state])
     if culprits := [report for report in reports if report.state == "silent"]:
-        return _blame("silent", culprits, reports, _describe_silent)
+        return _diagnose_culprits("silent", culprits, reports, _describe_silent)
     for state in ("stopped", "traced"):
         if culprits := [
             report for report in reports if report.heartbeat.helper and report.heartbeat.helper[1] == state
         ]:
-            return _blame(state, culprits, reports, _describe_helper)
+            return _diagnose_culprits(state, culprits, reports, _describe_helper)
     busy = [report for report in reports if report.heartbeat.method is not None]
     if any(_in_debugger(stack) for report in busy for stack in report.heartbeat.stacks):
         return HangDiagnosis("debugged", "a debugger is open")
@@ -57,16 +57,18 @@ def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
         sentence = f"{_ranks(reports)} have nothing to do: a request to them, or their answer, is lost"
         return HangDiagnosis("idle", sentence)
     if starting := [report for report in busy if report.heartbeat.activity is not None]:
-        return _blame("starting", starting, reports, lambda report: f"is {report.heartbeat.activity}")
+        return _diagnose_culprits("starting", starting, reports, lambda report: f"is {report.heartbeat.activity}")
     waiting = [report for report in busy if report.collective]
     working = [report for report in busy if not report.collective]
     if waiting and working:
         kind = "user" if any(_user_frame(report) for report in working) else "behind"
-        return _blame(kind, working, reports, _describe_position)
+        return _diagnose_culprits(kind, working, reports, _describe_position)
     if working:
         slow = [report for report in working if _user_frame(report)] or working
         others = [report for report in reports if report not in slow]
-        return _blame("user" if _user_frame(slow[0]) else "alone", slow, [*slow, *others], _describe_position)
+        return _diagnose_culprits(
+            "user" if _user_frame(slow[0]) else "alone", slow, [*slow, *others], _describe_position
+        )
     return _diagnose_collectives(waiting, [report for report in reports if report not in busy])
 
 
@@ -148,7 +150,7 @@ def _diagnose_collectives(waiting: list[RankReport], finished: list[RankReport])
     return HangDiagnosis("together", sentence, (), tuple(waiting))
 
 
-def _blame(
+def _diagnose_culprits(
     kind: str, culprits: Sequence[RankReport], reports: Sequence[RankReport], describe: Callable[[RankReport], str]
 ) -> HangDiagnosis:
     """Build a diagnosis that names the culprits and what the other ranks do meanwhile."""
@@ -224,7 +226,7 @@ def _calling_line(report: RankReport) -> str:
 
 
 def _relevant_frame(stack: Stack) -> Frame:
-    """Return the innermost frame outside of installed packages: it says more than the wait of a library."""
+    """Return the innermost frame outside of installed packages, which is more informative than a wait in a library."""
     return next((frame for frame in stack if frame.origin != "installed"), stack[0])
 
 

@@ -78,7 +78,7 @@ class RayProcesses:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def lost(self, signalled: bool = False) -> str | None:
+    def describe_lost(self, signalled: bool = False) -> str | None:
         """Return a description of an essential process that has ended, or of an unreachable GCS; None if Ray runs.
 
         `signalled`: a stop signal arrived, which Ray's processes may have received too. Then the end of any process is
@@ -105,7 +105,7 @@ class RayProcesses:
                 self._gcs_failures += 1 / _MAX_UNANSWERED
         return self._gcs_failures < 0.99
 
-    def stopped(self) -> str | None:
+    def describe_stopped(self) -> str | None:
         """Return a description of an essential process that is stopped (SIGSTOP); None if all of them run."""
         pids = [pid for pid, name in self._names.items() if name in _ESSENTIAL and why_not_running(pid) == "stopped"]
         return f"Ray's {self._names[pids[0]]} (pid {pids[0]}) is stopped (SIGSTOP)" if pids else None
@@ -265,7 +265,7 @@ class ControllerMonitor:
     def _check_processes(self, now: float) -> None:
         pid = getattr(self.status, "pid", 0)
         is_local = pid and self.status.host == socket.gethostname()
-        reason, limit = self._processes.stopped(), self._timeout or _STOPPED_S
+        reason, limit = self._processes.describe_stopped(), self._timeout or _STOPPED_S
         if reason is None and is_local and (state := why_not_running(pid)) in _STOPPED_STATES:
             reason = f"the controller (TaskRunner, pid {pid}) is {_STOPPED_STATES[state]}"
             limit = math.inf if state == "traced" else limit  # no limit while a debugger is attached
@@ -323,7 +323,7 @@ class ControllerMonitor:
 def _check_ray(processes: RayProcesses, request: StopRequest) -> None:
     """Send a heartbeat to the supervisor; raise RayLostError if Ray's processes have ended."""
     report_to_supervisor(heartbeat=True)
-    if (lost := processes.lost(signalled=request.signal is not None)) is not None:
+    if (lost := processes.describe_lost(signalled=request.signal is not None)) is not None:
         raise _ray_lost(f"Ray's own processes ended ({lost})", processes, request)
 
 

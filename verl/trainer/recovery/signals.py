@@ -21,7 +21,7 @@ STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
 # The same signal within this time counts once: `timeout` signals its command and then the whole process group,
-# schedulers signal every process, and our processes forward signals to each other.
+# schedulers signal every process, and supervisor and driver forward signals.
 _DUPLICATE_S = 0.5
 FINISH_STEP = "stopping: this step is finished and saved first"
 RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"

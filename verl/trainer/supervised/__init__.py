@@ -1,1 +1,1 @@
-"""Training on given data: supervised fine-tuning (`sft`) and reward models (`rm`)."""
+"""Training without generation: supervised fine-tuning (`sft`) and reward models (`rm`)."""

@@ -118,7 +118,7 @@ class PreferenceDataset(Dataset):
             self.conversations(row)
             self._numbers(row)
         except ValueError as error:
-            return f"{error} (Columns: {', '.join(columns)}; data.*_key name those that are read.)"
+            return f"{error} (Columns: {', '.join(columns)}; the keys data.*_key select the columns.)"
         return None
 
     def _numbers(self, row: Row) -> tuple[float, float, float]:

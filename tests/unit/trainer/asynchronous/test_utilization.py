@@ -64,7 +64,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (0.0, 0.5, SHARED, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         (0.4, 0.0, OWN, f"{ROLLOUT}.n_gpus_per_node"),
         (0.4, 0.0, SHARED, f"{ROLLOUT}.gpu_memory_utilization"),
-        (0.4, 0.0, OWN._replace(loops_limit=True), f"{ROLLOUT}.agent.max_concurrent_requests"),
+        (0.4, 0.0, OWN._replace(limited_by_loops=True), f"{ROLLOUT}.agent.max_concurrent_requests"),
         (0.4, 0.4, OWN._replace(mode="one_step_off", partial_rollout=False), "trainer.mode=async"),
         (0.4, 0.4, OWN._replace(partial_rollout=False), "trainer.partial_rollout=True"),
         (0.4, 0.4, OWN, "trainer.max_staleness=3"),

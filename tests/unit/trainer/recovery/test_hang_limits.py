@@ -15,25 +15,25 @@ SEEN = st.lists(st.tuples(st.sampled_from(["gen", "ref"]), st.floats(0, 1e5)))
 def test_a_phase_that_is_not_known_gets_half_an_hour_then_five_times_what_it_took():
     limits = HangLimits(None)
     assert limits.limit("gen") == limits.limit("") == 1800
-    limits.phase_took("gen", 200)
+    limits.record_phase("gen", 200)
     assert limits.limit("gen") == 1000
     assert limits.limit("update_actor") == 1800, "of it nothing is known yet"
-    limits.phase_took("update_actor", 1.5)
+    limits.record_phase("update_actor", 1.5)
     assert limits.limit("update_actor") == 300, "compiling for another shape is no hang"
     assert limits.limit("") == 1000, "between phases: as long as the longest"
 
 
 def test_an_old_slow_time_is_forgotten():
     limits = HangLimits(None)
-    limits.phase_took("gen", 3600)  # compiled
+    limits.record_phase("gen", 3600)  # compiled
     for _ in range(10):
-        limits.phase_took("gen", 100)
+        limits.record_phase("gen", 100)
     assert limits.limit("gen") == 500
 
 
 def test_who_cannot_run_at_all_is_waited_for_a_minute():
     limits = HangLimits(None)
-    limits.phase_took("gen", 200)
+    limits.record_phase("gen", 200)
     assert limits.limit("gen", "stopped") == limits.limit("other", "dead") == 60
     assert limits.limit("gen", "traced") == math.inf, "somebody is looking at it"
 
@@ -46,7 +46,7 @@ def test_who_cannot_run_at_all_is_waited_for_a_minute():
 def test_a_limit_that_is_set_holds_whatever_was_seen(timeout, seen, kind):
     limits = HangLimits(timeout)
     for phase, seconds in seen:
-        limits.phase_took(phase, seconds)
+        limits.record_phase(phase, seconds)
     assert limits.limit("gen", kind) == timeout
     assert limits.limit("", kind) == (timeout if seen or kind == "stopped" else max(timeout, 300)), "models are loaded"
     assert limits.limit("gen", "starting") == max(timeout, 300), "a group may be started anew in a phase"
@@ -58,9 +58,9 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_three_steps_in_a_row():
     slow = SlowRanks()
     said = []
     for first in (30.0, 30.0, 0.0, 30.0, 30.0, 30.0, 30.0):
-        slow.waited_for("rank 1", first / 2)
-        slow.waited_for("rank 1", first / 2)
-        slow.waited_for("rank 0", 5.0)
+        slow.record_wait("rank 1", first / 2)
+        slow.record_wait("rank 1", first / 2)
+        slow.record_wait("rank 0", 5.0)
         said.append(slow.step_done(100.0))
     assert [rank for _, rank in said] == [None, None, None, None, None, "rank 1", None]
     assert [waited for waited, _ in said] == [30.0, 30.0, 5.0, 30.0, 30.0, 30.0, 30.0]

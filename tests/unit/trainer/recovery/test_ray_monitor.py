@@ -37,22 +37,22 @@ def raylet(tmp_path) -> Iterator[subprocess.Popen]:
 @needs_proc
 def test_one_that_is_stopped_is_named_and_one_that_ended_is_lost(raylet):
     processes = RayProcesses([raylet.pid])
-    assert (processes.stopped(), processes.lost()) == (None, None)
+    assert (processes.describe_stopped(), processes.describe_lost()) == (None, None)
     raylet.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, raylet.pid, os.WSTOPPED | os.WNOWAIT)
-    assert processes.stopped() == f"Ray's raylet (pid {raylet.pid}) is stopped (SIGSTOP)"
+    assert processes.describe_stopped() == f"Ray's raylet (pid {raylet.pid}) is stopped (SIGSTOP)"
     processes.kill()
     raylet.wait()
-    assert (processes.stopped(), processes.lost()) == (None, f"raylet, pid {raylet.pid}")
+    assert (processes.describe_stopped(), processes.describe_lost()) == (None, f"raylet, pid {raylet.pid}")
 
 
 def test_a_gcs_elsewhere_is_lost_when_it_does_not_answer_again_and_again():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         joined = RayProcesses(gcs=address)
-        assert [joined.lost() for _ in range(4)] == [None] * 4
-    assert [joined.lost() for _ in range(2)] == [None] * 2, "that may be an accident"
-    assert joined.lost() == f"nothing answers at {address}, the address of its GCS"
+        assert [joined.describe_lost() for _ in range(4)] == [None] * 4
+    assert [joined.describe_lost() for _ in range(2)] == [None] * 2, "that may be an accident"
+    assert joined.describe_lost() == f"nothing answers at {address}, the address of its GCS"
 
 
 @needs_proc
