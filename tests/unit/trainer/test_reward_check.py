@@ -56,7 +56,7 @@ def test_the_command_runs_with_scorer_processes(file):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "scores 1 in all 10 rows" in done.stdout
-    assert "ok: this reward tells right from wrong" in done.stdout
+    assert "ok: this reward distinguishes right from wrong" in done.stdout
 
 
 def test_the_exit_code_is_the_verdict(file, own, capsys):

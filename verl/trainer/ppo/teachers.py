@@ -107,8 +107,8 @@ class TeacherServer:
                 if text is not None and text != expected and "\ufffd" not in expected:
                     raise ValueError(
                         f"{self._key}: {url} has another vocabulary than the student, actor_rollout_ref.model.path ="
-                        f" {student}: token {token} is {text!r} there and {expected!r} here. Serve a model with the same"
-                        " vocabulary."
+                        f" {student}: token {token} is {text!r} there and {expected!r} here. Serve a model with the"
+                        " same vocabulary."
                     )
 
     def _check_context(self, url: str, longest: int) -> None:

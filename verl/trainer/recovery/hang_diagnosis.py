@@ -66,9 +66,8 @@ def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
     if working:
         slow = [report for report in working if _user_frame(report)] or working
         others = [report for report in reports if report not in slow]
-        return _diagnose_culprits(
-            "user" if _user_frame(slow[0]) else "alone", slow, [*slow, *others], _describe_position
-        )
+        kind = "user" if _user_frame(slow[0]) else "alone"
+        return _diagnose_culprits(kind, slow, [*slow, *others], _describe_position)
     return _diagnose_collectives(waiting, [report for report in reports if report not in busy])
 
 

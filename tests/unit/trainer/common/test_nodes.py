@@ -63,7 +63,7 @@ def test_a_node_that_asks_after_the_end_hears_that_the_job_is_over(head, caplog)
     assert not ending.is_alive(), "every node knows: nobody is waited for any longer"
     assert head.process.returncode is not None
     assert "The job is over: this node is done." in caplog.text
-    assert "not every node" not in caplog.text
+    assert "not all nodes" not in caplog.text
 
 
 def test_a_node_whose_head_never_comes_says_for_whom_it_waits_and_gives_up(port, caplog):
