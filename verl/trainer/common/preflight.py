@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from verl.utils.fs import HubRepo, expand_path, find_hub_problems, is_hub_id
 
 logger = logging.getLogger(__name__)
 
-# Returns the rules for the rows of a file with these columns.
-Rules = Callable[[Sequence[str]], list[Any]]
+# Rules for the rows of a file, or a function that returns them for the columns of the file.
+Rules = list[Any] | Callable[[Sequence[str]], list[Any]]
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 # Number of files of a key that are opened.
@@ -68,11 +69,11 @@ def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
         _check_code("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, report)
     elif isinstance(config, RMConfig):
         pairs = [present_rule(config.data[f"{name}_key"], f"data.{name}_key") for name in ("chosen", "rejected")]
-        rows = _check_files("data.train_files", data.train_files, "train", lambda columns: pairs, report)
+        rows = _check_files("data.train_files", data.train_files, "train", pairs, report)
         _check_batch("data.train_batch_size", data.train_batch_size, rows, data.train_max_samples, report)
-        _check_files("data.val_files", data.val_files, "validation", lambda columns: pairs, report)
+        _check_files("data.val_files", data.val_files, "validation", pairs, report)
     elif isinstance(config, SFTConfig):
-        rules: Rules = lambda columns: sft_rules(config.data, columns)  # noqa: E731
+        rules = partial(sft_rules, config.data)
         # A conversation may become several rows: only the dataset knows how many.
         _check_files("data.train_files", data.train_files, "train", rules, report)
         _check_files("data.val_files", data.val_files, "validation", rules, report)
@@ -86,7 +87,7 @@ def generation_preflight(config: GenerationConfig, report: Report) -> None:
     rules = [chat_rule(config.data.prompt_key, "data.prompt_key")]
     hub = _HubCheck({"model.path": config.model.path}, {"data.path": config.data.path})
     _check_device(config.trainer, report)
-    _check_files("data.path", config.data.path, None, lambda columns: rules, report)
+    _check_files("data.path", config.data.path, None, rules, report)
     hub.report_to(report)
 
 
@@ -146,7 +147,7 @@ def _has_joined_cluster() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
+def _rl_rules(config: PPOConfig, validates: bool = False) -> list[Any]:
     from verl.utils.dataset.problems import present_rule, rl_rules
     from verl.utils.reward_score import known_data_sources
 
@@ -159,17 +160,16 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
     rules = rl_rules(config.data, sources, needed)
     if sources is None and key in config.changed:  # the user has named a column: it must exist
         rules.append(present_rule(config.data.reward_fn_key, key))
-    return lambda columns: rules
+    return rules
 
 
-def _notice_rules(config: PPOConfig) -> Rules:
+def _notice_rules(config: PPOConfig) -> list[Any]:
     """Return rules whose violations are only logged: a user's reward function probably needs a ground truth."""
     from verl.utils.dataset.problems import ground_truth_rule
 
     loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     has_own_reward = config.custom_reward_function.path is not None
-    rules = [ground_truth_rule(config.data.ground_truth_key, loop)] if has_own_reward else []
-    return lambda columns: rules
+    return [ground_truth_rule(config.data.ground_truth_key, loop)] if has_own_reward else []
 
 
 def _check_files(
@@ -178,7 +178,7 @@ def _check_files(
     split: str | None,
     rules: Rules,
     report: Report,
-    notices: Rules = lambda columns: [],
+    notices: Sequence[Any] = (),
 ) -> int | None:
     """Check the first rows of the local files of a key; return the number of rows of all files, None if unknown.
 
@@ -199,9 +199,9 @@ def _check_files(
             if preview is None:
                 continue
             rows = Rows([preview.rows])
-            for problem in find_problems(rows, rules(rows.columns)):
+            for problem in find_problems(rows, rules(rows.columns) if callable(rules) else rules):
                 report.statement(key, file, problem)
-            for notice in find_problems(rows, notices(rows.columns)) if len(rows) else ():
+            for notice in find_problems(rows, notices) if len(rows) else ():
                 report.notice(f"{key}: {notice}")
         except (ValueError, OSError) as error:
             report.statement(key, file, str(error))
