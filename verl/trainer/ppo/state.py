@@ -165,7 +165,7 @@ def check_run_start(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
 
 
 class TrainerAttributes:
-    """Public attributes of RayPPOTrainer whose values its collaborators store and use. Subclasses and scripts may read
+    """Public attributes of the trainer whose values its collaborators store and use. Subclasses and scripts may read
     and assign them."""
 
     groups: WorkerGroups
