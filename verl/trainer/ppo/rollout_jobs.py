@@ -110,6 +110,13 @@ class ManagedJob:
     rows: dict[str, SubmittedRow] = field(default_factory=dict)
     inbox: queue.SimpleQueue[list[FinishedTrajectory] | HostLoss] = field(default_factory=queue.SimpleQueue)
 
+    def next_event(self, timeout: float) -> list[FinishedTrajectory] | HostLoss | None:
+        """Remove and return the next event of the inbox; block up to `timeout` seconds, then return None."""
+        try:
+            return self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
     def take_finished(self) -> list[FinishedTrajectory]:
         """Remove and return the finished trajectories of the inbox; lost hosts stay in it."""
         finished, losses = [], []

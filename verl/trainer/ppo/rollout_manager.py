@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,24 +156,12 @@ class RolloutManager:
         Raises the WorkerError of a lost host or engine. After recovery, call `open` and continue to collect.
         """
         self._check_cancelled()
-        inbox = self._jobs[job].inbox
-        finished: list[FinishedTrajectory] = []
-        try:
-            event = inbox.get(timeout=timeout)
-        except queue.Empty:
-            return []
-        while True:
-            if isinstance(event, list):
-                finished += event
-            elif finished:
-                inbox.put(event)  # raised by the next call; this call returns the finished trajectories
-                break
-            else:
-                self._raise_loss(event)
-            if inbox.empty():
-                break
-            event = inbox.get()
-        return finished
+        managed = self._jobs[job]
+        event = managed.next_event(timeout)
+        while isinstance(event, HostLoss):
+            self._raise_loss(event)  # returns if the loss was recovered
+            event = managed.next_event(timeout=0)
+        return [] if event is None else [*event, *managed.take_finished()]
 
     def take_finished(self, job: str) -> list[FinishedTrajectory]:
         """Like `collect`, but without blocking. Errors are left to the next `collect`."""
