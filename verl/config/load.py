@@ -78,7 +78,7 @@ def root_of(cls: type[Block]) -> Root:
 
 B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
-Given = Block | DictConfig | Mapping[str, Any] | None
+ConfigInput = Block | DictConfig | Mapping[str, Any] | None
 Preflight = Callable[[Any, Report], None]
 """Called with the resolved configuration (an instance of `root`) and the report to which it adds problems."""
 
@@ -86,12 +86,12 @@ _MISSING = object()
 
 
 @overload
-def load_config(cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True) -> PPOConfig: ...
+def load_config(cfg: ConfigInput = None, overrides: Sequence[str] = (), check_files: bool = True) -> PPOConfig: ...
 
 
 @overload
 def load_config(
-    cfg: Given = None,
+    cfg: ConfigInput = None,
     overrides: Sequence[str] = (),
     check_files: bool = True,
     *,
@@ -101,7 +101,7 @@ def load_config(
 
 
 def load_config(
-    cfg: Given = None,
+    cfg: ConfigInput = None,
     overrides: Sequence[str] = (),
     check_files: bool = True,
     *,
@@ -197,7 +197,7 @@ def _is_option_value(path: str, value: Any, root: str) -> bool:
     return any(value == (None if other is _MISSING else other) for other in option_values)
 
 
-def _plain(cfg: Given, root: type[Block]) -> dict[str, Any]:
+def _plain(cfg: ConfigInput, root: type[Block]) -> dict[str, Any]:
     """Convert the user's values to plain dicts; `${…}` stay text."""
     if cfg is None:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl.config import EvalConfig
-from verl.config.load import Given
+from verl.config.load import ConfigInput
 from verl.trainer.common.command_line import command, validated_config
 
 
@@ -15,7 +15,7 @@ def main(config: DictConfig) -> None:
     run_eval(config)
 
 
-def run_eval(config: Given) -> dict[str, dict[str, dict[str, float]]]:
+def run_eval(config: ConfigInput) -> dict[str, dict[str, dict[str, float]]]:
     """Check the configuration, score, print a table; return data source → variable → metric."""
     config = validated_config(config, EvalConfig)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl.config import GenerationConfig
-from verl.config.load import Given
+from verl.config.load import ConfigInput
 from verl.trainer.common.command_line import command, validated_config
 from verl.trainer.common.preflight import generation_preflight
 
@@ -27,7 +27,7 @@ def main(config: DictConfig) -> None:
     run_generation(config)
 
 
-def run_generation(config: Given) -> Path:
+def run_generation(config: ConfigInput) -> Path:
     """Check the configuration, generate, and return the output file."""
     config = validated_config(config, GenerationConfig, preflight=generation_preflight)
 

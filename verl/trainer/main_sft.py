@@ -8,7 +8,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl.config import SFTConfig
-from verl.config.load import Given
+from verl.config.load import ConfigInput
 from verl.trainer.common.command_line import command
 from verl.trainer.supervised.launch import run_supervised_training
 
@@ -19,7 +19,7 @@ def main(config: DictConfig) -> None:
     run_sft(config, supervised=True)
 
 
-def run_sft(config: Given, supervised: bool = False) -> None:
+def run_sft(config: ConfigInput, supervised: bool = False) -> None:
     """Check the configuration, read the data, start the ranks (on Ray, if there are several) and train.
 
     `supervised`: as in `run_ppo`.

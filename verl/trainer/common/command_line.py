@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from verl.config import load_config
 from verl.config.command_line import prepared_arguments
-from verl.config.load import Given, Preflight
+from verl.config.load import ConfigInput, Preflight
 from verl.config.schema import Block
 from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.utils.logging_setup import setup_logging
@@ -62,7 +62,7 @@ def command(
 
 
 def validated_config(
-    config: Given, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None
+    config: ConfigInput, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None
 ) -> B:
     """Validate a configuration, log its notices and return it. Raises ConfigError with all problems."""
     loaded = load_config(config, overrides, root=root, preflight=preflight)

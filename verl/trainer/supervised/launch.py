@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config import SupervisedConfig, load_config
-from verl.config.load import Given
+from verl.config.load import ConfigInput
 from verl.config.supervised import describe
 from verl.trainer.common.command_line import validated_config
 from verl.trainer.common.preflight import supervised_preflight
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @messages_on_stderr()
 def run_supervised_training(
-    config: Given, root: type[SupervisedConfig], trainer_class: Callable[[], type], supervised: bool
+    config: ConfigInput, root: type[SupervisedConfig], trainer_class: Callable[[], type], supervised: bool
 ) -> None:
     """Check the configuration and train. `root`: class of the configuration. `trainer_class()` imports and returns the
     trainer's class. `supervised`: as in `run_ppo`; ignored under torchrun, which restarts a failed run itself.
