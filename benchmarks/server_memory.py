@@ -55,7 +55,7 @@ def main() -> None:
                 if storm:
                     asyncio.run(_storm(address, storm, options.requests))
                 _show(psutil.Process(process.pid), storm, time.monotonic() - began)
-            print(re.search(r"[\d.]+ GB of KV memory.*", Path(log.name).read_text())[0])
+            print(re.search(r"[\d.]+ GB of KV .*", Path(log.name).read_text())[0])
             for run in range(_SMALL_RUNS + 1 if options.small else 0):  # the first one warms up
                 rate, cpu = _measure_small(address, psutil.Process(process.pid), options.small)
                 if run:
