@@ -172,9 +172,9 @@ def _inference() -> list[Work]:
         chat(temperature=0.8, seed=3, n=3),
         chat(temperature=0, response_format={"type": "json_object"}, max_tokens=8),
         # The largest batch of the longest prompts, with every kind of sampling: the idle level includes its buffers.
-        complete(prompt=["word " * 100] * _BATCH, temperature=0.7, top_p=0.9, seed=1, logprobs=5, max_tokens=16),
+        complete(prompt=["word " * 40] * _BATCH, temperature=0.7, top_p=0.9, seed=1, logprobs=5, max_tokens=16),
         complete(prompt="penalties", temperature=0, presence_penalty=0.5, logit_bias={"65": 1.0}, stop=["never"]),
-        complete(prompt="echo " * 100, temperature=0, echo=True, logprobs=1, max_tokens=1),
+        complete(prompt="echo " * 40, temperature=0, echo=True, logprobs=1, max_tokens=1),
     ]
 
 
@@ -205,7 +205,7 @@ def _gateway() -> list[Work]:
 
     def crowd(url: str) -> Any:
         """Long conversations at the same time, as many as one batch has: the idle level includes its buffers."""
-        content = {"role": "user", "content": "word " * 100}
+        content = {"role": "user", "content": "word " * 40}
         given = {"model": "any", "max_tokens": 16, "temperature": 0, "messages": [content]}
 
         def converse(_place: int) -> str:
