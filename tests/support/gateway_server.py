@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.tiny import tiny_tokenizer
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output, Request
 from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.tool_calls import get_parser
@@ -102,8 +102,8 @@ def running_gateway(
     scripted = ScriptedModel(answer, pace_s)
     tokenizer = scripted.tokenizer
     tokenizer._own.chat_template = template
-    facts = ModelFacts(("tiny",), max_model_len, 264, frozenset({END}), 1, False, 16)
-    model = Model(facts, tokenizer, get_parser("hermes"), seconds=text_seconds)
+    model_info = ModelInfo(("tiny",), max_model_len, 264, frozenset({END}), 1, False, 16)
+    model = Model(model_info, tokenizer, get_parser("hermes"), seconds=text_seconds)
     sessions = Sessions(lambda name: GatewaySession(name, scripted.generate, **session), max_sessions)
     app = GatewayApp(sessions, model, ping_s=ping_s, api_key=api_key)
     started, address, loop, stop = threading.Event(), [""], asyncio.new_event_loop(), asyncio.Event()

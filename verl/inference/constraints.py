@@ -17,7 +17,7 @@ __all__ = [
     "GrammarState",
     "GrammarTokenizer",
     "OutputConstraints",
-    "StopStrings",
+    "StopStringChecker",
     "check_compiles",
     "json_grammar",
     "text_grammar",
@@ -35,14 +35,14 @@ class OutputConstraints:
     def __init__(self, load_tokenizer: Callable[[], Any] | None) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Any = None
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_strings: dict[tuple[str, ...], StopStringChecker] = {}
         self._grammar_tokenizers: dict[frozenset[int], GrammarTokenizer] = {}
         self._grammars: dict[tuple[str, frozenset[int]], GrammarState] = {}
         self._loading = threading.Lock()
         # A separate lock: compiling may take seconds, and requests with stop strings must not wait for it.
         self._compiling = threading.Lock()
 
-    def stop_check(self, request: Request) -> StopStrings | None:
+    def stop_check(self, request: Request) -> StopStringChecker | None:
         """The stop check of a request; None if it has no stop strings."""
         stop = request.params.stop
         if not stop:
@@ -57,7 +57,7 @@ class OutputConstraints:
             if stop not in self._stop_strings:
                 if len(self._stop_strings) >= _MAX_CACHED_STOP_STRINGS:
                     self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
-                self._stop_strings[stop] = StopStrings(tokenizer, stop)
+                self._stop_strings[stop] = StopStringChecker(tokenizer, stop)
             return self._stop_strings[stop]
 
     def grammar(self, request: Request) -> GrammarState | None:
@@ -104,7 +104,7 @@ _BROKEN = "\ufffd"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class StopStrings:
+class StopStringChecker:
     """Finds the token that completes a stop string, also if the string spans tokens or splits a character.
 
     Stateless with respect to sequences: one object serves all requests with these strings. Most tokens cannot complete

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.constraints import token_masks
-from verl.inference.sequence import Sequence, accept_details, accept_experts, accept_tokens
+from verl.inference.sequence import Sequence, accept_details, accept_experts, accept_tokens, advance_grammars
 from verl.inference.step_plan import Prefill, StepDetails, StepExperts, StepPlan, banned_tokens
 from verl.types.request import Request, check_request
 
@@ -96,7 +96,7 @@ class Scheduler:
             self._num_with_min_tokens += sequence.params.min_new_tokens > 0
             self._num_with_stop += sequence.stop_check is not None
             self._num_with_grammar += sequence.grammar is not None
-            self._num_with_details += _wants_details(sequence)
+            self._num_with_details += sequence.wants_details
             self._end_token_ids |= sequence.end_token_ids
             self._waiting.append(sequence)
 
@@ -179,7 +179,7 @@ class Scheduler:
         for sequence in finished:  # with an error: their results are not finite
             self._retire(sequence)
         if self._num_with_grammar:
-            launched.finishing += _advance_grammars(launched.rows)
+            launched.finishing += advance_grammars(launched.rows)
         for sequence in self._possibly_finished(launched, tokens):
             if not sequence.done and sequence.is_finished():
                 finished.append(sequence)
@@ -356,7 +356,7 @@ class Scheduler:
         self._num_with_min_tokens -= sequence.params.min_new_tokens > 0
         self._num_with_stop -= sequence.stop_check is not None
         self._num_with_grammar -= sequence.grammar is not None
-        self._num_with_details -= _wants_details(sequence)
+        self._num_with_details -= sequence.wants_details
         if sequence.slot >= 0:
             if sequence is self._prefilling:
                 self._prefilling = None
@@ -399,16 +399,3 @@ def _add_prefills(plan: StepPlan, chunks: list[_PrefillChunk]) -> list[Sequence]
         plan.sample_positions += [prefill.start + len(prefill.token_ids)] * len(prefill.samples)
         rows += chunk.samplers
     return rows
-
-
-def _advance_grammars(rows: list[Sequence]) -> list[Sequence]:
-    """Advance the grammars by the sampled tokens; returns the sequences whose grammar is complete."""
-    constrained = [sequence for sequence in rows if sequence.grammar is not None and not sequence.done]
-    for sequence in constrained:
-        assert sequence.grammar is not None
-        sequence.grammar.accept(sequence.token_ids[-1])
-    return [sequence for sequence in constrained if sequence.grammar is not None and sequence.grammar.complete]
-
-
-def _wants_details(sequence: Sequence) -> bool:
-    return sequence.params.top_log_probs > 0 or sequence.params.prompt_log_probs

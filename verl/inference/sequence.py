@@ -14,7 +14,7 @@ from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, sp
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_tokens"]
+__all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_tokens", "advance_grammars"]
 
 
 class StopCheck(Protocol):
@@ -109,6 +109,11 @@ class Sequence:
     def __len__(self) -> int:
         """Number of tokens, including those in flight."""
         return len(self.token_ids) + self.in_flight
+
+    @property
+    def wants_details(self) -> bool:
+        """Whether the request wants top log-probs or prompt log-probs."""
+        return self.params.top_log_probs > 0 or self.params.prompt_log_probs
 
     def experts_since(self, position: int, end: int | None = None) -> np.ndarray | None:
         """Experts [tokens, layers, k] recorded with generated tokens `position` to `end`; None: not recorded."""
@@ -239,6 +244,17 @@ def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -
                 sequence.experts.append(join_pieces(context, len(context), sampled))
             else:
                 sequence.experts.append(sampled)
+
+
+def advance_grammars(rows: list[Sequence]) -> list[Sequence]:
+    """Advance the grammars by the sampled tokens; returns the sequences whose grammar is complete."""
+    complete = []
+    for sequence in rows:
+        if sequence.grammar is not None and not sequence.done:
+            sequence.grammar.accept(sequence.token_ids[-1])
+            if sequence.grammar.complete:
+                complete.append(sequence)
+    return complete
 
 
 def _padded(values: list[float], count: int) -> list[float]:

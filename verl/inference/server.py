@@ -1,8 +1,8 @@
 """`python -m verl.inference.server --model PATH`: the embedded engine behind the OpenAI API, for this machine only.
 
 Clients: `openai.OpenAI(base_url="http://127.0.0.1:8001/v1", api_key="any")`, or curl. A sequence classifier, such as a
-reward model, is served as /v1/rewards and /classify. SIGTERM and Ctrl-C let requests under way finish for a while, then
-end the program with exit code 0; a second one ends it at once.
+reward model, is served as /v1/rewards and /classify. After SIGTERM or Ctrl-C, requests in flight get
+a grace period; then the program ends with exit code 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from verl.inference.serving.app import OpenAIServer, in_options
-from verl.inference.serving.model import ServedModel, add_model_options
+from verl.inference.serving.model import ModelLoader, add_model_options
 from verl.inference.serving.openai_requests import parse
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
@@ -34,7 +34,7 @@ from verl.utils.http_server.server import (
 from verl.utils.logging_setup import setup_logging
 from verl.utils.resources import freeze_gc, use_single_heap
 
-__all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
+__all__ = ["ServedApp", "load_app", "main", "options_parser", "serve"]
 
 DEFAULT_PORT = 8001
 
@@ -54,41 +54,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """Load the model, then serve requests."""
-    with bind_socket(options.host, options.port) as taken:
+    with bind_socket(options.host, options.port) as bound:
         if options.api_key is None:
-            warn_if_public(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
-        with contextlib.ExitStack() as held:
-            served = app_of(options, held)
+            warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
+        with contextlib.ExitStack() as resources:
+            loaded = load_app(options, resources)
             freeze_gc()
             limits = Limits(connections=options.max_connections)
-            run_event_loop(create_server(served.app, served.what, limits, "/v1").serve([taken]))
+            run_event_loop(create_server(loaded.app, loaded.description, limits, "/v1").serve([bound]))
 
 
 @dataclass(frozen=True)
 class ServedApp:
-    """An application and the name of its model, for the log."""
+    """The application of a loaded model."""
 
     app: ASGIApp
-    what: str
+    description: str
+    """The model, its dtype and device, for the log."""
     offload: Callable[[], None]
     """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
 
 
-def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp:
-    """Load the model that the options name and build its application; `held` closes it."""
-    model, max_body = ServedModel(options, options.task), options.max_body_mb * 2**20
-    parse_body: Any = parse_scoring if model.task == "classify" else parse
-    parsers: Parsers[Any] = Parsers(parse_body, model.load_tokenizer, options.max_parse_seconds)
-    held.enter_context(contextlib.closing(parsers))
-    if model.task == "classify":
-        classifier, facts, what = held.enter_context(model.scoring(options.max_answers))
-        scoring = ScoringServer(classifier, facts, parsers).app(max_body, options.api_key)
-        served = ServedApp(scoring, what, classifier.offload, classifier.onload)
+def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> ServedApp:
+    """Load the model that the options name and build its application; closing `resources` unloads it."""
+    loader, max_body_bytes = ModelLoader(options, options.task), options.max_body_mb * 2**20
+    parse_body: Any = parse_scoring if loader.task == "classify" else parse
+    parsers: Parsers[Any] = Parsers(parse_body, loader.load_tokenizer, options.max_parse_seconds)
+    resources.enter_context(contextlib.closing(parsers))
+    if loader.task == "classify":
+        classifier, model_info, description = resources.enter_context(loader.load_classifier(options.max_answers))
+        app = ScoringServer(classifier, model_info, parsers).app(max_body_bytes, options.api_key)
+        served = ServedApp(app, description, classifier.offload, classifier.onload)
     else:
-        of = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
-        api = OpenAIServer(of.engine, of.check, of.facts, of.tokenizer, parsers).app(max_body, options.api_key)
-        served = ServedApp(api, of.what, of.offload, of.onload)
+        model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
+        server = OpenAIServer(model.engine, model.check, model.model_info, model.tokenizer, parsers)
+        app = server.app(max_body_bytes, options.api_key)
+        served = ServedApp(app, model.description, model.offload, model.onload)
     parsers.wait_until_ready()
     return served
 
@@ -102,7 +104,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--task",
         default="auto",
         choices=("auto", "generate", "classify"),
-        help="classify: score with a sequence classifier (default: what the model is)",
+        help="classify: score with a sequence classifier (default: by the architecture of the model)",
     )
     add(
         "--max-num-batched-tokens",
@@ -110,12 +112,10 @@ def options_parser() -> argparse.ArgumentParser:
         default=16384,
         help="tokens per batch of a classifier (default: %(default)s)",
     )
-    add("--max-answers", type=positive, default=1024, help="prompts × n of one request (default: %(default)s)")
+    add("--max-answers", type=positive, default=1024, help="maximum prompts × n of one request (default: %(default)s)")
     seconds = "time limit for parsing one request (default: %(default)s)"
     add("--max-parse-seconds", type=float, default=10, help=seconds)
-    add(
-        "--allow-client-templates", action="store_true", help="run chat templates that clients send, which are programs"
-    )
+    add("--allow-client-templates", action="store_true", help="run chat templates sent by clients; these are programs")
     return parser
 
 

@@ -11,18 +11,18 @@ from tests.support.tiny import tiny_tokenizer
 from verl.inference.constraints import OutputConstraints, json_grammar
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.app import api_errors
-from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelFacts, parse
+from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelInfo, parse
 from verl.types.request import SamplingParams
 
 TOKENIZER = tiny_tokenizer()
 CONTEXT = 40
-FACTS = ModelFacts(("tiny",), CONTEXT, 288, frozenset({1}), max_answers=8, client_templates=False, longest_token=20)
+MODEL_INFO = ModelInfo(("tiny",), CONTEXT, 288, frozenset({1}), max_answers=8, client_templates=False, longest_token=20)
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT_PROMPT = len(TOKENIZER.encode("<|user|>hi<|end|><|assistant|>"))
 
 
 def read(path, **fields):
-    return parse(path, json.dumps(fields).encode(), FACTS, TOKENIZER)
+    return parse(path, json.dumps(fields).encode(), MODEL_INFO, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_scoring_a_prompt_needs_no_more_room_than_before():
 def test_requests_that_may_run_long_are_parsed_apart_from_the_others(fields, heavy):
     body = json.dumps({"messages": MESSAGES, **fields}).encode()
     with pytest.raises(HeavyRequest) if heavy else contextlib.nullcontext():
-        parse(CHAT, body, FACTS, TOKENIZER, heavy=False)
+        parse(CHAT, body, MODEL_INFO, TOKENIZER, heavy=False)
 
 
 def without_decoder():

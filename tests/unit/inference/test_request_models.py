@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.tiny import tiny_tokenizer
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelFacts, parse
+from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo, parse
 from verl.inference.serving.request_models import ChatRequest, CompletionRequest, ScoreRequest
 from verl.inference.serving.scoring_requests import REWARDS, parse_scoring
 from verl.utils.http_server.app import HttpError
 
 CONTEXT = 64
-FACTS = ModelFacts(("tiny",), CONTEXT, 264, frozenset({1}), max_answers=8, client_templates=False, longest_token=20)
+MODEL_INFO = ModelInfo(("tiny",), CONTEXT, 264, frozenset({1}), max_answers=8, client_templates=False, longest_token=20)
 TOKENIZER = tiny_tokenizer()
 MESSAGES = [{"role": "user", "content": "hi"}]
 VALID: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ KEYS += ["strict", "parameters", "include_usage", "0", "263", "264", "007", "-1"
 
 def send(path: str, fields: dict[str, Any] | bytes) -> Any:
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    return (parse_scoring if path == REWARDS else parse)(path, body, FACTS, TOKENIZER)
+    return (parse_scoring if path == REWARDS else parse)(path, body, MODEL_INFO, TOKENIZER)
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:

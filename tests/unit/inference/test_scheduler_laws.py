@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.hash_runner import VOCAB, HashRunner, expected
 from verl.inference.block_manager import BlockManager
-from verl.inference.constraints import StopStrings
+from verl.inference.constraints import StopStringChecker
 from verl.inference.engine import Engine
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
@@ -43,7 +43,7 @@ class House:
     def add(self, requests: list[Request]) -> None:
         tokenizer = LetterTokenizer()
         sequences = [
-            Sequence(r, len(self.everyone) + i, StopStrings(tokenizer, r.params.stop) if r.params.stop else None)
+            Sequence(r, len(self.everyone) + i, StopStringChecker(tokenizer, r.params.stop) if r.params.stop else None)
             for i, r in enumerate(requests)
         ]
         self.engine.add(sequences)

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_config, tiny_tokenizer
 from verl import DataProto
 from verl.config import load_config
 from verl.inference.classifier import Classifier
-from verl.inference.server import app_of, options_parser
+from verl.inference.server import load_app, options_parser
 from verl.protocol import object_array
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.utils.http_server.server import serve_in_thread
@@ -38,11 +38,11 @@ def saved(folder, labels):
 
 @contextlib.contextmanager
 def serving(folder, *options):
-    """The program's own app and server, in a thread: (ask(path, **fields), address)."""
-    asked = options_parser().parse_args(["--model", folder, "--device", "cpu", *options])
-    with contextlib.ExitStack() as held:
-        made = app_of(asked, held)
-        port = held.enter_context(serve_in_thread(made.app, made.what))
+    """The server of the command line, in a thread: `ask(path, **fields)` and `address`."""
+    parsed = options_parser().parse_args(["--model", folder, "--device", "cpu", *options])
+    with contextlib.ExitStack() as resources:
+        served = load_app(parsed, resources)
+        port = resources.enter_context(serve_in_thread(served.app, served.description))
 
         def ask(path, **fields):
             headers = {"Content-Type": "application/json"}

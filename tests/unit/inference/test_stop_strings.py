@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_tokenizer
-from verl.inference.constraints import StopStrings
+from verl.inference.constraints import StopStringChecker
 
 TOKENIZER = tiny_tokenizer()
 STOPS = ["ab", "é", "😀", "a😀b", "\n\n", "<|user|>", "b ", "aaa"]
@@ -29,7 +29,7 @@ def spaces_tokenizer():
 SPACES = spaces_tokenizer()
 
 
-def stopped_at(check: StopStrings, token_ids: list[int]) -> int | None:
+def stopped_at(check: StopStringChecker, token_ids: list[int]) -> int | None:
     """How many tokens an answer keeps that goes through `check` token by token."""
     return next((n for n in range(1, len(token_ids) + 1) if check.completed_by_last(token_ids[:n])), None)
 
@@ -53,17 +53,17 @@ def first_with(tokenizer, stops: list[str], token_ids: list[int]) -> int | None:
 )
 def test_an_answer_ends_with_the_byte_that_completes_the_string(text, stop, kept):
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
-    found = stopped_at(StopStrings(TOKENIZER, (stop,)), tokens)
+    found = stopped_at(StopStringChecker(TOKENIZER, (stop,)), tokens)
     assert found == (None if kept is None else len(kept.encode()))
 
 
 def test_the_text_of_a_special_token_can_be_the_string():
     tokens = [*TOKENIZER.encode("hi", add_special_tokens=False), 3, 70, 71]
-    assert stopped_at(StopStrings(TOKENIZER, ("<|user|>",)), tokens) == 3
+    assert stopped_at(StopStringChecker(TOKENIZER, ("<|user|>",)), tokens) == 3
 
 
 def test_a_string_that_was_complete_before_is_not_completed_again():
-    check = StopStrings(TOKENIZER, ("a", "bc"))
+    check = StopStringChecker(TOKENIZER, ("a", "bc"))
     tokens = TOKENIZER.encode("a..a", add_special_tokens=False)
     assert [check.completed_by_last(tokens[:n]) for n in range(1, 5)] == [True, False, False, True]
 
@@ -79,7 +79,7 @@ def test_bytes_one_by_one_are_stopped_where_the_whole_text_first_holds_a_string(
     tokens = []
     for piece in text:
         tokens += [broken] if piece == "\udce2" else TOKENIZER.encode(piece, add_special_tokens=False)
-    assert stopped_at(StopStrings(TOKENIZER, stops), tokens) == first_with(TOKENIZER, stops, tokens)
+    assert stopped_at(StopStringChecker(TOKENIZER, stops), tokens) == first_with(TOKENIZER, stops, tokens)
 
 
 @settings(max_examples=50)
@@ -90,4 +90,4 @@ def test_bytes_one_by_one_are_stopped_where_the_whole_text_first_holds_a_string(
 @example(tokens=[7 + byte for byte in "é ".encode()], stops=[" "])  # the last two bytes alone are no text
 @example(tokens=[7 + byte for byte in b"\xa9  "], stops=[" "])  # nor are all three: nobody ever reads these spaces
 def test_words_with_leading_spaces_are_stopped_where_the_whole_text_first_holds_a_string(tokens, stops):
-    assert stopped_at(StopStrings(SPACES, stops), tokens) == first_with(SPACES, stops, tokens)
+    assert stopped_at(StopStringChecker(SPACES, stops), tokens) == first_with(SPACES, stops, tokens)

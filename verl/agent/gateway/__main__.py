@@ -22,7 +22,7 @@ import uvicorn
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving.app import in_options
-from verl.inference.serving.model import Served, ServedModel, add_model_options
+from verl.inference.serving.model import LoadedModel, ModelLoader, add_model_options
 from verl.types.request import Output, Request
 from verl.utils.http_server.app import json_pieces
 from verl.utils.http_server.server import (
@@ -63,19 +63,21 @@ def _serve(options: argparse.Namespace) -> None:
             warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         parser = get_parser(options.format)
         with contextlib.ExitStack() as stack:
-            served = stack.enter_context(ServedModel(options).loaded(max_answers=1, client_templates=False))
-            model = stack.enter_context(contextlib.closing(Model(served.facts, served.tokenizer, parser)))
+            loaded = stack.enter_context(ModelLoader(options).load_engine(max_answers=1, client_templates=False))
+            model = stack.enter_context(contextlib.closing(Model(loaded.model_info, loaded.tokenizer, parser)))
             model.start_workers()
             freeze_gc()
-            gateway, limits = _Gateway(served, model, options), Limits(connections=options.max_connections)
-            run_event_loop(gateway.serve(create_server(gateway.app, served.what, limits, "/sessions/<name>"), bound))
+            gateway, limits = _Gateway(loaded, model, options), Limits(connections=options.max_connections)
+            run_event_loop(
+                gateway.serve(create_server(gateway.app, loaded.description, limits, "/sessions/<name>"), bound)
+            )
 
 
 class _Gateway:
     """Sessions that clients name themselves, with limits on their number, size and idle time."""
 
-    def __init__(self, served: Served, model: Model, options: argparse.Namespace) -> None:
-        self._served, self._out, self._idle_s = served, options.out, 60.0 * options.session_idle_minutes
+    def __init__(self, loaded: LoadedModel, model: Model, options: argparse.Namespace) -> None:
+        self._loaded, self._out, self._idle_s = loaded, options.out, 60.0 * options.session_idle_minutes
         self._writing = threading.Lock()
         limits = {"max_turns": options.max_session_turns, "max_bytes": options.max_session_mb * 2**20}
         self._sessions = Sessions(lambda name: GatewaySession(name, self._generate, **limits), options.max_sessions)
@@ -110,10 +112,10 @@ class _Gateway:
             await self._write(session)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        self._served.check(request)
+        self._loaded.check(request)
         if request.params.grammar is not None:
-            await asyncio.to_thread(self._served.engine.prepare, request.params)
-        async with contextlib.aclosing(self._served.engine.stream(request)) as pieces:
+            await asyncio.to_thread(self._loaded.engine.prepare, request.params)
+        async with contextlib.aclosing(self._loaded.engine.stream(request)) as pieces:
             async for piece in pieces:
                 yield piece
 

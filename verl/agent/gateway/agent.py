@@ -22,7 +22,7 @@ from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output, Request
 from verl.utils.concurrency import SharedEventLoop
 from verl.utils.exceptions import RemoteTraceback
@@ -290,7 +290,7 @@ _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gateway] = WeakKeyDicti
 def _worker_gateway(loop: GatewayAgentLoop) -> _Gateway:
     """The gateway of the loop's event loop, of which each worker has one."""
     if loop.loop not in _gateways:
-        facts = ModelFacts(
+        model_info = ModelInfo(
             (loop.config.actor_rollout_ref.model.path,),
             loop.rollout_config.max_model_len,
             len(loop.tokenizer),
@@ -301,5 +301,5 @@ def _worker_gateway(loop: GatewayAgentLoop) -> _Gateway:
         )
         parser = get_parser(loop.rollout_config.multi_turn.format)
         template_kwargs = loop.apply_chat_template_kwargs
-        _gateways[loop.loop] = _Gateway(Model(facts, loop.tokenizer, parser, template_kwargs, grammars=False))
+        _gateways[loop.loop] = _Gateway(Model(model_info, loop.tokenizer, parser, template_kwargs, grammars=False))
     return _gateways[loop.loop]

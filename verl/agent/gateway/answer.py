@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.agent.gateway.tree import Message
-from verl.inference.serving.openai_replies import Part, Token, sampled_tokens
-from verl.inference.serving.openai_requests import ChatAsk
+from verl.inference.serving.openai_requests import ParsedChatRequest
+from verl.inference.serving.openai_responses import ResponseChunk, Token, sampled_tokens
 from verl.inference.serving.text_stream import TextStream
 from verl.types.request import Output
 from verl.utils.tool_calls import Parser
@@ -25,13 +25,15 @@ class Answer:
     malformed ones are sent as text.
     """
 
-    def __init__(self, chat: ChatAsk, reads_calls: bool, parser: Parser, tokenizer: Any, ends: frozenset[int]) -> None:
+    def __init__(
+        self, chat: ParsedChatRequest, reads_calls: bool, parser: Parser, tokenizer: Any, ends: frozenset[int]
+    ) -> None:
         self.output = Output(finish_reason="")
         self.reply: Message = {"role": "assistant", "content": ""}
         """The message that the client received; complete after the last part."""
         self._reads_calls = reads_calls
-        self._text = TextStream(tokenizer, chat.ask.params.stop, special=reads_calls)
-        self._text_so_far, self._sent = chat.ask.begun, ""
+        self._text = TextStream(tokenizer, chat.generation.params.stop, special=reads_calls)
+        self._text_so_far, self._sent = chat.generation.forced_prefix, ""
         self._tools, self._parser, self._ends = chat.tools, parser, ends
         self._held: list[Token] = []
         self._held_end: list[int] = []
@@ -44,25 +46,25 @@ class Answer:
         """The stop string that ended the response."""
         return self._text.stopped
 
-    def push(self, piece: Output) -> Part:
-        """Add a piece; return the text that is final by now. The last part has a finish reason."""
+    def push(self, piece: Output) -> ResponseChunk:
+        """Add a piece; return the text that is final by now. The last chunk has a finish reason."""
         self._append(piece)
         self._held += sampled_tokens(piece)
         self._text_so_far += self._text.push(self._content(piece.token_ids))
-        part = Part(0, finish_reason=piece.finish_reason or None)
-        if part.finish_reason is None:
+        chunk = ResponseChunk(0, finish_reason=piece.finish_reason or None)
+        if chunk.finish_reason is None:
             content = self._final_text()
         else:
             self._text_so_far += self._text.finish()
-            content, part.calls = self._parse_calls()
+            content, chunk.calls = self._parse_calls()
             self.reply["content"] = content
-            if part.calls:
-                self.reply["tool_calls"] = part.calls
-                part.finish_reason = "tool_calls" if part.finish_reason == "stop" else part.finish_reason
-        part.text, self._sent = content[len(self._sent) :], content
-        if part.text or part.calls or part.finish_reason:
-            part.tokens, self._held = self._held, []
-        return part
+            if chunk.calls:
+                self.reply["tool_calls"] = chunk.calls
+                chunk.finish_reason = "tool_calls" if chunk.finish_reason == "stop" else chunk.finish_reason
+        chunk.text, self._sent = content[len(self._sent) :], content
+        if chunk.text or chunk.calls or chunk.finish_reason:
+            chunk.tokens, self._held = self._held, []
+        return chunk
 
     def _content(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens to decode. A trailing end token is held back and decoded only if the response continues."""

@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from verl.agent.gateway.answer import Answer
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import Ask
+from verl.inference.serving.openai_requests import ParsedRequest
+from verl.inference.serving.openai_responses import ResponseChunk
 from verl.utils.http_server.app import HttpError
 from verl.utils.http_server.json_body import RequestModel
 
-__all__ = ["AnthropicReplies", "MessagesRequest", "anthropic_error", "as_openai"]
+__all__ = ["AnthropicFormatter", "MessagesRequest", "anthropic_error", "as_openai"]
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -185,50 +185,50 @@ def anthropic_error(_path: str, error: HttpError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class AnthropicReplies:
+class AnthropicFormatter:
     """Formats the response to one request, as one message or as events."""
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, ask: Ask, answer: Answer, tokenizer: Any) -> None:
+    def __init__(self, parsed: ParsedRequest, answer: Answer, tokenizer: Any) -> None:
         self._base = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": ask.model,
+            "model": parsed.model,
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._answer, self._prompt_tokens = answer, sum(map(len, ask.prompts))
+        self._answer, self._prompt_tokens = answer, sum(map(len, parsed.prompts))
         self._blocks, self._text_open = 0, False
 
-    def whole(self, part: Part) -> str:
-        content = [{"type": "text", "text": part.text}] if part.text else []
-        content += [_block(call, json.loads(call["function"]["arguments"])) for call in part.calls]
+    def whole(self, chunk: ResponseChunk) -> str:
+        content = [{"type": "text", "text": chunk.text}] if chunk.text else []
+        content += [_block(call, json.loads(call["function"]["arguments"])) for call in chunk.calls]
         usage = self._usage(len(self._answer.output.token_ids))
         return json.dumps(
-            {**self._base, "content": content, "usage": usage, **self._stop_fields(part)}, ensure_ascii=False
+            {**self._base, "content": content, "usage": usage, **self._stop_fields(chunk)}, ensure_ascii=False
         )
 
     def begin(self) -> str:
         return _event("message_start", message={**self._base, "content": [], "usage": self._usage(0)})
 
-    def piece(self, part: Part) -> str:
+    def chunk(self, chunk: ResponseChunk) -> str:
         events = ""
-        if part.text:
+        if chunk.text:
             events += "" if self._text_open else self._open({"type": "text", "text": ""})
             self._text_open = True
-            events += self._delta({"type": "text_delta", "text": part.text})
-        if (part.calls or part.finish_reason) and self._text_open:
+            events += self._delta({"type": "text_delta", "text": chunk.text})
+        if (chunk.calls or chunk.finish_reason) and self._text_open:
             events += self._close()
             self._text_open = False
-        for call in part.calls:
+        for call in chunk.calls:
             events += self._open(_block(call, {}))
             events += self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
             events += self._close()
-        if part.finish_reason:
+        if chunk.finish_reason:
             usage = {"output_tokens": len(self._answer.output.token_ids)}
-            events += _event("message_delta", delta=self._stop_fields(part), usage=usage)
+            events += _event("message_delta", delta=self._stop_fields(chunk), usage=usage)
         return events
 
     def end(self) -> str:
@@ -247,9 +247,9 @@ class AnthropicReplies:
         self._blocks += 1
         return _event("content_block_stop", index=self._blocks - 1)
 
-    def _stop_fields(self, part: Part) -> dict[str, Any]:
-        stopped = self._answer.stop_string if part.finish_reason == "stop" else None
-        reason = "stop_sequence" if stopped else _STOP_REASONS[part.finish_reason or "stop"]
+    def _stop_fields(self, chunk: ResponseChunk) -> dict[str, Any]:
+        stopped = self._answer.stop_string if chunk.finish_reason == "stop" else None
+        reason = "stop_sequence" if stopped else _STOP_REASONS[chunk.finish_reason or "stop"]
         return {"stop_reason": reason, "stop_sequence": stopped}
 
     def _usage(self, output_tokens: int) -> dict[str, int]:

@@ -17,14 +17,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.anthropic import AnthropicReplies, anthropic_error
+from verl.agent.gateway.anthropic import AnthropicFormatter, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
-from verl.inference.serving import openai_replies
 from verl.inference.serving.api_errors import ApiError, openai_error
-from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import CHAT, Ask
-from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
+from verl.inference.serving.openai_requests import CHAT, ParsedRequest
+from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder
+from verl.utils.http_server.app import GeneratorResponse, HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import RequestModel, parse_json, validate_model
 
 __all__ = ["MAX_REWARD", "GatewayApp"]
@@ -102,7 +101,7 @@ class GatewayApp:
         return {"status": "ok", "sessions": len(self._sessions)}
 
     async def _models(self, _request: Request) -> Response:
-        entry = {"id": self._model.facts.names[0], "object": "model", "created": self._since, "owned_by": "verl"}
+        entry = {"id": self._model.model_info.names[0], "object": "model", "created": self._since, "owned_by": "verl"}
         return JSONResponse({"object": "list", "data": [entry]})
 
     def _access(self, request: Request) -> tuple[str, str]:
@@ -144,34 +143,37 @@ class GatewayApp:
         api = MESSAGES if request.scope["path"].endswith(MESSAGES) else CHAT
         with self._sessions.use(*self._access(request)) as session:
             model = self._model
-            parsed = await model.read(api, request_body(request))
-            place, chat = await session.place(parsed, model), parsed.chat
-            ask = replace(chat.ask, prompts=[place.prompt_ids])
-            answer = Answer(chat, parsed.reads_calls, model.parser, model.tokenizer, await model.ends(chat))
-            replies = (AnthropicReplies if api == MESSAGES else OpenAIReplies)(ask, answer, model.tokenizer)
-            (engine_request,) = ask.requests(model.facts.max_model_len)
-            parts = session.answer(place, engine_request, answer)
-            if not ask.stream:
-                return await _complete(parts, replies)
-        return EventStream(self._events(session, parts, replies))
+            gateway_request = await model.read(api, request_body(request))
+            place, chat = await session.place(gateway_request, model), gateway_request.chat
+            parsed = replace(chat.generation, prompts=[place.prompt_ids])
+            answer = Answer(chat, gateway_request.reads_calls, model.parser, model.tokenizer, await model.ends(chat))
+            formatter = (AnthropicFormatter if api == MESSAGES else OpenAIFormatter)(parsed, answer, model.tokenizer)
+            (engine_request,) = parsed.requests(model.model_info.max_model_len)
+            chunks = session.answer(place, engine_request, answer)
+            if not parsed.stream:
+                return await _complete(chunks, formatter)
+        return GeneratorResponse(self._events(session, chunks, formatter), media_type="text/event-stream")
 
     async def _events(
-        self, session: GatewaySession, parts: AsyncGenerator[Part, None], replies: ReplyFormatter
+        self, session: GatewaySession, chunks: AsyncGenerator[ResponseChunk, None], formatter: ResponseFormatter
     ) -> AsyncGenerator[str, None]:
         try:
             with session.under_way():
-                yield replies.begin()
-                async with contextlib.aclosing(parts), contextlib.aclosing(_with_pauses(parts, self._ping_s)) as paced:
-                    async for part in paced:
-                        if part is None:
-                            yield replies.ping
-                        elif part.text or part.calls or part.finish_reason:
-                            yield replies.piece(part)
-            yield replies.end()
+                yield formatter.begin()
+                async with (
+                    contextlib.aclosing(chunks),
+                    contextlib.aclosing(_with_pauses(chunks, self._ping_s)) as paced,
+                ):
+                    async for chunk in paced:
+                        if chunk is None:
+                            yield formatter.ping
+                        elif chunk.text or chunk.calls or chunk.finish_reason:
+                            yield formatter.chunk(chunk)
+            yield formatter.end()
         except HttpError as error:
-            yield replies.error(error)
+            yield formatter.error(error)
         except Exception:
-            yield replies.error(HttpError(500, "the server failed; the cause is in its log."))
+            yield formatter.error(HttpError(500, "the server failed; the cause is in its log."))
             raise
 
 
@@ -198,70 +200,53 @@ def _depth(content: Any) -> int:
     return depth
 
 
-async def _complete(parts: AsyncGenerator[Part, None], replies: ReplyFormatter) -> Response:
+async def _complete(chunks: AsyncGenerator[ResponseChunk, None], formatter: ResponseFormatter) -> Response:
     texts: list[str] = []
-    whole = Part(0)
-    async with contextlib.aclosing(parts):
-        async for part in parts:
-            texts.append(part.text)
-            whole.tokens += part.tokens
-            whole.calls, whole.finish_reason = part.calls, part.finish_reason
+    whole = ResponseChunk(0)
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            texts.append(chunk.text)
+            whole.tokens += chunk.tokens
+            whole.calls, whole.finish_reason = chunk.calls, chunk.finish_reason
     whole.text = "".join(texts)
     # Log-probs of a long response are megabytes of JSON.
-    text = await asyncio.to_thread(replies.whole, whole)
+    text = await asyncio.to_thread(formatter.whole, whole)
     return Response(text, media_type="application/json")
 
 
-class EventStream(Response):
-    """Server-sent events. The generator is closed when the response ends, also if the client disconnects."""
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-                await asyncio.sleep(0)  # other clients are served between two events that are ready
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class ReplyFormatter(Protocol):
+class ResponseFormatter(Protocol):
     """Formats the response to one request in the client's API, as one body or as events."""
 
     ping: str
 
-    def whole(self, part: Part) -> str: ...
+    def whole(self, chunk: ResponseChunk) -> str: ...
     def begin(self) -> str: ...
-    def piece(self, part: Part) -> str: ...
+    def chunk(self, chunk: ResponseChunk) -> str: ...
     def end(self) -> str: ...
     def error(self, error: HttpError) -> str: ...
 
 
-class OpenAIReplies:
+class OpenAIFormatter:
     """Formats responses of the OpenAI API."""
 
     ping = ": ping\n\n"
 
-    def __init__(self, ask: Ask, answer: Answer, tokenizer: Any) -> None:
-        self._answer, self._usage = answer, ask.include_usage
-        self._replies = openai_replies.Replies(ask, True, tokenizer)
+    def __init__(self, parsed: ParsedRequest, answer: Answer, tokenizer: Any) -> None:
+        self._answer, self._usage = answer, parsed.include_usage
+        self._encoder = ResponseEncoder(parsed, True, tokenizer)
 
-    def whole(self, part: Part) -> str:
-        before, after = self._replies.frame(len(self._answer.output.token_ids))
-        return before + self._replies.choice(part) + after
+    def whole(self, chunk: ResponseChunk) -> str:
+        before, after = self._encoder.frame(len(self._answer.output.token_ids))
+        return before + self._encoder.choice(chunk) + after
 
     def begin(self) -> str:
-        return f"data: {self._replies.first_piece(0)}\n\n"
+        return f"data: {self._encoder.first_chunk(0)}\n\n"
 
-    def piece(self, part: Part) -> str:
-        return f"data: {self._replies.piece(part)}\n\n"
+    def chunk(self, chunk: ResponseChunk) -> str:
+        return f"data: {self._encoder.chunk(chunk)}\n\n"
 
     def end(self) -> str:
-        usage = self._replies.usage_piece(len(self._answer.output.token_ids)) if self._usage else ""
+        usage = self._encoder.usage_chunk(len(self._answer.output.token_ids)) if self._usage else ""
         return f"data: {usage}\n\ndata: [DONE]\n\n" if usage else "data: [DONE]\n\n"
 
     def error(self, error: HttpError) -> str:

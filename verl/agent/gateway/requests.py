@@ -12,12 +12,12 @@ from verl.agent.gateway.anthropic import as_openai
 from verl.agent.gateway.tree import Message, prefix_digests, scope_key
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import (
-    ChatAsk,
     HeavyRequest,
-    ModelFacts,
-    brings_program,
+    ModelInfo,
+    ParsedChatRequest,
     check_characters,
     check_grammar,
+    contains_program,
     read_chat,
     template_errors,
 )
@@ -37,7 +37,7 @@ _MAX_MODEL_NAME = 256
 class GatewayRequest:
     """A parsed and validated request."""
 
-    chat: ChatAsk
+    chat: ParsedChatRequest
     reads_calls: bool
     """Whether tool calls are parsed from the answer."""
     scope: str
@@ -45,13 +45,13 @@ class GatewayRequest:
     """`prefix_digests` of the messages."""
 
 
-def check_body(body: bytes | bytearray, facts: ModelFacts) -> None:
+def check_body(body: bytes | bytearray, model_info: ModelInfo) -> None:
     """Raise ApiError (413) for a body that cannot be a conversation within the model's context."""
-    max_bytes = facts.max_characters * _BYTES_PER_CHARACTER + _BODY_SLACK
+    max_bytes = model_info.max_characters * _BYTES_PER_CHARACTER + _BODY_SLACK
     if len(body) > max_bytes:
         raise ApiError(
-            f"the body has {len(body)} bytes; with a context of {facts.max_model_len} tokens at most {max_bytes} are"
-            " accepted. Shorten it.",
+            f"the body has {len(body)} bytes; with a context of {model_info.max_model_len} tokens at most {max_bytes}"
+            " are accepted. Shorten it.",
             "messages",
             status=413,
             code="context_length_exceeded",
@@ -62,7 +62,7 @@ def read_request(
     tokenizer: Any,
     api: str,
     body: bytes | bytearray,
-    facts: ModelFacts,
+    model_info: ModelInfo,
     forces_calls: bool,
     grammars: bool,
     heavy: bool = True,
@@ -77,37 +77,37 @@ def read_request(
     if not isinstance(fields, dict):
         raise ApiError("the body is not a JSON object.")
     fields = as_openai(fields) if api == MESSAGES else fields
-    if not heavy and brings_program(fields):
+    if not heavy and contains_program(fields):
         raise HeavyRequest
-    name = fields.get("model") or facts.names[0]
+    name = fields.get("model") or model_info.names[0]
     if not isinstance(name, str) or len(name) > _MAX_MODEL_NAME:
         raise ApiError(f"model: should be a text of at most {_MAX_MODEL_NAME} characters.", "model")
     if fields.get("n", 1) not in (1, None):
         raise ApiError(f"n: {str(fields['n'])[:200]} is not supported by the gateway: a turn has one response.", "n")
     no_calls = fields.get("tool_choice") == "none"
     fields = {key: value for key, value in fields.items() if not (no_calls and key == "tool_choice")}
-    chat = read_chat({**fields, "model": facts.names[0]}, facts, tokenizer)
-    if chat.ask.begun and not forces_calls:
+    chat = read_chat({**fields, "model": model_info.names[0]}, model_info, tokenizer)
+    if chat.generation.forced_prefix and not forces_calls:
         raise ApiError("tool_choice: only auto and none are supported for this model's format of calls.", "tool_choice")
     if grammars:
-        check_grammar(chat.ask, tokenizer)
-    chat = replace(chat, ask=replace(chat.ask, model=name))
+        check_grammar(chat.generation, tokenizer)
+    chat = replace(chat, generation=replace(chat.generation, model=name))
     scope = scope_key(chat.tools, chat.options)
     return GatewayRequest(chat, bool(chat.tools) and not no_calls, scope, prefix_digests(scope, chat.messages))
 
 
 def prompt_ids(
-    tokenizer: Any, settings: ChatSettings, messages: Sequence[Message], begun: str, facts: ModelFacts
+    tokenizer: Any, settings: ChatSettings, messages: Sequence[Message], forced_prefix: str, model_info: ModelInfo
 ) -> list[int]:
-    """Token ids of a conversation with the generation prompt and `begun`, the forced beginning of the response.
+    """Token ids of a conversation with the generation prompt and `forced_prefix`, the forced beginning of the response.
 
     ApiError if it does not fit the context or the template rejects it."""
     with template_errors():
         chat = cached_chat(tokenizer, settings)
         text = chat.render(messages, generation_prompt=True)
-    check_characters(len(text), facts, "messages")
+    check_characters(len(text), model_info, "messages")
     with template_errors():
-        return chat.encode(text) + _encode_begun(chat, begun)
+        return chat.encode(text) + _encode_forced_prefix(chat, forced_prefix)
 
 
 def suffix_ids(
@@ -115,14 +115,14 @@ def suffix_ids(
     settings: ChatSettings,
     messages: Sequence[Message],
     answer_end: Sequence[int],
-    begun: str,
-    facts: ModelFacts,
+    forced_prefix: str,
+    model_info: ModelInfo,
 ) -> list[int]:
     """Token ids of the messages that follow a response; `answer_end`: its last token. Otherwise like `prompt_ids`."""
-    check_characters(sum(len(str(message["content"])) for message in messages), facts, "messages")
+    check_characters(sum(len(str(message["content"])) for message in messages), model_info, "messages")
     with template_errors():
         chat = cached_chat(tokenizer, settings)
-        return chat.suffix(messages, answer_end) + _encode_begun(chat, begun)
+        return chat.suffix(messages, answer_end) + _encode_forced_prefix(chat, forced_prefix)
 
 
 def end_ids(tokenizer: Any, template_kwargs: dict[str, Any]) -> frozenset[int]:
@@ -131,5 +131,5 @@ def end_ids(tokenizer: Any, template_kwargs: dict[str, Any]) -> frozenset[int]:
         return find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
 
 
-def _encode_begun(chat: Chat, begun: str) -> list[int]:
-    return chat.encode(begun) if begun else []
+def _encode_forced_prefix(chat: Chat, forced_prefix: str) -> list[int]:
+    return chat.encode(forced_prefix) if forced_prefix else []

@@ -19,8 +19,8 @@ from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.requests import GatewayRequest, check_body, end_ids, prompt_ids, read_request, suffix_ids
 from verl.agent.gateway.tree import Message, Node, Place, Tree
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import ChatAsk, HeavyRequest, ModelFacts, checked_length
+from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo, ParsedChatRequest, check_length
+from verl.inference.serving.openai_responses import ResponseChunk
 from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
 from verl.utils.text_workers import (
@@ -58,7 +58,7 @@ class Model:
 
     def __init__(
         self,
-        facts: ModelFacts,
+        model_info: ModelInfo,
         tokenizer: Any,
         parser: Parser,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -66,7 +66,7 @@ class Model:
         grammars: bool = True,
     ) -> None:
         """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
-        self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
+        self.model_info, self.tokenizer, self.parser = model_info, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
         self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, prompt_ids])
         self._ends: dict[str, frozenset[int]] = {}
@@ -81,8 +81,8 @@ class Model:
 
     async def read(self, api: str, body: bytes | bytearray) -> GatewayRequest:
         """Parse a body sent to `api` (/v1/chat/completions or /v1/messages); ApiError if it is invalid."""
-        check_body(body, self.facts)
-        arguments = (self.facts, isinstance(self.parser, HermesParser), self._grammars)
+        check_body(body, self.model_info)
+        arguments = (self.model_info, isinstance(self.parser, HermesParser), self._grammars)
         if len(body) <= _SHORT_BODY:
             try:
                 return read_request(self.tokenizer, api, body, *arguments, heavy=False)
@@ -99,7 +99,7 @@ class Model:
         named = _with_tool_names(messages, node.reply)
         return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
 
-    async def ends(self, chat: ChatAsk) -> frozenset[int]:
+    async def ends(self, chat: ParsedChatRequest) -> frozenset[int]:
         """Ids of the tokens that end a response."""
         key = json.dumps(chat.options, sort_keys=True)
         if key not in self._ends:
@@ -110,7 +110,7 @@ class Model:
                 ids = await self._call(end_ids, template_kwargs)
             if len(self._ends) >= _CACHED_ENDS:
                 self._ends.clear()
-            self._ends[key] = ids | self.facts.eos_token_ids
+            self._ends[key] = ids | self.model_info.eos_token_ids
         return self._ends[key]
 
     async def _tokenise(
@@ -118,8 +118,8 @@ class Model:
     ) -> list[int]:
         chat = request.chat
         options = {**self._template_kwargs, **chat.options}
-        settings = ChatSettings.create(chat.tools, self.facts.eos_token_ids, options)
-        arguments = (settings, list(messages), *more, chat.ask.begun, self.facts)
+        settings = ChatSettings.create(chat.tools, self.model_info.eos_token_ids, options)
+        arguments = (settings, list(messages), *more, chat.generation.forced_prefix, self.model_info)
         length = text_length(messages) + len(request.scope)
         if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES and _are_flags(chat.options):
             return function(self.tokenizer, *arguments)
@@ -160,7 +160,7 @@ class GatewaySession:
         self._check_limits()
         async with self._placing:  # two equal concurrent requests get the same place
             chat = request.chat
-            lookup = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
+            lookup = self.tree.lookup(chat.messages, request.digests, chat.generation.forced_prefix)
             place = lookup.place
             if place is None:
                 parent = lookup.parent
@@ -168,7 +168,7 @@ class GatewaySession:
                 place = self.tree.open_place(lookup, await tokens, request.scope)
         prompt_ids = place.prompt_ids
         try:
-            checked_length(prompt_ids, model.facts, "messages")
+            check_length(prompt_ids, model.model_info, "messages")
         except ApiError:
             if self.on_full_context is not None and prompt_ids:
                 self.on_full_context(prompt_ids)
@@ -220,19 +220,19 @@ class GatewaySession:
             if not self._tasks:
                 self._idle.set()
 
-    async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
-        """Generate the response in parts. It is added to the tree before the last part is yielded."""
+    async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[ResponseChunk, None]:
+        """Generate the response in chunks. It is added to the tree before the last chunk is yielded."""
         finished, requested_at = False, len(self.tree.nodes)
         try:
             async with contextlib.aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
                     if piece.finish_reason == "abort":
                         raise ApiError("generation was stopped. Send the request again.", status=503)
-                    part = answer.push(piece)
-                    finished = part.finish_reason is not None
+                    chunk = answer.push(piece)
+                    finished = chunk.finish_reason is not None
                     if finished:
                         self.tree.add(place, answer.output, answer.reply, requested_at)
-                    yield part
+                    yield chunk
         except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error
         finally:

@@ -109,12 +109,12 @@ class Tree:
     _places: dict[str, Place] = field(default_factory=dict)
     _nodes_by_digest: dict[str, Node] = field(default_factory=dict)
 
-    def lookup(self, messages: Sequence[Message], digests: Sequence[str], begun: str) -> Lookup:
+    def lookup(self, messages: Sequence[Message], digests: Sequence[str], forced_prefix: str) -> Lookup:
         """Find the place of an equal earlier request, or the node that these messages continue.
 
-        `digests`: `prefix_digests` of the messages. `begun`: the forced beginning of the response.
+        `digests`: `prefix_digests` of the messages. `forced_prefix`: the forced beginning of the response.
         """
-        request_key = f"{digests[-1]} {begun}"
+        request_key = f"{digests[-1]} {forced_prefix}"
         known = self._places.get(request_key)
         if known is not None:
             self.counts["retry"] += 1

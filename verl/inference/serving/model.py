@@ -1,4 +1,4 @@
-"""ServedModel: the model options of a server's command line, and the engine or classifier they load."""
+"""ModelLoader: the model options of a server's command line, and the engine or classifier they load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import context_limit
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
 from verl.utils.http_server.server import positive
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
 
-__all__ = ["Served", "ServedModel", "add_model_options"]
+__all__ = ["LoadedModel", "ModelLoader", "add_model_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +33,23 @@ _OFFLOADED = "offloaded"
 
 
 @dataclass(frozen=True)
-class Served:
-    """A loaded engine and what a server needs with it."""
+class LoadedModel:
+    """A loaded engine with the tokenizer and limits that a server needs."""
 
     engine: AsyncEngine
     check: Callable[[Request], None]
     """Raises ValueError for a request that the engine can never run."""
-    facts: ModelFacts
+    model_info: ModelInfo
     tokenizer: Any
-    what: str
-    """Description for the log."""
+    description: str
+    """The model, its dtype and device, for the log."""
     offload: Callable[[], None]
     """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
 
 
-class ServedModel:
-    """The model that the options name. Only `loaded` and `scoring` load it and use the device."""
+class ModelLoader:
+    """Loads the model that the options name. Creating the loader reads only the config of the model."""
 
     def __init__(self, options: argparse.Namespace, task: str = "generate") -> None:
         """`task`: generate, classify, or auto: classify if the model is a sequence classifier."""
@@ -60,27 +60,27 @@ class ServedModel:
         values = {"path": self._path, "trust_remote_code": options.trust_remote_code}
         self._config = as_config(ModelConfig, values, at="actor_rollout_ref.model")
         self._hf_config = read_hf_config(self._path, self._config)
-        kinds = self._hf_config.architectures or ()
-        scores = any(name.endswith("ForSequenceClassification") for name in kinds)
-        self.task = ("classify" if scores else "generate") if task == "auto" else task
-        self._length = _max_model_len(options.max_model_len, self._hf_config)
+        architectures = self._hf_config.architectures or ()
+        is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+        self.task = ("classify" if is_classifier else "generate") if task == "auto" else task
+        self._max_model_len = _resolve_max_model_len(options.max_model_len, self._hf_config)
         self.load_tokenizer = partial(hf_tokenizer, self._path, trust_remote_code=options.trust_remote_code)
 
     @contextlib.contextmanager
-    def loaded(self, max_answers: int, client_templates: bool) -> Iterator[Served]:
+    def load_engine(self, max_answers: int, client_templates: bool) -> Iterator[LoadedModel]:
         """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
         from verl.utils.device import get_device_name, resolve_dtype
 
-        options, length = self._options, self._length
+        options, max_model_len = self._options, self._max_model_len
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
-        built = build_engine(self._path, self._config, engine_config(options, length), device, dtype)
+        built = build_engine(self._path, self._config, engine_config(options, max_model_len), device, dtype)
         tokenizer = self.load_tokenizer()
         logger.info(built.end_tokens.described(tokenizer))
-        facts = ModelFacts(
+        model_info = ModelInfo(
             _names(options),
-            length,
+            max_model_len,
             built.model.vocab_size,
             built.end_tokens.ids,
             max_answers=max_answers,
@@ -89,13 +89,13 @@ class ServedModel:
         )
         # A separate tokenizer for stop strings: the engine uses it in its own thread.
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
-            what = f"{facts.names[0]} ({built.dtype}, {built.device})"
+            description = f"{model_info.names[0]} ({built.dtype}, {built.device})"
             offload, onload = partial(_offload, engine, built), partial(_onload, engine, built)
-            yield Served(engine, built.engine.check, facts, tokenizer, what, offload, onload)
+            yield LoadedModel(engine, built.engine.check, model_info, tokenizer, description, offload, onload)
 
     @contextlib.contextmanager
-    def scoring(self, max_answers: int) -> Iterator[tuple[Classifier, ModelFacts, str]]:
-        """Load a sequence classifier; yields it, the facts for requests, and a description for the log."""
+    def load_classifier(self, max_answers: int) -> Iterator[tuple[Classifier, ModelInfo, str]]:
+        """Load a sequence classifier; yields it, the limits for requests, and a description for the log."""
         from verl.inference.classifier import Classifier
         from verl.models.loading import pretrained_model
         from verl.utils.device import get_device_name, resolve_dtype
@@ -106,9 +106,9 @@ class ServedModel:
         module = pretrained_model(
             self._path, self._hf_config, "sequence_classification", self._config.trust_remote_code
         )
-        facts = ModelFacts(
+        model_info = ModelInfo(
             _names(options),
-            self._length,
+            self._max_model_len,
             self._hf_config.get_text_config().vocab_size,
             frozenset(),
             max_answers=max_answers,
@@ -116,7 +116,7 @@ class ServedModel:
             longest_token=longest_token(tokenizer),
         )
         with contextlib.closing(Classifier(module.to(device, dtype), options.max_num_batched_tokens)) as classifier:
-            yield classifier, facts, f"{facts.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"
+            yield classifier, model_info, f"{model_info.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"
 
 
 def _offload(engine: AsyncEngine, built: BuiltEngine) -> None:
@@ -141,29 +141,34 @@ def _onload(engine: AsyncEngine, built: BuiltEngine) -> None:
     engine.resume(_OFFLOADED)
 
 
-def add_model_options(parser: argparse.ArgumentParser, port: int | None = None) -> None:
-    """Add options of the model and its device. `port`: also the address, for servers without `add_server_options`."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model and its device."""
     add = parser.add_argument
-    add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of ours")
-    add("--served-model-name", help="what clients call it (default: as given to --model)")
-    if port is not None:
-        add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
-        add("--port", type=int, default=port, help="port (default: %(default)s; 0: any that is free)")
-    add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU where there is one)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="of the weights")
-    add("--max-model-len", type=positive, help="longest prompt and answer together (default: the model's own limit)")
-    add("--max-num-seqs", type=positive, default=256, help="answers generated at once (default: %(default)s)")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory to take (default: %(default)s)")
+    add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of a training run")
+    add("--served-model-name", help="name of the model in requests (default: the value of --model)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype of the weights")
+    add(
+        "--max-model-len",
+        type=positive,
+        help="maximum tokens of a prompt and its response (default: the model's limit)",
+    )
+    add(
+        "--max-num-seqs", type=positive, default=256, help="responses generated at the same time (default: %(default)s)"
+    )
+    add(
+        "--gpu-memory-utilization", type=float, default=0.9, help="fraction of GPU memory to use (default: %(default)s)"
+    )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
 
 
-def engine_config(options: Any, length: int) -> RolloutConfig:
+def engine_config(options: Any, max_model_len: int) -> RolloutConfig:
     """The configuration of a serving engine; `options` are those of a server, or `reward_model.rollout`."""
     return as_config(
         RolloutConfig,
         {
-            "max_model_len": length,
+            "max_model_len": max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enforce_eager": options.enforce_eager,
@@ -179,7 +184,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys((options.model, os.path.basename(options.model.rstrip("/")))))
 
 
-def _max_model_len(requested: int | None, hf_config: Any) -> int:
+def _resolve_max_model_len(requested: int | None, hf_config: Any) -> int:
     """The requested context length, else the model's limit."""
     limit = context_limit(hf_config.get_text_config(decoder=True).to_dict()) or requested
     if limit is None:

@@ -14,11 +14,11 @@ from typing import Any
 from verl.inference.constraints import check_compiles
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.request_models import (
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Message,
-    ServedRequest,
     ToolCall,
     validate_request,
 )
@@ -32,17 +32,17 @@ from verl.utils.text_workers import text_length
 __all__ = [
     "CHAT",
     "COMPLETIONS",
-    "Ask",
-    "ChatAsk",
     "HeavyRequest",
-    "ModelFacts",
-    "brings_program",
+    "ModelInfo",
+    "ParsedChatRequest",
+    "ParsedRequest",
     "check_characters",
     "check_grammar",
-    "checked_length",
-    "checked_model",
+    "check_length",
+    "contains_program",
     "parse",
     "read_chat",
+    "resolve_model_name",
     "template_errors",
     "template_messages",
     "tokenize_prompt",
@@ -61,7 +61,7 @@ class HeavyRequest(Exception):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """Properties of the model and limits that requests are checked against."""
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ParsedRequest:
     """A validated request: `n` responses to each prompt."""
 
     model: str
@@ -95,13 +95,13 @@ class Ask:
     log_probs: bool
     echoed: list[str] | None = None
     """Texts of the prompts, which precede the responses (`echo`)."""
-    tells_prompt: bool = False
+    returns_prompt_log_probs: bool = False
     """Return log-probs of the prompts by token id (`prompt_logprobs`)."""
     scores_only: bool = False
     """Return only the prompts: max_tokens is 0."""
     tools: bool = False
     """Parse tool calls in the responses."""
-    begun: str = ""
+    forced_prefix: str = ""
     """Beginning of the response that is appended to the prompt to force a tool call."""
 
     def requests(self, max_model_len: int) -> list[Request]:
@@ -120,108 +120,119 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class ChatAsk:
+class ParsedChatRequest:
     """A validated chat request whose messages are not rendered yet."""
 
-    ask: Ask
+    generation: ParsedRequest
+    """The request without prompts."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     options: dict[str, Any]
     """Keywords for the chat template."""
 
 
-def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool = True) -> Ask:
-    """The request in a body sent to `path`. Without `heavy`, HeavyRequest for one that contains a program."""
-    given = parse_json(body)
-    if not heavy and isinstance(given, dict) and brings_program(given):
+def parse(path: str, body: bytes, model_info: ModelInfo, tokenizer: Any, heavy: bool = True) -> ParsedRequest:
+    """Parse, validate and tokenise a request to `path` (CHAT or COMPLETIONS); ApiError if it is invalid.
+
+    Without `heavy`, raises HeavyRequest for a request that contains a program.
+    """
+    fields = parse_json(body)
+    if not heavy and isinstance(fields, dict) and contains_program(fields):
         raise HeavyRequest
-    ask = (_chat if path == CHAT else _completion)(given, facts, tokenizer)
-    check_grammar(ask, tokenizer)
-    return ask
+    parsed = (_parse_chat if path == CHAT else _parse_completion)(fields, model_info, tokenizer)
+    check_grammar(parsed, tokenizer)
+    return parsed
 
 
-def brings_program(given: dict[str, Any]) -> bool:
-    """Whether text of the client is executed: a chat template, options of the template, or the schema of a grammar."""
-    options, form = given.get("chat_template_kwargs"), given.get("response_format")
-    if given.get("chat_template") is not None or (isinstance(options, dict) and not _are_flags(options)):
+def contains_program(fields: dict[str, Any]) -> bool:
+    """Whether a request contains a program: a chat template, options of a template, or the schema of a grammar."""
+    options, form = fields.get("chat_template_kwargs"), fields.get("response_format")
+    if fields.get("chat_template") is not None or (isinstance(options, dict) and not _are_booleans(options)):
         return True
     if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
         return True
-    tools = given.get("tools") if given.get("tool_choice") not in (None, "none", "auto") else None
+    tools = fields.get("tools") if fields.get("tool_choice") not in (None, "none", "auto") else None
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
 
 
-def _are_flags(options: dict[str, Any]) -> bool:
-    """Whether options of a chat template are flags. Others may be the length of a loop, or a template."""
+def _are_booleans(options: dict[str, Any]) -> bool:
+    """Whether all options of a chat template are booleans. Other values may be the length of a loop, or a template."""
     return all(value is None or isinstance(value, bool) for value in options.values())
 
 
-def check_grammar(ask: Ask, tokenizer: Any) -> None:
-    """Compile the grammar, if there is one, under the limits of a text worker: the engine's process has none."""
-    if ask.params.grammar is None:
+def check_grammar(parsed: ParsedRequest, tokenizer: Any) -> None:
+    """Compile the grammar of a request, if any; ApiError if that fails.
+
+    In a text worker, which limits time and memory: the engine's process does not.
+    """
+    if parsed.params.grammar is None:
         return
     try:
-        check_compiles(tokenizer, ask.params.eos_token_ids, ask.params.grammar)
+        check_compiles(tokenizer, parsed.params.eos_token_ids, parsed.params.grammar)
     except ValueError as error:
-        raise ApiError(str(error), "tools" if ask.begun else "response_format") from error
+        raise ApiError(str(error), "tools" if parsed.forced_prefix else "response_format") from error
 
 
-def _completion(given: Any, facts: ModelFacts, tokenizer: Any) -> Ask:
-    request = validate_request(CompletionRequest, given)
+def _parse_completion(fields: Any, model_info: ModelInfo, tokenizer: Any) -> ParsedRequest:
+    request = validate_request(CompletionRequest, fields)
     if request.max_tokens == 0 and not request.echo:
         raise ApiError("max_tokens: should be at least 1 (0 only with echo).", "max_tokens")
     if request.prompt_logprobs is not None and (request.echo or request.logprobs is not None or request.stream):
         raise ApiError("prompt_logprobs: goes with neither logprobs, echo nor stream.", "prompt_logprobs")
     limit = _COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
-    ask = _ask(request, facts, len(request.prompt), limit, request.logprobs)
-    prompts = [tokenize_prompt(prompt, facts, tokenizer, "prompt") for prompt in request.prompt]
-    ask = replace(ask, prompts=prompts)
-    _check_room(request, ask, facts, "max_tokens" if request.max_tokens is not None else None)
+    parsed = _parse_common(request, model_info, len(request.prompt), limit, request.logprobs)
+    prompts = [tokenize_prompt(prompt, model_info, tokenizer, "prompt") for prompt in request.prompt]
+    parsed = replace(parsed, prompts=prompts)
+    _check_max_tokens(request, parsed, model_info, "max_tokens" if request.max_tokens is not None else None)
     if request.prompt_logprobs is not None:
-        params = replace(ask.params, prompt_log_probs=True, top_log_probs=request.prompt_logprobs)
-        return replace(ask, params=params, tells_prompt=True)
+        params = replace(parsed.params, prompt_log_probs=True, top_log_probs=request.prompt_logprobs)
+        return replace(parsed, params=params, returns_prompt_log_probs=True)
     if not request.echo:
-        return ask
+        return parsed
     texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in request.prompt]
-    params = replace(ask.params, prompt_log_probs=ask.log_probs)
-    return replace(ask, params=params, echoed=texts, scores_only=request.max_tokens == 0)
+    params = replace(parsed.params, prompt_log_probs=parsed.log_probs)
+    return replace(parsed, params=params, echoed=texts, scores_only=request.max_tokens == 0)
 
 
-def _chat(given: Any, facts: ModelFacts, tokenizer: Any) -> Ask:
-    request, chat = _validated_chat(given, facts, tokenizer)
-    prompt = _tokens(_rendered(chat, tokenizer) + chat.ask.begun, facts, tokenizer, "messages", special=False)
-    ask = replace(chat.ask, prompts=[prompt])
+def _parse_chat(fields: Any, model_info: ModelInfo, tokenizer: Any) -> ParsedRequest:
+    request, chat = _validate_chat(fields, model_info, tokenizer)
+    prompt = _tokenize(
+        _render(chat, tokenizer) + chat.generation.forced_prefix, model_info, tokenizer, "messages", special=False
+    )
+    parsed = replace(chat.generation, prompts=[prompt])
     # In order of precedence.
     names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(request, name) is not None]
-    _check_room(request, ask, facts, names[0] if names else None)
-    return ask
+    _check_max_tokens(request, parsed, model_info, names[0] if names else None)
+    return parsed
 
 
-def read_chat(given: Any, facts: ModelFacts, tokenizer: Any) -> ChatAsk:
-    """The validated request; its messages are not rendered yet."""
-    return _validated_chat(given, facts, tokenizer)[1]
+def read_chat(fields: Any, model_info: ModelInfo, tokenizer: Any) -> ParsedChatRequest:
+    """Validate a chat request without rendering its messages."""
+    return _validate_chat(fields, model_info, tokenizer)[1]
 
 
-def _validated_chat(given: Any, facts: ModelFacts, tokenizer: Any) -> tuple[ChatRequest, ChatAsk]:
-    request = validate_request(ChatRequest, given)
+def _validate_chat(fields: Any, model_info: ModelInfo, tokenizer: Any) -> tuple[ChatRequest, ParsedChatRequest]:
+    request = validate_request(ChatRequest, fields)
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs: needs logprobs to be true.", "top_logprobs")
-    begun, offered = forced_call(request), request.tool_choice != "none"
-    tools = list(given["tools"]) if request.tools and offered else []
-    limit = request.max_tokens or request.max_completion_tokens or facts.max_model_len
-    ask = _ask(request, facts, 1, limit, request.top_logprobs if request.logprobs else None)
-    if begun:
-        ask = replace(ask, params=_with_call_grammar(request, ask.params))
-    options = _template_options(request, facts.client_templates, tokenizer)
+    forced_prefix, offered = forced_call(request), request.tool_choice != "none"
+    tools = list(fields["tools"]) if request.tools and offered else []
+    limit = request.max_tokens or request.max_completion_tokens or model_info.max_model_len
+    parsed = _parse_common(request, model_info, 1, limit, request.top_logprobs if request.logprobs else None)
+    if forced_prefix:
+        parsed = replace(parsed, params=_with_call_grammar(request, parsed.params))
+    options = _template_options(request, model_info.client_templates, tokenizer)
     template = options.get("chat_template") or tokenizer.chat_template
     if not template:
         raise ApiError(_NO_TEMPLATE, "messages")
     if tools and "tools" not in str(template):
         raise ApiError("tools: the chat template of this model does not render them. Leave them out.", "tools")
-    messages = template_messages(given["messages"], request.messages)
-    check_characters(text_length([messages, tools, options]), facts, "messages")
-    return request, ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
+    messages = template_messages(fields["messages"], request.messages)
+    check_characters(text_length([messages, tools, options]), model_info, "messages")
+    return request, ParsedChatRequest(
+        replace(parsed, tools=bool(tools), forced_prefix=forced_prefix), messages, tools, options
+    )
 
 
 def _with_call_grammar(request: ChatRequest, params: SamplingParams) -> SamplingParams:
@@ -233,20 +244,22 @@ def _with_call_grammar(request: ChatRequest, params: SamplingParams) -> Sampling
     return replace(params, grammar=grammar)
 
 
-def _ask(request: GenerationRequest, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None) -> Ask:
-    """The part that both APIs share, without prompts, which are tokenised last because that takes longest."""
-    model, answers = checked_model(request, facts), prompts * request.n
-    if answers > facts.max_answers:
+def _parse_common(
+    request: GenerationRequest, model_info: ModelInfo, prompts: int, new_tokens: int, top: int | None
+) -> ParsedRequest:
+    """The fields that both APIs share, without prompts: these are tokenised last because that takes longest."""
+    model, answers = resolve_model_name(request, model_info), prompts * request.n
+    if answers > model_info.max_answers:
         raise ApiError(
-            f"{prompts} prompts × n = {request.n} are {answers} answers; one request may ask for {facts.max_answers}."
-            " Send several, or start the server with a larger --max-answers.",
+            f"{prompts} prompts × n = {request.n} are {answers} responses; one request may have"
+            f" {model_info.max_answers}. Send several requests, or start the server with a larger --max-answers.",
             "n",
         )
-    return Ask(
+    return ParsedRequest(
         model,
         prompts=[],
         n=request.n,
-        params=_params(request, facts, new_tokens, top or 0),
+        params=_sampling_params(request, model_info, new_tokens, top or 0),
         seed=request.seed,
         stream=request.stream,
         include_usage=request.stream_options.include_usage,
@@ -254,14 +267,16 @@ def _ask(request: GenerationRequest, facts: ModelFacts, prompts: int, new_tokens
     )
 
 
-def _check_room(request: GenerationRequest, ask: Ask, facts: ModelFacts, limited_by: str | None) -> None:
+def _check_max_tokens(
+    request: GenerationRequest, parsed: ParsedRequest, model_info: ModelInfo, limited_by: str | None
+) -> None:
     """Reject a token limit that the context cannot hold, as OpenAI and vLLM do; the default is reduced instead."""
-    longest, limit = max(map(len, ask.prompts)), ask.params.max_new_tokens
-    room = facts.max_model_len - longest
+    longest, limit = max(map(len, parsed.prompts)), parsed.params.max_new_tokens
+    room = model_info.max_model_len - longest
     name = limited_by or "min_tokens"
     if (limit if limited_by is not None else request.min_tokens) > room:
         raise ApiError(
-            f"This model's maximum context length is {facts.max_model_len} tokens. However, you requested"
+            f"This model's maximum context length is {model_info.max_model_len} tokens. However, you requested"
             f" {longest + limit} tokens ({longest} in the prompt, {limit} in the completion). Set {name} to at most"
             f" {room}, leave it out, or start the server with a larger --max-model-len.",
             name,
@@ -269,24 +284,24 @@ def _check_room(request: GenerationRequest, ask: Ask, facts: ModelFacts, limited
         )
 
 
-def checked_model(request: ServedRequest, facts: ModelFacts) -> str:
-    """The model's name in the request."""
-    model = facts.names[0] if request.model is None else request.model
-    if model not in facts.names:
-        message = f"The model {model[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
+def resolve_model_name(request: ApiRequest, model_info: ModelInfo) -> str:
+    """The model's name to use in the response; ApiError (404) if the request names another model."""
+    model = model_info.names[0] if request.model is None else request.model
+    if model not in model_info.names:
+        message = f"The model {model[:200]!r} does not exist; this server has {' = '.join(model_info.names)}."
         raise ApiError(message, "model", 404, "model_not_found")
     return model
 
 
-def _params(request: GenerationRequest, facts: ModelFacts, new_tokens: int, top: int) -> SamplingParams:
+def _sampling_params(request: GenerationRequest, model_info: ModelInfo, new_tokens: int, top: int) -> SamplingParams:
     if request.min_tokens > new_tokens:
         message = f"min_tokens: {request.min_tokens} is more than the {new_tokens} tokens that may be generated."
         raise ApiError(message, "min_tokens")
     biases = {int(token): float(bias) for token, bias in request.logit_bias.items()}
     if len(biases) < len(request.logit_bias):
         raise ApiError("logit_bias: each token id should occur once.", "logit_bias")
-    _check_vocabulary("logit_bias", list(biases), facts)
-    _check_vocabulary("stop_token_ids", request.stop_token_ids, facts)
+    _check_vocabulary("logit_bias", list(biases), model_info)
+    _check_vocabulary("stop_token_ids", request.stop_token_ids, model_info)
     return SamplingParams(
         temperature=float(request.temperature),
         top_p=float(request.top_p),
@@ -294,7 +309,7 @@ def _params(request: GenerationRequest, facts: ModelFacts, new_tokens: int, top:
         min_p=float(request.min_p),
         max_new_tokens=new_tokens,
         min_new_tokens=request.min_tokens,
-        eos_token_ids=facts.eos_token_ids,
+        eos_token_ids=model_info.eos_token_ids,
         stop_token_ids=frozenset(request.stop_token_ids),
         stop=tuple(dict.fromkeys(request.stop)),
         ignore_eos=request.ignore_eos,
@@ -307,55 +322,69 @@ def _params(request: GenerationRequest, facts: ModelFacts, new_tokens: int, top:
     )
 
 
-def _check_vocabulary(name: str, token_ids: Sequence[int], facts: ModelFacts) -> None:
-    if token_ids and max(token_ids) >= facts.vocab_size:
-        invalid = next(token for token in token_ids if token >= facts.vocab_size)
-        raise ApiError(f"{name}: there is no token {invalid}; ids are 0 to {facts.vocab_size - 1}.", name)
+def _check_vocabulary(name: str, token_ids: Sequence[int], model_info: ModelInfo) -> None:
+    if token_ids and max(token_ids) >= model_info.vocab_size:
+        invalid = next(token for token in token_ids if token >= model_info.vocab_size)
+        raise ApiError(f"{name}: there is no token {invalid}; ids are 0 to {model_info.vocab_size - 1}.", name)
 
 
 # ---------------------------------------------------------------- prompts
 
 
 def tokenize_prompt(
-    prompt: str | list[int], facts: ModelFacts, tokenizer: Any, name: str, room: int = 1, kept: int | None = None
+    prompt: str | list[int],
+    model_info: ModelInfo,
+    tokenizer: Any,
+    name: str,
+    room: int = 1,
+    keep_last: int | None = None,
 ) -> list[int]:
-    """Token ids of a text or of token ids; `room` and `kept` as of `checked_length`."""
+    """Token ids of a prompt; `room` and `keep_last` as in `check_length`."""
     if isinstance(prompt, str):
-        return _tokens(prompt, facts, tokenizer, name, True, room, kept)
-    _check_vocabulary(name, prompt, facts)
-    return checked_length(prompt, facts, name, room, kept)
+        return _tokenize(prompt, model_info, tokenizer, name, True, room, keep_last)
+    _check_vocabulary(name, prompt, model_info)
+    return check_length(prompt, model_info, name, room, keep_last)
 
 
-def _tokens(
-    text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool, room: int = 1, kept: int | None = None
+def _tokenize(
+    text: str,
+    model_info: ModelInfo,
+    tokenizer: Any,
+    name: str,
+    special: bool,
+    room: int = 1,
+    keep_last: int | None = None,
 ) -> list[int]:
-    if kept is None:
-        check_characters(len(text), facts, name)
+    if keep_last is None:
+        check_characters(len(text), model_info, name)
     encoded = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
-    return checked_length(encoded["input_ids"], facts, name, room, kept)
+    return check_length(encoded["input_ids"], model_info, name, room, keep_last)
 
 
-def checked_length(
-    prompt: list[int], facts: ModelFacts, name: str, room: int = 1, kept: int | None = None
+def check_length(
+    prompt: list[int], model_info: ModelInfo, name: str, room: int = 1, keep_last: int | None = None
 ) -> list[int]:
-    """The prompt, or the last `kept` tokens of it, if it leaves `room` for an answer."""
-    prompt = prompt if kept is None else prompt[-kept:]
+    """Return the prompt, cut to its last `keep_last` tokens.
+
+    ApiError if it is empty, or leaves fewer than `room` tokens of the context for a response.
+    """
+    prompt = prompt if keep_last is None else prompt[-keep_last:]
     if not prompt:
-        raise ApiError(f"{name}: it is empty. Give at least one token.", name)
-    if len(prompt) > facts.max_model_len - room:
-        raise _too_long(f"{len(prompt)} tokens", facts, name)
+        raise ApiError(f"{name}: is empty. Send at least one token.", name)
+    if len(prompt) > model_info.max_model_len - room:
+        raise _too_long(f"{len(prompt)} tokens", model_info, name)
     return prompt
 
 
-def check_characters(count: int, facts: ModelFacts, name: str) -> None:
+def check_characters(count: int, model_info: ModelInfo, name: str) -> None:
     """Raise ApiError for a text with more characters than any tokenisation could fit into the context."""
-    if count > facts.max_characters:
-        raise _too_long(f"{count} characters, of which at most {facts.max_characters} can fit", facts, name)
+    if count > model_info.max_characters:
+        raise _too_long(f"{count} characters, of which at most {model_info.max_characters} can fit", model_info, name)
 
 
-def _too_long(length: str, facts: ModelFacts, name: str) -> ApiError:
+def _too_long(length: str, model_info: ModelInfo, name: str) -> ApiError:
     return ApiError(
-        f"This model's maximum context length is {facts.max_model_len} tokens. However, your prompt has {length}."
+        f"This model's maximum context length is {model_info.max_model_len} tokens. However, your prompt has {length}."
         " Shorten it, or start the server with a larger --max-model-len.",
         name,
         code="context_length_exceeded",
@@ -375,8 +404,8 @@ def _template_options(request: ChatRequest, client_templates: bool, tokenizer: A
     return options if template is None else {**options, "chat_template": template}
 
 
-def _rendered(chat: ChatAsk, tokenizer: Any) -> str:
-    """The conversation as text, ready to be continued."""
+def _render(chat: ParsedChatRequest, tokenizer: Any) -> str:
+    """The conversation as text, with the generation prompt."""
     with template_errors():
         return tokenizer.apply_chat_template(
             chat.messages, tools=chat.tools or None, tokenize=False, add_generation_prompt=True, **chat.options
@@ -392,29 +421,30 @@ def template_errors() -> Iterator[None]:
         raise
     except Exception as error:  # a template is a program: it may raise anything
         raise ApiError(
-            f"the chat template refuses the messages ({type(error).__name__}: {error}). Write them as it wants them.",
+            f"the chat template rejects the messages ({type(error).__name__}: {error})."
+            " Send them in the form that it expects.",
             "messages",
         ) from error
 
 
-def template_messages(given: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(raw_messages: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of calls as objects, no null fields.
 
-    `given` are those of the client, with fields that only templates know; `messages` are the same, validated.
+    `raw_messages` are those of the client, with fields that only templates know; `messages` are the same, validated.
     """
-    return [_template_message(*pair) for pair in zip(given, messages, strict=True)]
+    return [_template_message(*pair) for pair in zip(raw_messages, messages, strict=True)]
 
 
-def _template_message(given: dict[str, Any], message: Message) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if value is not None}
+def _template_message(raw: dict[str, Any], message: Message) -> dict[str, Any]:
+    fields = {name: value for name, value in raw.items() if value is not None}
     fields["content"] = message.text
     if message.tool_calls is not None:
-        pairs = zip(given["tool_calls"], message.tool_calls, strict=True)
-        fields["tool_calls"] = [_template_call(raw, call) for raw, call in pairs]
+        pairs = zip(raw["tool_calls"], message.tool_calls, strict=True)
+        fields["tool_calls"] = [_template_call(raw_call, call) for raw_call, call in pairs]
     return fields
 
 
-def _template_call(given: dict[str, Any], call: ToolCall) -> dict[str, Any]:
-    if not isinstance(given["function"].get("arguments"), str):
-        return given
-    return {**given, "function": {**given["function"], "arguments": call.function.arguments}}
+def _template_call(raw: dict[str, Any], call: ToolCall) -> dict[str, Any]:
+    if not isinstance(raw["function"].get("arguments"), str):
+        return raw
+    return {**raw, "function": {**raw["function"], "arguments": call.function.arguments}}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_requests import HeavyRequest, ModelFacts
+from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo
 from verl.utils.text_workers import TextWorkers, TextWorkersBusy, TextWorkLimit
 
 __all__ = ["Parsers", "text_work_error"]
@@ -21,13 +21,13 @@ _LIGHT_BODY = 512 * 1024
 class Parsers(Generic[T]):
     """Processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB.
 
-    `read(path, body, facts, tokenizer, heavy)` returns the checked request or raises an ApiError. With `heavy=False` it
-    raises HeavyRequest instead of running a program of the client; it is then called again with `heavy=True`, in one of
-    the processes for such requests. So looping templates delay each other and no other request.
+    `read(path, body, model_info, tokenizer, heavy)` returns the validated request or raises an ApiError. With
+    `heavy=False` it raises HeavyRequest instead of running a program of the client; it is then called again with
+    `heavy=True`, in one of the processes for such requests. So looping templates delay only each other.
     """
 
     def __init__(
-        self, read: Callable[[str, bytes, ModelFacts, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
+        self, read: Callable[[str, bytes, ModelInfo, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
     ) -> None:
         self._read = read
         self._workers = TextWorkers(load_tokenizer, seconds, functions=[read])
@@ -36,16 +36,16 @@ class Parsers(Generic[T]):
         """Return when requests can be read; raises the error that prevents loading the tokenizer."""
         self._workers.start()
 
-    async def parse(self, path: str, body: bytes | bytearray, facts: ModelFacts) -> T:
+    async def parse(self, path: str, body: bytes | bytearray, model_info: ModelInfo) -> T:
         """The checked request. ApiError: 400 for a request that is refused, 503 if too many heavy ones wait."""
         shared = pickle.PickleBuffer(body)
         try:
             if len(body) <= _LIGHT_BODY:
                 try:
-                    return await self._workers.call(_read, self._read, path, shared, facts, False)
+                    return await self._workers.call(_read, self._read, path, shared, model_info, False)
                 except HeavyRequest:
                     pass
-            return await self._workers.call(_read, self._read, path, shared, facts, True, heavy=True)
+            return await self._workers.call(_read, self._read, path, shared, model_info, True, heavy=True)
         except (TextWorkLimit, TextWorkersBusy) as error:
             raise text_work_error(error) from error
 
@@ -62,10 +62,10 @@ def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
 
 def _read(
     tokenizer: Any,
-    read: Callable[[str, bytes, ModelFacts, Any, bool], T],
+    read: Callable[[str, bytes, ModelInfo, Any, bool], T],
     path: str,
     body: bytes,
-    facts: ModelFacts,
+    model_info: ModelInfo,
     heavy: bool,
 ) -> T:
-    return read(path, body, facts, tokenizer, heavy)
+    return read(path, body, model_info, tokenizer, heavy)

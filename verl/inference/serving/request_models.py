@@ -25,6 +25,7 @@ from verl.utils.http_server.app import HttpError
 from verl.utils.http_server.json_body import RequestModel, parse_json
 
 __all__ = [
+    "ApiRequest",
     "ChatRequest",
     "CompletionRequest",
     "FunctionChoice",
@@ -32,7 +33,6 @@ __all__ = [
     "Message",
     "ResponseFormat",
     "ScoreRequest",
-    "ServedRequest",
     "ToolCall",
     "as_inputs",
     "validate_request",
@@ -52,7 +52,7 @@ _SHOWN = 200
 # Tags of unions are not part of the path that a client sees.
 _TEXT, _LIST, _CHAT, _OBJECT, _TAG = "$text", "$list", "$chat", "$object", "$"
 
-Request = TypeVar("Request", bound="ServedRequest")
+Request = TypeVar("Request", bound="ApiRequest")
 
 
 # ---------------------------------------------------------------- types of fields
@@ -234,7 +234,7 @@ class StreamOptions(RequestModel):
 # ---------------------------------------------------------------- requests
 
 
-class ServedRequest(RequestModel):
+class ApiRequest(RequestModel):
     """Fields of all requests."""
 
     model: str | None = None
@@ -261,7 +261,7 @@ class ServedRequest(RequestModel):
     user: Any = None
 
 
-class GenerationRequest(ServedRequest):
+class GenerationRequest(ApiRequest):
     """Fields of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
@@ -311,7 +311,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class ScoreRequest(ServedRequest):
+class ScoreRequest(ApiRequest):
     """`POST /v1/rewards` and `POST /classify`: either `input` or `messages`."""
 
     input: Inputs | None = None

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from verl.inference.classifier import Classifier
 from verl.inference.serving.api_app import create_model_app
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.openai_requests import ModelInfo
 from verl.inference.serving.parsers import Parsers
-from verl.inference.serving.scoring_requests import CLASSIFY, REWARDS, ScoreAsk
+from verl.inference.serving.scoring_requests import CLASSIFY, REWARDS, ParsedScoreRequest
 from verl.utils.http_server.app import json_response, request_body
 
 __all__ = ["ScoringServer"]
@@ -29,30 +29,30 @@ _ENTRY_BYTES = 64  # of the JSON of one label, roughly
 class ScoringServer:
     """Serves a classifier; inputs of concurrent requests are computed together."""
 
-    def __init__(self, classifier: Classifier, facts: ModelFacts, parsers: Parsers[ScoreAsk]) -> None:
-        self._classifier, self._facts, self._parsers = classifier, facts, parsers
+    def __init__(self, classifier: Classifier, model_info: ModelInfo, parsers: Parsers[ParsedScoreRequest]) -> None:
+        self._classifier, self._model_info, self._parsers = classifier, model_info, parsers
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route(REWARDS, self._rewards, methods=["POST"])]
         routes += [Route(path, self._classify, methods=["POST"]) for path in (CLASSIFY, f"/v1{CLASSIFY}")]
-        return create_model_app(routes, self._facts, lambda: self._classifier.unfinished, max_body_bytes, api_key)
+        return create_model_app(routes, self._model_info, lambda: self._classifier.unfinished, max_body_bytes, api_key)
 
     async def _rewards(self, request: Request) -> Response:
         labels = self._classifier.num_labels
         if labels != 1:
             raise ApiError(f"this model has {labels} labels; a reward is one number. Use {CLASSIFY}.", status=404)
-        ask, logits = await self._score(request)
-        return await _response("reward", ask, [{"object": "reward", "reward": row[0]} for row in logits])
+        parsed, logits = await self._score(request)
+        return await _response("reward", parsed, [{"object": "reward", "reward": row[0]} for row in logits])
 
     async def _classify(self, request: Request) -> Response:
-        ask, logits = await self._score(request)
-        return await _response("classify", ask, [self._classes(row) for row in logits])
+        parsed, logits = await self._score(request)
+        return await _response("classify", parsed, [self._classes(row) for row in logits])
 
-    async def _score(self, request: Request) -> tuple[ScoreAsk, list[list[float]]]:
-        ask = await self._parsers.parse(request.scope["path"], request_body(request), self._facts)
-        futures = self._classifier.submit(ask.inputs)
+    async def _score(self, request: Request) -> tuple[ParsedScoreRequest, list[list[float]]]:
+        parsed = await self._parsers.parse(request.scope["path"], request_body(request), self._model_info)
+        futures = self._classifier.submit(parsed.inputs)
         try:
-            return ask, await asyncio.gather(*map(asyncio.wrap_future, futures))
+            return parsed, await asyncio.gather(*map(asyncio.wrap_future, futures))
         finally:
             for future in futures:
                 future.cancel()
@@ -68,13 +68,13 @@ class ScoringServer:
         return {"label": label, "probs": probs, "logits": logits, "num_classes": len(probs)}
 
 
-async def _response(kind: str, ask: ScoreAsk, entries: list[dict[str, Any]]) -> Response:
-    tokens = sum(map(len, ask.inputs))
+async def _response(kind: str, parsed: ParsedScoreRequest, entries: list[dict[str, Any]]) -> Response:
+    tokens = sum(map(len, parsed.inputs))
     content = {
         "id": f"{kind}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
-        "model": ask.model,
+        "model": parsed.model,
         "data": [{"index": index, **entry} for index, entry in enumerate(entries)],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }

@@ -55,9 +55,9 @@ def strict_grammar(request: ChatRequest) -> str | None:
 class ToolText:
     """Splits the text of a response into content and tool calls. Invalid calls stay in the content."""
 
-    def __init__(self, begun: str) -> None:
-        """`begun`: beginning of the response that was part of the prompt."""
-        self._held = begun
+    def __init__(self, forced_prefix: str) -> None:
+        """`forced_prefix`: beginning of the response that was part of the prompt."""
+        self._held = forced_prefix
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import functools
 import hmac
 import ipaddress
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from verl.utils.exceptions import PicklableError
 __all__ = [
     "ClientDisconnected",
     "ErrorContent",
+    "GeneratorResponse",
     "HttpError",
     "create_app",
     "detail_error",
@@ -295,6 +297,24 @@ async def _disconnected(receive: Receive) -> None:
     """Return when the client disconnects; the body of a GET is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class GeneratorResponse(StreamingResponse):
+    """Sends the pieces that a generator yields. Closes the generator at the end, also if the client disconnects."""
+
+    def __init__(self, pieces: AsyncGenerator[str, None], **options: Any) -> None:
+        super().__init__(pieces, **options)
+        self._pieces = pieces
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        # `run_until_disconnect` watches the connection and cancels this call: starlette's task for it is not needed.
+        async def send_and_yield(message: Message) -> None:
+            await send(message)
+            if message.get("more_body"):
+                await asyncio.sleep(0)  # serve other clients between two pieces, however many are ready
+
+        async with contextlib.aclosing(self._pieces):
+            await self.stream_response(send_and_yield)
 
 
 async def json_response(build: Callable[[], Any], size: int) -> Response:

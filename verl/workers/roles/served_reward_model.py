@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from verl.config import RewardModelConfig, as_config
-from verl.inference.server import app_of, options_parser
+from verl.inference.server import load_app, options_parser
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
@@ -52,9 +52,11 @@ class ServedRewardModelWorker(Worker):
         options += [flag for flag, on in flags.items() if on]
         parsed = options_parser().parse_args(options)
         parsed.api_key = self._key
-        self._served = app_of(parsed, self._resources)
+        self._served = load_app(parsed, self._resources)
         host = own_address()
-        serving = serve_in_thread(self._served.app, self._served.what, host, Limits(connections=_MAX_CONNECTIONS))
+        serving = serve_in_thread(
+            self._served.app, self._served.description, host, Limits(connections=_MAX_CONNECTIONS)
+        )
         self._address = f"{host}:{self._resources.enter_context(serving)}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -11,7 +11,7 @@ from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, template_kwargs
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
-from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output
 from verl.utils.tool_calls import get_parser
 
@@ -24,12 +24,12 @@ class Gateway:
     def __init__(self, case):
         kind, self.tokenizer = FAMILIES[case.family], chat_tokenizer(case.family)
         stops = frozenset(self.tokenizer.convert_tokens_to_ids(kind.stops))
-        facts = ModelFacts(("m",), 4096, len(self.tokenizer), stops, 1, False, 32)
+        model_info = ModelInfo(("m",), 4096, len(self.tokenizer), stops, 1, False, 32)
         parser = get_parser(kind.format or "hermes")
         self.prompts, self.turns = [], []
         sessions = Sessions(lambda name: GatewaySession(name, self.generate))
         self.app = GatewayApp(
-            sessions, Model(facts, self.tokenizer, parser, template_kwargs(case.family, case.thinking))
+            sessions, Model(model_info, self.tokenizer, parser, template_kwargs(case.family, case.thinking))
         )
 
     async def generate(self, request):

@@ -13,11 +13,11 @@ from verl.agent.gateway import session as session_module
 from verl.agent.gateway.requests import MESSAGES, check_body
 from verl.agent.gateway.session import GatewaySession, Model
 from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.openai_requests import CHAT, ModelFacts
+from verl.inference.serving.openai_requests import CHAT, ModelInfo
 from verl.utils.tool_calls import get_parser
 
 CONTEXT, LONGEST = 1000, 16
-FACTS = ModelFacts(("tiny",), CONTEXT, 264, frozenset({END}), 1, False, LONGEST)
+MODEL_INFO = ModelInfo(("tiny",), CONTEXT, 264, frozenset({END}), 1, False, LONGEST)
 
 
 def user(text):
@@ -43,7 +43,7 @@ class Inline:
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.setattr(session_module, "TextWorkers", Inline)
-    made = Model(FACTS, CountingTokenizer(), get_parser("hermes"))
+    made = Model(MODEL_INFO, CountingTokenizer(), get_parser("hermes"))
     made._workers.tokenizer = made.tokenizer
     return made
 
@@ -70,9 +70,9 @@ def test_a_conversation_that_cannot_fit_is_refused_untokenised(model, api, more)
 
 def test_a_body_that_cannot_fit_is_refused_unread():
     most = CONTEXT * LONGEST * 12 + 2**20
-    check_body(b"x" * most, FACTS)
+    check_body(b"x" * most, MODEL_INFO)
     with pytest.raises(ApiError, match=f"at most {most}") as refused:
-        check_body(b"x" * (most + 1), FACTS)
+        check_body(b"x" * (most + 1), MODEL_INFO)
     assert refused.value.status == 413
 
 
@@ -90,7 +90,7 @@ def test_a_grammar_is_compiled_in_a_worker(model):
     with pytest.raises(ApiError, match="needs a fast tokenizer"):  # which the one that counts is not
         place(model, "hello", response_format=form)
     assert model._workers.calls == ["read_request"]
-    without = Model(FACTS, model.tokenizer, get_parser("hermes"), grammars=False)
+    without = Model(MODEL_INFO, model.tokenizer, get_parser("hermes"), grammars=False)
     without._workers.tokenizer = model.tokenizer
     place(without, "hello", response_format=form)
     assert without._workers.calls == ["read_request"]

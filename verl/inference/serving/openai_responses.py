@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from verl.inference.serving.openai_requests import Ask
+from verl.inference.serving.openai_requests import ParsedRequest
 from verl.types.request import Output, TopLogProbs
 
-__all__ = ["Part", "Replies", "Token", "prompt_tokens", "sampled_tokens"]
+__all__ = ["ResponseChunk", "ResponseEncoder", "Token", "prompt_tokens", "sampled_tokens"]
 
 Token = tuple[int, "float | None", "TopLogProbs | None"]
 """A token, its log-prob and the most likely tokens at its position; None for the first token of a prompt."""
 
 
 @dataclass
-class Part:
+class ResponseChunk:
     """A piece of a response: text and its tokens; `offset` is the number of characters sent before."""
 
     index: int
@@ -44,20 +44,20 @@ def prompt_tokens(prompt: Sequence[int], output: Output) -> list[Token]:
     return [(prompt[0], None, None), *known]
 
 
-class Replies:
-    """The replies to one request, all under one id. Log-probs are those of the model itself: temperature 1, no cut.
+class ResponseEncoder:
+    """Encodes the response to one request as JSON; all its chunks have the same id.
 
-    There is one for every sampled token, the one that ended the answer included.
+    Log-probs are those of the model (temperature 1, no top-p or top-k), for all sampled tokens including the end token.
     """
 
-    def __init__(self, ask: Ask, chat: bool, tokenizer: Any) -> None:
-        self._chat, self._ask = chat, ask
+    def __init__(self, parsed: ParsedRequest, chat: bool, tokenizer: Any) -> None:
+        self._chat, self._parsed = chat, parsed
         self._text_of = lru_cache(2**16)(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
         self._kind = "chat.completion" if chat else "text_completion"
         self._base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": ask.model,
+            "model": parsed.model,
         }
 
     def frame(self, completion_tokens: int) -> tuple[str, str]:
@@ -65,43 +65,45 @@ class Replies:
         content = {**self._base, "object": self._kind, "usage": self._usage(completion_tokens), "choices": []}
         return json.dumps(content, ensure_ascii=False)[: -len("]}")], "]}"
 
-    def choice(self, part: Part) -> str:
+    def choice(self, chunk: ResponseChunk) -> str:
         """The JSON of a complete choice."""
-        message: dict[str, Any] = {"role": "assistant", "content": part.text}
-        if part.calls:
-            calls = [{name: value for name, value in call.items() if name != "index"} for call in part.calls]
-            message = {**message, "content": part.text or None, "tool_calls": calls}
+        message: dict[str, Any] = {"role": "assistant", "content": chunk.text}
+        if chunk.calls:
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in chunk.calls]
+            message = {**message, "content": chunk.text or None, "tool_calls": calls}
         return json.dumps(
-            self._choice(part, {"message": message} if self._chat else {"text": part.text}), ensure_ascii=False
+            self._choice(chunk, {"message": message} if self._chat else {"text": chunk.text}), ensure_ascii=False
         )
 
-    def first_piece(self, index: int) -> str | None:
+    def first_chunk(self, index: int) -> str | None:
         """The first chunk of a chat choice, with its role; None for completions."""
-        part = Part(index)
+        chunk = ResponseChunk(index)
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._event([{**self._choice(part, delta), "logprobs": None}]) if self._chat else None
+        return self._chunk_json([{**self._choice(chunk, delta), "logprobs": None}]) if self._chat else None
 
-    def piece(self, part: Part) -> str:
-        delta: dict[str, Any] = {"content": part.text} if part.text or not (part.calls or part.finish_reason) else {}
-        if part.calls:
-            delta["tool_calls"] = part.calls
-        return self._event([self._choice(part, {"delta": delta} if self._chat else {"text": part.text})])
+    def chunk(self, chunk: ResponseChunk) -> str:
+        delta: dict[str, Any] = (
+            {"content": chunk.text} if chunk.text or not (chunk.calls or chunk.finish_reason) else {}
+        )
+        if chunk.calls:
+            delta["tool_calls"] = chunk.calls
+        return self._chunk_json([self._choice(chunk, {"delta": delta} if self._chat else {"text": chunk.text})])
 
-    def usage_piece(self, completion_tokens: int) -> str:
-        return self._event([], usage=self._usage(completion_tokens))
+    def usage_chunk(self, completion_tokens: int) -> str:
+        return self._chunk_json([], usage=self._usage(completion_tokens))
 
-    def _choice(self, part: Part, content: dict[str, Any]) -> dict[str, Any]:
-        log_probs = self._log_probs(part) if self._ask.log_probs else None
-        if part.prompt:
-            content = {**content, "prompt_logprobs": [self._by_id(*token) for token in part.prompt]}
-        return {"index": part.index, **content, "logprobs": log_probs, "finish_reason": part.finish_reason}
+    def _choice(self, chunk: ResponseChunk, content: dict[str, Any]) -> dict[str, Any]:
+        log_probs = self._log_probs(chunk) if self._parsed.log_probs else None
+        if chunk.prompt:
+            content = {**content, "prompt_logprobs": [self._by_id(*token) for token in chunk.prompt]}
+        return {"index": chunk.index, **content, "logprobs": log_probs, "finish_reason": chunk.finish_reason}
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+    def _chunk_json(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._chat else self._kind
         return json.dumps({**self._base, "object": kind, "choices": choices, **more}, ensure_ascii=False)
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = sum(map(len, self._ask.prompts))
+        prompt_tokens = sum(map(len, self._parsed.prompts))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -110,20 +112,20 @@ class Replies:
 
     # ---------------------------------------------------------------- log-probs
 
-    def _log_probs(self, part: Part) -> dict[str, Any]:
+    def _log_probs(self, chunk: ResponseChunk) -> dict[str, Any]:
         if self._chat:
             content = [
                 {**self._entry(token, log_prob), "top_logprobs": [self._entry(*other) for other in top or ()]}
-                for token, log_prob, top in part.tokens
+                for token, log_prob, top in chunk.tokens
             ]
             return {"content": content, "refusal": None}
-        texts = [self._text_of(token) for token, _, _ in part.tokens]
-        tops = [self._top_by_text(*token) for token in part.tokens] if self._ask.params.top_log_probs else None
+        texts = [self._text_of(token) for token, _, _ in chunk.tokens]
+        tops = [self._top_by_text(*token) for token in chunk.tokens] if self._parsed.params.top_log_probs else None
         return {
             "tokens": texts,
-            "token_logprobs": [log_prob for _, log_prob, _ in part.tokens],
+            "token_logprobs": [log_prob for _, log_prob, _ in chunk.tokens],
             "top_logprobs": tops,
-            "text_offset": _offsets(texts, part.offset),
+            "text_offset": _offsets(texts, chunk.offset),
         }
 
     def _by_id(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
