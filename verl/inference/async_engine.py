@@ -1,7 +1,7 @@
-"""AsyncEngine: drives an engine from a thread of its own. Requests come from any thread or event loop.
+"""AsyncEngine: runs the steps of an engine in a thread; requests are submitted from any thread or event loop.
 
-Sequences join at the next step and leave when they finish. `halt` stops the thread between two steps, for a pause, a
-weight update or a release of memory.
+New sequences join the batch at the next step. `halt` stops the thread between two steps: for a pause, a weight update,
+or to release memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class AsyncEngine:
         self._engine = engine
         self._constraints = OutputConstraints(tokenizer)
         self._changed = threading.Condition()
-        # By request id.
         self._unfinished: dict[str, Sequence] = {}
-        # Not yet added to the engine.
+        """Waiting and running sequences, by request id."""
         self._new: deque[Sequence] = deque()
+        """Sequences that are not added to the engine yet."""
         self._aborting: list[Sequence] = []
         self._streams: set[TokenStream] = set()
         self._halted_by: set[str] = set()
         self._stepping = False
         self._closing = False
-        # While a pause lets earlier requests finish: the last `arrival` that is still admitted.
+        # While `pause` waits for earlier requests to finish: the last `arrival` that is still admitted.
         self._last_admissible: float = math.inf
         self._next_arrival = 0
         self._finished_tokens = 0
@@ -99,13 +99,14 @@ class AsyncEngine:
                     yield piece
                 await stream.more.wait()
                 stream.more.clear()
-            answer = sequence.future.result()
-            yield output_since(answer, position, answer.finish_reason)
+            output = sequence.future.result()
+            yield output_since(output, position, output.finish_reason)
         finally:
             sequence.future.cancel()
 
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        """Return the new tokens of unfinished requests: id → output from the given position on, if it is not empty."""
+        """Return the new outputs of unfinished requests by id, each from its position in `positions` on; empty ones are
+        left out."""
         with self._changed:
             sequences = {name: self._unfinished[name] for name in positions if name in self._unfinished}
         pieces = {}
@@ -153,11 +154,11 @@ class AsyncEngine:
                 self._last_admissible = last
                 self._halted_by.discard(_PAUSE)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closing or not self._has_earlier(last))
+                self._changed.wait_for(lambda: self._closing or not self._has_unfinished(last))
             self._halted_by.add(_PAUSE)
             if mode == "abort":
                 self.abort(None)
-                self._changed.wait_for(lambda: self._closing or not self._has_earlier(last))
+                self._changed.wait_for(lambda: self._closing or not self._has_unfinished(last))
             self._changed.notify_all()
             self._wait_until_halted()
 
@@ -221,14 +222,14 @@ class AsyncEngine:
     def _enqueue(self, sequences: list[Sequence]) -> None:
         if self._closing:
             raise RuntimeError("the rollout engine is closed.")
-        taken: set[str] = set()
+        new_ids: set[str] = set()
         for sequence in sequences:
             name = sequence.request.id
-            if name in taken or name in self._unfinished:
+            if name in new_ids or name in self._unfinished:
                 raise ValueError(
                     f"request {name!r}: the engine is already processing a request with this id. Use unique ids."
                 )
-            taken.add(name)
+            new_ids.add(name)
         for sequence in sequences:
             sequence.arrival = self._next_arrival
             self._next_arrival += 1
@@ -279,7 +280,7 @@ class AsyncEngine:
             with self._changed:
                 self._stepping = False
                 for sequence in finished:
-                    self._forget(sequence)
+                    self._discard(sequence)
                 streams = list(self._streams)
                 self._changed.notify_all()
             for sequence in removed + finished:
@@ -296,15 +297,16 @@ class AsyncEngine:
         self._engine.remove([s for s in aborted if s.arrival < first_new])
         for sequence in aborted:
             sequence.done = True
-            self._forget(sequence)
+            self._discard(sequence)
         return aborted
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _discard(self, sequence: Sequence) -> None:
+        """Remove a finished or aborted sequence from the unfinished ones."""
         del self._unfinished[sequence.request.id]
         self._finished_tokens += len(sequence.output.token_ids)
 
     def _admit_new(self) -> None:
-        """Add new sequences to the engine, as far as a pause allows."""
+        """Add new sequences to the engine, except those that a pause holds back."""
         admitted = []
         while self._may_admit():
             sequence = self._new.popleft()
@@ -331,14 +333,15 @@ class AsyncEngine:
         with self._changed:
             dropped = self._all_unfinished()
             for sequence in dropped:
-                self._forget(sequence)
+                self._discard(sequence)
             self._new.clear()
             self._aborting.clear()
             self._engine.clear()
             self._changed.notify_all()
             return dropped
 
-    def _has_earlier(self, last: int) -> bool:
+    def _has_unfinished(self, last: int) -> bool:
+        """Whether a request that arrived up to `last` is unfinished."""
         return any(sequence.arrival <= last for sequence in self._unfinished.values())
 
     def _all_unfinished(self) -> list[Sequence]:
@@ -378,15 +381,15 @@ def notify_streams(streams: list[TokenStream]) -> None:
 
 def output_since(output: Output, position: int, finish_reason: str = "") -> Output:
     """Copy of the output from `position` on. Safe while the engine appends: `versions` is written last."""
-    here = slice(position, len(output.versions))
+    new = slice(position, len(output.versions))
     return Output(
-        output.token_ids[here],
-        output.log_probs[here],
-        output.versions[here],
+        output.token_ids[new],
+        output.log_probs[new],
+        output.versions[new],
         finish_reason,
-        output.raw_log_probs[here],
-        output.sampled_log_probs[here],
-        output.top_log_probs[here],
+        output.raw_log_probs[new],
+        output.sampled_log_probs[new],
+        output.top_log_probs[new],
         output.prompt_log_probs,
         output.prompt_top_log_probs,
     )

@@ -1,8 +1,8 @@
 """Paged attention: the interface of backends, and a backend in plain torch for CPUs and as reference.
 
-TorchAttention is exact on every device and made for few CPU cores: whole prompts of similar length are attended as one
-padded batch, and so are decoded sequences, whose blocks are gathered for it. Later chunks of prompts run one by one.
-The layout is computed once per forward pass and serves all layers.
+TorchAttention is exact on every device and optimised for few CPU cores: prompts of similar length are one padded batch,
+and so are decodes, whose blocks are gathered first. Later chunks of prompts are computed one by one. The layout of a
+forward pass is computed once and used in all layers.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class AttentionStep:
     prefill_lengths: torch.Tensor
     """[P] int32: KV length of each prefilled sequence after its chunk."""
     prefill_tables: torch.Tensor
-    """[P, W] int32: its blocks."""
+    """[P, W] int32: block tables of the prefilled sequences."""
     decode_lengths: torch.Tensor
-    """[D] int32: KV length of each decoded sequence, the fed token included."""
+    """[D] int32: KV length of each decoded sequence, including its input token."""
     decode_tables: torch.Tensor
-    """[D, W] int32: its blocks."""
+    """[D, W] int32: block tables of the decoded sequences."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a backend computes once for all layers of this pass."""
 
 
-# Cost of one more call in padding tokens: a bucket is closed when its padding would cost more.
+# A call costs about as much as this many padding tokens: a batch with more padding is split.
 _TOKENS_PER_CALL = 400
 # Elements of one block of materialised scores (soft-capping): 64 MB in float32.
 _SCORE_ELEMENTS = 2**24
 
 
 class TorchAttention:
-    """An AttentionBackend by torch operators."""
+    """An AttentionBackend in plain torch."""
 
     def __call__(
         self,
@@ -110,7 +110,7 @@ class _Prompts:
     rows: torch.Tensor
     """[tokens] indices of their tokens in the pass, prompt after prompt."""
     padded: torch.Tensor
-    """[n * longest] the same with padding after each prompt (its first token again: no token sees what follows it)."""
+    """[n * longest] the same with padding after each prompt (its first token: later positions are not attended to)."""
     places: torch.Tensor
     """[tokens] positions of `rows` in `padded`."""
     count: int
@@ -144,12 +144,12 @@ class _Bucket:
     """Length of the longest."""
     bias: torch.Tensor | None
     """[n, 1, 1, length], -inf at masked positions; None: no mask."""
-    unseen: torch.Tensor | None
+    masked: torch.Tensor | None
     """[m] masked positions among all n * w * block_size."""
 
 
 class _Layout:
-    """Chunks and buckets of one forward pass under one window."""
+    """Prompts, chunks and buckets of one forward pass, for one window size."""
 
     def __init__(self, step: AttentionStep, window: int | None, dtype: torch.dtype) -> None:
         self.block_size = step.kv_cache[0][0].shape[1]
@@ -158,7 +158,7 @@ class _Layout:
         self.device = step.slots.device
         starts, lengths = step.query_starts.tolist(), step.prefill_lengths.tolist()
         whole = [i for i, length in enumerate(lengths) if starts[i + 1] - starts[i] == length]
-        self.prompts = [self._prompts(starts, lengths, members) for members in _similar(lengths, whole)]
+        self.prompts = [self._prompts(starts, lengths, members) for members in _group_by_length(lengths, whole)]
         self.chunks = list(self._chunks(step, starts, lengths))
         self.buckets = list(self._buckets(step))
 
@@ -181,9 +181,9 @@ class _Layout:
             first = length - queries
             if first == 0:
                 continue
-            seen = 0 if self.window is None else max(0, first - self.window + 1) // self.block_size
-            blocks = step.prefill_tables[i, seen : -(-length // self.block_size)]
-            origin = seen * self.block_size
+            first_block = 0 if self.window is None else max(0, first - self.window + 1) // self.block_size
+            blocks = step.prefill_tables[i, first_block : -(-length // self.block_size)]
+            origin = first_block * self.block_size
             yield _Chunk(rows, blocks, length - origin, self._bias(first, queries, origin, length))
 
     def _bias(self, first: int, queries: int, origin: int, length: int) -> torch.Tensor:
@@ -193,7 +193,7 @@ class _Layout:
         hidden = key > query
         if self.window is not None:
             hidden |= key <= query - self.window
-        return _minus_infinity_at(hidden, self.dtype)[None, None]
+        return _mask_bias(hidden, self.dtype)[None, None]
 
     def _buckets(self, step: AttentionStep) -> Iterator[_Bucket]:
         lengths = step.decode_lengths.tolist()
@@ -202,7 +202,7 @@ class _Layout:
         else:
             skipped = [max(0, length - self.window) // self.block_size for length in lengths]
         spans = [length - skip * self.block_size for length, skip in zip(lengths, skipped, strict=True)]
-        for members in _similar(spans, range(len(spans))):
+        for members in _group_by_length(spans, range(len(spans))):
             yield self._bucket(step, members, [skipped[m] for m in members], spans[members[0]])
 
     def _bucket(self, step: AttentionStep, members: list[int], skipped: list[int], longest: int) -> _Bucket:
@@ -214,16 +214,16 @@ class _Layout:
         places = torch.arange(columns.shape[1] * self.block_size, device=self.device)
         positions = skip * self.block_size + places
         lengths = step.decode_lengths.index_select(0, rows).unsqueeze(1)
-        unseen = positions >= lengths
+        masked = positions >= lengths
         if self.window is not None:
-            unseen |= positions < lengths - self.window
-        hidden = unseen[:, :longest]
-        bias = _minus_infinity_at(hidden, self.dtype)[:, None, None] if bool(hidden.any()) else None
-        where = None if bias is None else unseen.flatten().nonzero().flatten()
+            masked |= positions < lengths - self.window
+        hidden = masked[:, :longest]
+        bias = _mask_bias(hidden, self.dtype)[:, None, None] if bool(hidden.any()) else None
+        where = None if bias is None else masked.flatten().nonzero().flatten()
         return _Bucket(rows + step.num_prefill_tokens, blocks.flatten(), longest, bias, where)
 
 
-def _similar(lengths: Sequence[int], members: Iterable[int]) -> Iterator[list[int]]:
+def _group_by_length(lengths: Sequence[int], members: Iterable[int]) -> Iterator[list[int]]:
     """Group `members` by similar length, longest first, while padding costs less than one more call."""
     group: list[int] = []
     padding = 0
@@ -255,8 +255,8 @@ def _prefill(
     softcap: float | None,
 ) -> torch.Tensor:
     """[queries, heads, head_dim] of one chunk."""
-    seen = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
-    keys, values = (part.transpose(0, 1).unsqueeze(0) for part in seen)
+    context = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
+    keys, values = (part.transpose(0, 1).unsqueeze(0) for part in context)
     queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
     return _attend(queries, keys, values, chunk.bias, False, scale, softcap)[0].transpose(0, 1)
 
@@ -268,15 +268,15 @@ def _decode(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[n, heads, head_dim]. The query heads of one KV head are rows of one product: keys are not repeated."""
+    """[n, heads, head_dim]. The query heads of a KV head are rows of one matrix, so that keys are not repeated."""
     n, (kv_heads, head_dim) = len(bucket.rows), cache[0].shape[2:]
     gathered = []
     for part in cache:
-        seen = part.index_select(0, bucket.blocks)
-        if bucket.unseen is not None:
-            # Stale memory may hold NaN, which a probability of 0 does not remove.
-            seen.view(-1, kv_heads * head_dim).index_fill_(0, bucket.unseen, 0)
-        gathered.append(seen.view(n, -1, kv_heads, head_dim)[:, : bucket.length].transpose(1, 2))
+        context = part.index_select(0, bucket.blocks)
+        if bucket.masked is not None:
+            # Unused memory may contain NaN, and 0 · NaN is NaN.
+            context.view(-1, kv_heads * head_dim).index_fill_(0, bucket.masked, 0)
+        gathered.append(context.view(n, -1, kv_heads, head_dim)[:, : bucket.length].transpose(1, 2))
     queries = query.index_select(0, bucket.rows).view(n, kv_heads, -1, head_dim)
     bias = None if bucket.bias is None else bucket.bias.expand(-1, -1, queries.shape[2], -1)
     keys, values = gathered
@@ -294,16 +294,15 @@ def _attend(
 ) -> torch.Tensor:
     """query [n, heads, q, dim], key and value [n, kv_heads, s, dim] → [n, heads, q, dim]."""
     if softcap is None:
-        repeated = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=repeated
+            query, key, value, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     n, heads, count, dim = query.shape
     grouped = query.reshape(n, key.shape[1], -1, count, dim)
     rows = max(1, _SCORE_ELEMENTS // (n * heads * key.shape[2]))
     if causal:
         hidden = torch.ones(count, key.shape[2], dtype=torch.bool, device=query.device).triu_(1)
-        bias = _minus_infinity_at(hidden, query.dtype)[None, None]
+        bias = _mask_bias(hidden, query.dtype)[None, None]
     parts = []
     for start in range(0, count, rows):
         scores = torch.matmul(grouped[..., start : start + rows, :], key.unsqueeze(2).transpose(-1, -2)).float()
@@ -314,5 +313,6 @@ def _attend(
     return torch.cat(parts, dim=-2).view(n, heads, count, dim)
 
 
-def _minus_infinity_at(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mask_bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """-inf where `hidden` is true, otherwise 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -16,9 +16,8 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class BlockManager:
-    """A block without references is free; until it is allocated again, the prefix cache can still find it.
-
-    Every operation costs O(1) per block it touches.
+    """Allocates blocks to sequences. A block without references is free, but stays in the prefix cache until it is
+    allocated again. Every operation costs O(1) per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -26,7 +25,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._references = [0] * num_blocks
-        # Low numbers are allocated first.
+        # A stack: blocks with low numbers are allocated first.
         self._uncached_free = list(range(num_blocks - 1, -1, -1))
         # Free blocks in the prefix cache, least recently used first.
         self._cached_free: OrderedDict[int, None] = OrderedDict()
@@ -81,10 +80,10 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
         """Share the parent's full blocks with the child, which has the same tokens.
 
-        A partly filled last block is not shared and needs a free one. Returns its (from, to), to be copied after
-        the step has written its KV.
+        A partly filled last block is not shared: the child gets a copy, which needs a free block. Returns its (from,
+        to), to be copied after the step has written its KV.
         """
-        full, rest = divmod(len(child.token_ids), self.block_size)
+        full, remainder = divmod(len(child.token_ids), self.block_size)
         child.block_table = parent.block_table[:full]
         for block in child.block_table:
             self._references[block] += 1
@@ -92,7 +91,7 @@ class BlockManager:
         child.cached_blocks = parent.cached_blocks
         child.cached_content = parent.cached_content
         child.cached_epoch = parent.cached_epoch
-        return [(parent.block_table[full], self.append(child))] if rest else []
+        return [(parent.block_table[full], self.append(child))] if remainder else []
 
     def deallocate(self, sequence: Sequence) -> None:
         """Release the sequence's blocks; full ones stay in the prefix cache."""

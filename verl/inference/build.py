@@ -1,4 +1,4 @@
-"""From a model folder and a configuration to an engine."""
+"""Build an engine from a model folder and a configuration."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ __all__ = [
     "load_module",
     "read_hf_config",
 ]
+
+MODEL_KINDS = ("auto", "fused", "generic")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class BuiltEngine:
     pad_token_id: int | None
 
     def start(self) -> AsyncEngine | FollowerEngine:
-        """Start the thread that drives the engine; a follower on all but the first of several ranks."""
+        """Start the thread that runs the engine: a leader on the first of several ranks, followers on the others."""
         if self.parallel.size == 1:
             return AsyncEngine(self.engine, self.load_tokenizer)
         if self.parallel.rank == 0:
@@ -119,18 +123,18 @@ def build_engine(
     blocks = options.num_blocks or choose_num_blocks(
         model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
     )
-    # The same number on all ranks that share the model: block tables are shared.
+    # Ranks that share the model execute the same block tables, so all have the same number of blocks.
     kv = KVCache(model, parallel.all_reduce_min(blocks), options.block_size)
     if config.return_routed_experts:
         kv.record_experts(model)
     runner = ModelRunner(
         model,
-        _attention_for(device),
+        _attention_backend(device),
         kv,
         config.max_num_seqs,
         config.max_model_len,
         use_graphs=not config.enforce_eager,
-        own_stream=not config.free_cache_engine,  # it may then run beside training
+        own_stream=not config.free_cache_engine,  # the engine then runs concurrently with training
     )
     scheduler = Scheduler(
         BlockManager(kv.num_blocks, kv.block_size, config.enable_prefix_caching),
@@ -157,18 +161,13 @@ def build_engine(
     )
 
 
-def _attention_for(device: torch.device) -> AttentionBackend:
+def _attention_backend(device: torch.device) -> AttentionBackend:
     """The attention backend for a device."""
     if device.type != "cuda":
         return TorchAttention()
     from verl.inference.kernels.paged_attention import TritonAttention
 
     return TritonAttention()
-
-
-logger = logging.getLogger(__name__)
-
-MODEL_KINDS = ("auto", "fused", "generic")
 
 
 def read_hf_config(path: str, model_config: ModelConfig) -> Any:
@@ -187,7 +186,7 @@ def load_inference_model(
     kind: str = "auto",
     parallel: TensorParallel = SINGLE,
 ) -> InferenceModel:
-    """The model on `device` in `dtype`. With load_format=dummy its weights are arbitrary until the first update."""
+    """Load the model on `device` in `dtype`; with load_format=dummy, weights are undefined until the first update."""
     remote_code = model_config.trust_remote_code and getattr(hf_config, "auto_map", None)
     reason = "its code comes with the checkpoint" if remote_code else unsupported_reason(hf_config, max_length)
     if kind == "fused" and reason:
@@ -219,12 +218,12 @@ def load_module(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """The Hugging Face module: with stored weights in host memory, or random ones of `dtype` on the device."""
+    """The Hugging Face module: the stored weights in host memory, or random ones of `dtype` on the device (dummy)."""
     if load_format != "dummy":
         return pretrained_model(path, hf_config, "causal_lm", model_config.trust_remote_code)
     from transformers import AutoModelForCausalLM
 
-    # Throw-away values must not advance the global random state.
+    # Values that the first update overwrites must not advance the global random state.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
@@ -232,5 +231,5 @@ def load_module(
 
 
 def end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
-    """The model's end tokens, used unless a request sets its own."""
+    """The model's end tokens: the default of requests."""
     return find_end_tokens(path, hf_config, tokenizer_if_any(path, model_config.trust_remote_code))

@@ -32,7 +32,8 @@ class Classifier:
         self._num_running = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._on_device = threading.Lock()
+        # Held while a batch is computed, and while the model is offloaded.
+        self._model_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="classifier", daemon=True)
         self._thread.start()
 
@@ -42,7 +43,10 @@ class Classifier:
         return len(self._waiting) + self._num_running
 
     def submit(self, sequences: Sequence[list[int]]) -> list[Future[list[float]]]:
-        """Queue sequences; returns a future of the logits [labels] of each. A future cancelled in time is skipped."""
+        """Queue sequences; returns a future of the logits [labels] for each.
+
+        A sequence whose future is cancelled before its batch starts is not computed.
+        """
         added: list[_Item] = [(sequence, Future()) for sequence in sequences]
         with self._changed:
             if self._closing:
@@ -53,17 +57,18 @@ class Classifier:
 
     def offload(self) -> None:
         """Free the device memory; requests wait until `onload`."""
-        self._on_device.acquire()
+        self._model_lock.acquire()
         self._device = self._model.device
         self._model.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
+        """Move the model back to its device."""
         self._model.to(self._device)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the classifier's thread uses another stream
-        self._on_device.release()
+        self._model_lock.release()
 
     def close(self) -> None:
         """Stop the thread; waiting sequences fail."""
@@ -81,7 +86,7 @@ class Classifier:
                 self._changed.wait_for(lambda: self._closing or self._waiting)
                 if self._closing:
                     return
-                batch = self._take()
+                batch = self._next_batch()
                 self._num_running = len(batch)
             if not self._acquire_model():
                 self._waiting += batch
@@ -89,30 +94,30 @@ class Classifier:
             try:
                 self._score([item for item in batch if item[1].set_running_or_notify_cancel()])
             finally:
-                self._on_device.release()
+                self._model_lock.release()
             self._num_running = 0
 
     def _acquire_model(self) -> bool:
         """Lock the model once it is on its device; False if the classifier is closed first."""
-        while not self._on_device.acquire(timeout=_CLOSE_POLL_S):
+        while not self._model_lock.acquire(timeout=_CLOSE_POLL_S):
             if self._closing:
                 return False
         return True
 
-    def _take(self) -> list[_Item]:
+    def _next_batch(self) -> list[_Item]:
         """Remove and return a batch: the oldest sequence, and others of similar length to limit padding."""
         first = len(self._waiting[0][0])
         by_similarity = sorted(self._waiting, key=lambda item: abs(len(item[0]) - first))
-        taken: list[_Item] = []
+        batch: list[_Item] = []
         longest = 0
         for item in by_similarity:
             longest = max(longest, len(item[0]))
-            if taken and longest * (len(taken) + 1) > self._max_tokens:
+            if batch and longest * (len(batch) + 1) > self._max_tokens:
                 break
-            taken.append(item)
-        chosen = {id(future) for _, future in taken}
+            batch.append(item)
+        chosen = {id(future) for _, future in batch}
         self._waiting = [item for item in self._waiting if id(item[1]) not in chosen]
-        return taken
+        return batch
 
     def _score(self, batch: list[_Item]) -> None:
         if not batch:
@@ -134,9 +139,9 @@ class Classifier:
         ids = torch.tensor([sequence + [self._pad] * (width - len(sequence)) for sequence in sequences])
         mask = torch.arange(width) < lengths[:, None]
         device = self._model.device
-        if not hasattr(self._model, "score"):  # an encoder: every token attends to all
+        if not hasattr(self._model, "score"):  # an encoder: every token attends to all others, so padding is masked
             return self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits.float().cpu()
-        # A decoder: its last token attends to all others, and padding only follows.
+        # A decoder: the last token attends to all others, and not to the padding after it.
         hidden = self._model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(sequences), device=device), (lengths - 1).to(device)]
         return self._model.score(last).float().cpu()

@@ -24,7 +24,7 @@ __all__ = [
     "token_masks",
 ]
 
-# Cache sizes: clients of a server may send new ones with every request.
+# Bounds of the caches: clients of a server may send new strings and grammars with every request.
 _MAX_CACHED_STOP_STRINGS = 256
 _MAX_CACHED_GRAMMARS = 64
 
@@ -52,11 +52,11 @@ class OutputConstraints:
                 f"request {request.id!r}: stop={list(stop)} needs a tokenizer, but this engine has none."
                 " Set stop_token_ids instead."
             )
-        tokenizer = self._loaded()
+        tokenizer = self._get_tokenizer()
         with self._loading:
             if stop not in self._stop_strings:
                 if len(self._stop_strings) >= _MAX_CACHED_STOP_STRINGS:
-                    self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
+                    self._stop_strings.pop(next(iter(self._stop_strings)))  # running sequences keep their reference
                 self._stop_strings[stop] = StopStringChecker(tokenizer, stop)
             return self._stop_strings[stop]
 
@@ -64,7 +64,7 @@ class OutputConstraints:
         """The grammar state of a request, advanced by the tokens it resumes from; None if it has no grammar."""
         if request.params.grammar is None:
             return None
-        grammar = self._compiled(request.params.grammar, request.params.eos_token_ids).copy()
+        grammar = self._compile(request.params.grammar, request.params.eos_token_ids).copy()
         for token in request.resume_from.token_ids if request.resume_from else ():
             grammar.accept(token)
         return grammar
@@ -72,25 +72,25 @@ class OutputConstraints:
     def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar of `params` ahead of requests with it."""
         if params.grammar is not None:
-            self._compiled(params.grammar, params.eos_token_ids)
+            self._compile(params.grammar, params.eos_token_ids)
 
-    def _compiled(self, grammar: str, ends: frozenset[int]) -> GrammarState:
+    def _compile(self, grammar: str, ends: frozenset[int]) -> GrammarState:
         if self._load_tokenizer is None:
             raise ValueError("grammar: needs a tokenizer, but this engine has none. Remove it.")
-        known = self._grammars.get((grammar, ends))
-        if known is not None:
-            return known
-        tokenizer = self._loaded()
+        compiled = self._grammars.get((grammar, ends))
+        if compiled is not None:
+            return compiled
+        tokenizer = self._get_tokenizer()
         with self._compiling:
             if ends not in self._grammar_tokenizers:
                 self._grammar_tokenizers[ends] = GrammarTokenizer(tokenizer, ends)
             if (grammar, ends) not in self._grammars:
                 if len(self._grammars) >= _MAX_CACHED_GRAMMARS:
-                    self._grammars.pop(next(iter(self._grammars)))  # sequences keep their own
+                    self._grammars.pop(next(iter(self._grammars)))  # running sequences keep their reference
                 self._grammars[grammar, ends] = self._grammar_tokenizers[ends].compile(grammar)
             return self._grammars[grammar, ends]
 
-    def _loaded(self) -> Any:
+    def _get_tokenizer(self) -> Any:
         assert self._load_tokenizer is not None
         with self._loading:
             if self._tokenizer is None:
@@ -98,8 +98,8 @@ class OutputConstraints:
             return self._tokenizer
 
 
-# Written by decoders for an incomplete character.
-_BROKEN = "\ufffd"
+# Decoders output this character for an incomplete one.
+_REPLACEMENT = "\ufffd"
 # A token for one byte: a run of them is decoded together, or not at all if it is not valid UTF-8.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -108,8 +108,8 @@ class StopStringChecker:
     """Finds the token that completes a stop string, also if the string spans tokens or splits a character.
 
     Stateless with respect to sequences: one object serves all requests with these strings. Most tokens cannot complete
-    a string because they do not contain its last character; this is cached per token. Only for the others the last few
-    tokens are decoded.
+    a string because they do not contain its last character; this is cached per token. Only if a token may complete one,
+    the last few tokens are decoded.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class StopStringChecker:
 
     def _contains_last_character(self, token: int) -> bool:
         text = self._decode([token])
-        if _BROKEN in text:
+        if _REPLACEMENT in text:
             return True
         # A space at a token's edge may be missing when it is decoded alone.
         return any(stop[-1] in text or stop[-1].isspace() for stop in self._stop)
@@ -171,7 +171,7 @@ _REMEDY = "Remove it and describe the format in the prompt, or serve a model who
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts that match `schema`. Raises ValueError for an unsupported schema."""
-    return _checked(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
+    return _validated(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
 
 
 def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
@@ -185,10 +185,10 @@ def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
             for part in choice
         ]
         rows.append(" ".join(parts))
-    return _checked(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(rows)}"))
+    return _validated(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(rows)}"))
 
 
-def _checked(grammar: str) -> str:
+def _validated(grammar: str) -> str:
     problem = _library().LLMatcher.validate_grammar(grammar)
     if problem:
         raise ValueError(problem.strip())
@@ -267,13 +267,13 @@ def token_masks(grammars: Iterable[GrammarState | None]) -> TokenMasks | None:
     import llguidance.numpy
     import numpy as np
 
-    placed = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
-    if not placed:
+    constrained = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
+    if not constrained:
         return None
-    words = np.zeros(llguidance.numpy.get_bitmask_shape(len(placed), placed[0][1]._vocabulary), np.int32)
-    matchers = [(grammar._matcher, number) for number, (_, grammar) in enumerate(placed)]
+    words = np.zeros(llguidance.numpy.get_bitmask_shape(len(constrained), constrained[0][1]._vocabulary), np.int32)
+    matchers = [(grammar._matcher, number) for number, (_, grammar) in enumerate(constrained)]
     llguidance.numpy.fill_next_token_bitmask_par(_threads(), matchers, words)
-    return [row for row, _ in placed], words
+    return [row for row, _ in constrained], words
 
 
 @cache

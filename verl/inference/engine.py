@@ -15,13 +15,14 @@ from verl.utils.progress import pulse
 __all__ = ["Engine", "PendingStep", "Runner", "StepEngine"]
 
 StepResults = tuple[list[int], list[float], list[float], list[float]]
+"""Tokens, log-probs, raw log-probs and sampled log-probs; see `Output`."""
 
 
 class PendingStep(Protocol):
     """A launched step."""
 
     def wait(self) -> StepResults:
-        """Return tokens, log-probs, raw and sampled log-probs, in the order of the plan's `sample_slots`."""
+        """Wait for the device; return the results in the order of the plan's `sample_slots`."""
 
     def details(self) -> StepDetails:
         """Top and prompt log-probs of a plan that is `detailed`. Call `wait` first."""
@@ -41,7 +42,7 @@ class Runner(Protocol):
 
 
 class StepEngine(Protocol):
-    """What `AsyncEngine` drives. Its methods are called by one thread at a time."""
+    """An engine that `AsyncEngine` can drive. Its methods are called by one thread at a time."""
 
     version: int
 
@@ -138,10 +139,10 @@ class Engine:
         self._pending.clear()
         self.scheduler.clear()
 
-    def _collect(self, ahead: int) -> list[Sequence]:
-        """Collect results until at most `ahead` steps are pending; return the finished sequences."""
+    def _collect(self, max_pending: int) -> list[Sequence]:
+        """Collect results until at most `max_pending` steps are pending; return the finished sequences."""
         finished: list[Sequence] = []
-        while len(self._pending) > ahead:
+        while len(self._pending) > max_pending:
             plan, pending, version = self._pending.popleft()
             results = pending.wait()
             details = pending.details() if plan.detailed else None

@@ -19,8 +19,8 @@ _MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
 
 
 def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
-    """Memory of all graphs: hidden states [size, `row_bytes`] of each, and activations of the largest step, with
-    `step_bytes` per token."""
+    """Memory of all graphs: for each size the hidden states (`row_bytes` per token), and once the activations of the
+    largest step (`step_bytes` per token)."""
     decode = [size for size in _DECODE_SIZES if size < 2 * max_sequences]
     return row_bytes * (sum(decode) + sum(_MIXED_SIZES)) + step_bytes * _MIXED_SIZES[-1]
 
@@ -56,7 +56,7 @@ class StepInputs:
 class StepGraphs:
     """CUDA graphs by kind of step and size, captured on first use. All share one memory pool.
 
-    A model whose step synchronises with the device (some mixtures of experts do) cannot be captured and runs eagerly.
+    A model whose step synchronises with the device (some MoE models) cannot be captured and runs eagerly.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._can_capture = True
         self._graphs: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        # What the graphs read; rows beyond a step's own belong to nobody.
+        # Inputs of the graphs. Rows beyond those of a step refer to the padding slot.
         tokens = _MIXED_SIZES[-1]
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._rows = torch.full((tokens,), self._padding_slot, dtype=torch.int64, device=device)
@@ -134,7 +134,7 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # The step ran above, so it is the capture that fails.
+            # The step itself succeeded above: only its capture fails.
             self._can_capture = False
             reason = str(error).strip().splitlines()[0]
             logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)

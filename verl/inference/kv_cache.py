@@ -26,9 +26,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Share of available host memory for KV: other programs need the rest.
+# Fraction of available host memory for KV; other programs need memory too.
 _HOST_SHARE = 0.25
-# Share of device memory left for workspaces of kernels and CUDA graphs.
+# Fraction of device memory left for workspaces of kernels and CUDA graphs.
 _DEVICE_RESERVE = 0.03
 # float32 tensors [sequences, vocabulary] that sampling allocates at most besides the logits.
 _LOGIT_COPIES = 3
@@ -58,7 +58,7 @@ class KVCache:
         self._experts: torch.Tensor | None = None
 
     def record_experts(self, model: InferenceModel) -> None:
-        """Store the experts of every token beside its KV from now on, so that a cached prefix includes its experts."""
+        """From now on, store the experts of every token with its KV, so that a cached prefix includes its experts."""
         table = model.record_experts((self.num_blocks + 1) * self.block_size)
         self._experts = table.unflatten(0, (-1, self.block_size))
 
@@ -69,7 +69,7 @@ class KVCache:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes allocated now."""
+        """Bytes that are currently allocated."""
         return self.region.size if self.region.held else 0
 
     def release(self) -> None:
@@ -112,7 +112,7 @@ def choose_num_blocks(
     """
     block_bytes = bytes_per_block(model, block_size)
     per_sequence = -(-max_model_len // block_size)
-    wanted = max_num_seqs * per_sequence
+    needed = max_num_seqs * per_sequence
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
@@ -122,7 +122,7 @@ def choose_num_blocks(
     else:
         available = host_kv_bytes(host_memory_available())
         remedy = "Free host memory, or lower max_model_len"
-    blocks = min(wanted, available // block_bytes)
+    blocks = min(needed, available // block_bytes)
     if blocks < per_sequence:
         raise ValueError(
             f"max_model_len: the KV of one sequence of {max_model_len} tokens takes"
@@ -134,8 +134,8 @@ def choose_num_blocks(
         blocks,
         block_size,
         f"enough for {max_num_seqs} sequences of {max_model_len} tokens"
-        if blocks == wanted
-        else f"{blocks / wanted:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
+        if blocks == needed
+        else f"{blocks / needed:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
     )
     return blocks
 

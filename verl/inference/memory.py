@@ -15,7 +15,7 @@ __all__ = ["DriverError", "Region", "driver_call"]
 
 
 class Region:
-    """`size` bytes on a device; `bytes` is the uint8 tensor over them."""
+    """`size` bytes on a device. `bytes`: a uint8 tensor of this memory. `held`: whether it is allocated."""
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -48,7 +48,7 @@ class Region:
             self.held = True
 
     def close(self) -> None:
-        """Free memory and addresses on a device. No view may be used afterwards."""
+        """Free the memory and the addresses. No view may be used afterwards."""
         if self._range is not None:
             self.release()
             self._range.free()
@@ -98,8 +98,8 @@ class _VirtualRange:
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.empty(1, device=f"cuda:{index}")  # creates the device's context, which the driver calls below need
         self._index = index
-        self._where = _Location(_DEVICE, index)
-        self._properties = _AllocationProperties(type=_PINNED, location=self._where)
+        self._location = _Location(_DEVICE, index)
+        self._properties = _AllocationProperties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
         driver_call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
         self._size = -(-max(size, 1) // granularity.value) * granularity.value
@@ -111,12 +111,12 @@ class _VirtualRange:
             ctypes.c_uint64(0), ctypes.c_uint64(0),
         )  # fmt: skip
         self._handles: list[tuple[int, int, ctypes.c_uint64]] = []
-        self._asked = size
+        self._requested_size = size
         self.map()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self._asked,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+        return {"shape": (self._requested_size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def map(self) -> None:
         if torch.cuda.mem_get_info(self._index)[0] < self._size:
@@ -133,7 +133,7 @@ class _VirtualRange:
                 record_mapped_bytes(self._index, size)
                 at = ctypes.c_uint64(self._address.value + start)
                 driver_call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-            access = _Access(self._where, _READ_WRITE)
+            access = _Access(self._location, _READ_WRITE)
             driver_call(
                 "cuMemSetAccess", self._address, ctypes.c_size_t(self._size), ctypes.byref(access), ctypes.c_size_t(1)
             )

@@ -1,4 +1,4 @@
-"""ModelRunner: executes a step's plan on the device. It knows slots and blocks, not requests."""
+"""ModelRunner: executes the plan of a step on the device, in terms of slots and blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
 
 # Elements of prompt logits computed at a time.
 _BLOCK_ELEMENTS = 2**25
-# Interval of the GIL's thread switches: a step acquires it twice and takes only a few milliseconds.
+# Interval at which threads yield the GIL: a step waits for it twice and takes only a few milliseconds.
 _SWITCH_S = 1e-4
 
 
@@ -78,8 +78,8 @@ class ModelRunner:
         use_graphs: bool,
         own_stream: bool = False,
     ) -> None:
-        """`own_stream`: on a GPU, steps run on a high-priority stream beside the work of other threads, and all graphs
-        are captured now: during a capture no other thread may free memory."""
+        """`own_stream`: on a GPU, steps run on a high-priority stream, concurrently with other threads. All graphs are
+        then captured here, because no other thread may free memory during a capture."""
         device = model.device
         self.model, self.kv = model, kv
         self.lag = 1 if device.type == "cuda" else 0
@@ -125,7 +125,7 @@ class ModelRunner:
             logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned, plan.masks
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
-        details = _details_of(plan, self.model, hidden, logits) if plan.detailed else None
+        details = _launch_details(plan, self.model, hidden, logits) if plan.detailed else None
         return LaunchedStep(sampled, details, self._experts(plan, inputs) if plan.returns_experts else None)
 
     def _experts(self, plan: StepPlan, inputs: StepInputs) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ class ModelRunner:
         return torch.cat([inputs.prefill_ids, self._last_tokens[decoded]])
 
 
-def _details_of(
+def _launch_details(
     plan: StepPlan, model: InferenceModel, hidden: torch.Tensor, logits: torch.Tensor
 ) -> Callable[[], StepDetails]:
     """Launch the plan's top and prompt log-probs; the returned function waits for the device and returns them.
@@ -234,7 +234,7 @@ def _details_of(
                 [_top_log_probs(model.logits(x), part, prefill.top) for x, part in zip(states, parts, strict=True)]
             )
         first += len(prefill.token_ids)
-    return lambda: StepDetails(_on_host(top)[1], [_on_host(prompt) for prompt in prompts])
+    return lambda: StepDetails(_to_lists(top)[1], [_to_lists(prompt) for prompt in prompts])
 
 
 def _top_log_probs(
@@ -242,17 +242,17 @@ def _top_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`logits` [rows, vocab] → log-probs of the targets [rows]; top log-probs and their tokens [rows, count]."""
     log_probs = logits.float().log_softmax(dim=-1)
-    of_target = log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1)
+    target_log_probs = log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1)
     values, tokens = log_probs.topk(min(count, logits.shape[-1]), dim=-1)
-    return of_target, values, tokens
+    return target_log_probs, values, tokens
 
 
-def _on_host(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[TopLogProbs]]:
+def _to_lists(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[TopLogProbs]]:
     """Log-probs of the targets and the most likely tokens at their positions, of all parts."""
     log_probs: list[float] = []
     tops: list[TopLogProbs] = []
-    for of_target, values, tokens in parts:
-        log_probs += of_target.tolist()
+    for target_log_probs, values, tokens in parts:
+        log_probs += target_log_probs.tolist()
         tops += [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
     return log_probs, tops
 
@@ -273,13 +273,13 @@ class InputSender:
 
     def send(self, plan: StepPlan) -> StepInputs:
         """Copy the plan to the device. The result is valid until two more plans have been sent."""
-        lists = _flat(plan, self._width)
+        lists = _flatten_plan(plan, self._width)
         ends = np.cumsum([len(values) for values in lists])
         numbers = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(ends[-1]))
-        tensors = self._on_device(numbers).tensor_split(ends[:-1].tolist())
+        tensors = self._copy_to_device(numbers).tensor_split(ends[:-1].tolist())
         return StepInputs(*tensors)
 
-    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+    def _copy_to_device(self, numbers: np.ndarray) -> torch.Tensor:
         if self._device.type == "cpu":
             return torch.from_numpy(numbers)
         buffer, size = self._next_buffer, len(numbers)
@@ -293,7 +293,7 @@ class InputSender:
         return copied
 
 
-def _flat(plan: StepPlan, width: int) -> list[list[int]]:
+def _flatten_plan(plan: StepPlan, width: int) -> list[list[int]]:
     """The fields of StepInputs, in order."""
     rows: list[int] = []
     positions: list[int] = []

@@ -96,11 +96,11 @@ def _masked(processor: LogitsProcessor | None, masks: TokenMasks, device: torch.
 
     def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:
         logits = logits.clone() if processor is None else processor(logits, block)
-        here = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
-        if here:
-            (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], device)
+        in_block = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
+        if in_block:
+            (cells,) = copy_to_device([torch.tensor(in_block, dtype=torch.int64)], device)
             bits = (packed[cells[:, 0]].unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits.shape[-1]].bool()
-            allowed = torch.zeros(len(here), logits.shape[-1], dtype=torch.bool, device=device)
+            allowed = torch.zeros(len(in_block), logits.shape[-1], dtype=torch.bool, device=device)
             allowed[:, : bits.shape[-1]] = bits
             logits[cells[:, 1]] = logits[cells[:, 1]].masked_fill(~allowed, -torch.inf)
         return logits
@@ -170,14 +170,14 @@ class _PenaltiesAndBiases:
     ) -> torch.Tensor:
         """`logits` [rows of the block, vocab] float32 → new ones."""
         logits = logits.clone()
-        here = slots[block]
-        penalised = [row for row, slot in enumerate(here) if slot in self._penalised]
+        block_slots = slots[block]
+        penalised = [row for row, slot in enumerate(block_slots) if slot in self._penalised]
         if penalised:
             (rows,) = copy_to_device([torch.tensor(penalised, dtype=torch.int64)], self._device)
-            longest = max(self._penalised[here[row]] for row in penalised)
+            longest = max(self._penalised[block_slots[row]] for row in penalised)
             tokens = self._tokens[:, :longest][index[block][rows]]
             logits[rows] = self._penalise(logits[rows], tokens, index[block][rows], positions[block][rows])
-        for row, slot in enumerate(here):
+        for row, slot in enumerate(block_slots):
             if slot in self._biases:
                 logits[row].index_add_(0, *self._biases[slot])
         return logits
@@ -271,9 +271,9 @@ def sample_tokens(
         log_norm = torch.logsumexp(scores, dim=-1)
         raw_norm = torch.logsumexp(raw, dim=-1) if batch.any_tempered else log_norm
         allowed = scores if processor is None else processor(raw, block) / temperature
-        here = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
-        if here:
-            (cells,) = copy_to_device([torch.tensor(here, dtype=torch.int64)], logits.device)
+        in_block = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
+        if in_block:
+            (cells,) = copy_to_device([torch.tensor(in_block, dtype=torch.int64)], logits.device)
             allowed = allowed.index_put((cells[:, 0], cells[:, 1]), torch.full_like(scores[0, 0], -torch.inf))
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen

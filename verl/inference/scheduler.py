@@ -18,8 +18,8 @@ from verl.types.request import Request, check_request
 
 __all__ = ["Scheduler"]
 
-# While the queue is long, free slots are collected and refilled in about this many admissions per round.
-_ADMISSIONS_PER_ROUND = 16
+# A long queue is admitted in groups of at least 1 / 16 of all slots.
+_SLOTS_PER_ADMISSION = 16
 
 
 class Scheduler:
@@ -45,10 +45,10 @@ class Scheduler:
         self._max_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._chunked_prefill = chunked_prefill
-        # No more than can be decoded in one step.
+        # All running sequences must fit into one step of decodes.
         slots = min(max_num_seqs, max_num_batched_tokens)
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._min_admissions = max(1, slots // _ADMISSIONS_PER_ROUND)
+        self._min_admissions = max(1, slots // _SLOTS_PER_ADMISSION)
         # May contain sequences that are done; they are dropped when they reach the head.
         self._waiting: deque[Sequence] = deque()
         self._decoding: dict[Sequence, None] = {}
@@ -57,7 +57,7 @@ class Scheduler:
         self._launched: deque[_ScheduledStep] = deque()
         # Of the step being planned: sequences that sample their last token.
         self._finishing: list[Sequence] = []
-        # Numbers of sequences that use a feature: its work is skipped while the number is 0.
+        # Number of unfinished sequences that use a feature: its work is skipped while the number is 0.
         self._num_with_min_tokens = 0
         self._num_with_stop = 0
         self._num_with_grammar = 0
@@ -207,9 +207,9 @@ class Scheduler:
             position = sequence.num_computed_tokens
             if position >= sequence.next_check:
                 if sequence.slot < 0:
-                    break  # It was preempted, and so were all after it.
+                    break  # preempted, like all younger sequences
                 if position + 2 > sequence.max_length:
-                    continue  # Its last token is in flight.
+                    continue  # its last token is in flight
                 if position == len(sequence.block_table) * size:
                     if not self.blocks.free_blocks:
                         preempted = True
@@ -243,7 +243,7 @@ class Scheduler:
             self._preempt_youngest()
 
     def _preempt_youngest(self) -> None:
-        """Return the youngest to the head of the queue; its KV will be recomputed from its tokens."""
+        """Return the youngest running sequence to the head of the queue; its KV will be recomputed from its tokens."""
         sequence, self._prefilling = self._prefilling, None
         if sequence is None:
             sequence, _ = self._decoding.popitem()
@@ -277,8 +277,8 @@ class Scheduler:
                 self._admit(sequence, plan)
                 self._sample_from(chunk, sequence)
                 continue
-            whole = self._chunked_prefill or not chunks or len(sequence.token_ids) <= budget
-            if budget <= 0 or not whole or not self.blocks.can_allocate(sequence, self._num_running()):
+            fits = self._chunked_prefill or not chunks or len(sequence.token_ids) <= budget
+            if budget <= 0 or not fits or not self.blocks.can_allocate(sequence, self._num_running()):
                 break
             self.blocks.allocate(sequence)
             self._admit(sequence, plan)
@@ -286,7 +286,7 @@ class Scheduler:
         return _add_prefills(plan, chunks)
 
     def _should_admit(self) -> bool:
-        """Prefills slow a step down: while the queue exceeds the free slots, several are admitted together."""
+        """Whether to admit waiting sequences now: prefills slow a step down, so a long queue is admitted in groups."""
         free = len(self._free_slots)
         return not self._decoding or free >= self._min_admissions or free >= len(self._waiting)
 
@@ -346,7 +346,7 @@ class Scheduler:
         return waiting[0] if waiting else None
 
     def _num_running(self) -> int:
-        """Running sequences. An admission leaves as many blocks free, or it would soon be preempted again."""
+        """Number of running sequences. An admission leaves as many blocks free: each may soon need one."""
         return len(self._decoding) + (self._prefilling is not None)
 
     def _retire(self, sequence: Sequence) -> None:

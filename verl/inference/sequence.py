@@ -83,7 +83,7 @@ class Sequence:
         self.experts: list[ExpertEntry] = split_entries(earlier.routed_experts, len(self.prompt_ids), count)
         """One entry per generated token, if the engine returns experts; appended before the token's version."""
         self.token_ids = self.prompt_ids + self.output.token_ids
-        """Prompt and generated tokens, as far as the host knows them."""
+        """Prompt and generated tokens, without tokens in flight."""
         self.in_flight = 0
         """Tokens sampled by launched steps which the host has not read yet."""
         self.end_token_ids = request.params.ends
@@ -101,7 +101,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.next_check = 0
         """Position up to which the scheduler decodes it without checking blocks and length."""
-        # Its part of the prefix cache: number of blocks, content number of the last one, epoch of the cache.
+        # Its blocks in the prefix cache: their number, the content number of the last one, the epoch of the cache.
         self.cached_blocks = 0
         self.cached_content = 0
         self.cached_epoch = 0
@@ -258,5 +258,5 @@ def advance_grammars(rows: list[Sequence]) -> list[Sequence]:
 
 
 def _padded(values: list[float], count: int) -> list[float]:
-    """Pad with NaN to one value per token: an earlier engine may not have reported it."""
+    """Pad with NaN to one value per token: the engine that generated the first tokens may not have reported values."""
     return [*values, *([math.nan] * (count - len(values)))]

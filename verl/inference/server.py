@@ -1,8 +1,8 @@
 """`python -m verl.inference.server --model PATH`: the embedded engine behind the OpenAI API, for this machine only.
 
 Clients: `openai.OpenAI(base_url="http://127.0.0.1:8001/v1", api_key="any")`, or curl. A sequence classifier, such as a
-reward model, is served as /v1/rewards and /classify. After SIGTERM or Ctrl-C, requests in flight get
-a grace period; then the program ends with exit code 0. A second signal ends it at once.
+reward model, is served as /v1/rewards and /classify. After SIGTERM or Ctrl-C, requests in flight get a grace period;
+then the program ends with exit code 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def serve(options: argparse.Namespace) -> None:
         if options.api_key is None:
             warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as resources:
-            loaded = load_app(options, resources)
+            served = load_app(options, resources)
             freeze_gc()
             limits = Limits(connections=options.max_connections)
-            run_event_loop(create_server(loaded.app, loaded.description, limits, "/v1").serve([bound]))
+            run_event_loop(create_server(served.app, served.description, limits, "/v1").serve([bound]))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Tensor parallelism: one model over several ranks, each with a shard of every matmul.
 
 Rank 0 of the group (the leader) schedules; the followers execute the plans it broadcasts. All ranks see the same logits
-and sample with the same noise, so tokens need not be sent. Marks in the stream of plans tell followers that the leader
-has halted.
+and sample with the same noise, so tokens need not be sent. The leader marks its halts in the stream of plans.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class TensorParallel:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % size:
             raise ValueError(f"tensor_model_parallel_size: {size} does not divide the {world} ranks.")
-        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         for first in range(0, world, size):
             ranks = list(range(first, first + size))
             # A long timeout: no plan arrives while the model trains.
@@ -63,8 +62,8 @@ class TensorParallel:
                 "cpu_group": dist.new_group(ranks, backend="gloo"),
             }
             if rank in ranks:
-                mine = {"rank": rank - first, **groups}
-        return cls(size=size, **mine)
+                own = {"rank": rank - first, **groups}
+        return cls(size=size, **own)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, in place."""
@@ -93,9 +92,10 @@ class TensorParallel:
         dist.broadcast_object_list([message], group_src=0, group=self.plan_group)
 
     def receive(self) -> Any:
-        box = [None]
-        dist.broadcast_object_list(box, group_src=0, group=self.plan_group)
-        return box[0]
+        """Receive the next message of the leader."""
+        received = [None]
+        dist.broadcast_object_list(received, group_src=0, group=self.plan_group)
+        return received[0]
 
 
 SINGLE = TensorParallel()
@@ -114,7 +114,7 @@ class LeaderRunner:
 
 
 class LeaderEngine(AsyncEngine):
-    """The leader's engine. After each halt it sends a mark, for which followers wait in `halt`."""
+    """The leader's engine. After each halt it broadcasts a mark, which `FollowerEngine.halt` waits for."""
 
     def __init__(self, engine: StepEngine, parallel: TensorParallel, tokenizer: Callable[[], Any] | None) -> None:
         super().__init__(engine, tokenizer)
@@ -132,7 +132,7 @@ class LeaderEngine(AsyncEngine):
 class FollowerEngine:
     """A follower's engine: receives plans and executes them. Same interface as the leader's, without requests.
 
-    The leader may resume before this rank has its memory or new weights: plans wait until this rank is resumed.
+    The leader may resume before this rank has its memory or new weights: plans wait for `resume` on this rank.
     """
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:

@@ -21,7 +21,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of a tensor: `length` of `full` entries of dimension `dim`, from `start` on."""
+    """This rank's part of a tensor: entries `start` to `start + length` of the `full` entries of dimension `dim`."""
 
     dim: int
     start: int
@@ -81,21 +81,22 @@ class EngineWeights:
         return {name: self._rows(name) for name in self._tensors}
 
     def begin(self) -> None:
+        """Start an update: no weight has been received."""
         self._received_rows = {}
 
     @torch.no_grad()
     def load(self, tensors: Bucket) -> None:
         """Copy a bucket of tensors into the weights, in place, with a cast to the engine's dtype."""
-        places, parts = [], []
+        destinations, sources = [], []
         for key, tensor in tensors.items():
             name = key if isinstance(key, str) else key.name
             self._check(name, self._whole_shape(key, tensor))
-            place, part = self._destination_and_source(name, 0 if isinstance(key, str) else key.start, tensor)
-            places.append(place)
-            parts.append(part)
-            self._received_rows[name] = self._received_rows.get(name, 0) + _rows(tensor.shape)
-        if parts:
-            torch._foreach_copy_(places, parts)
+            destination, source = self._destination_and_source(name, 0 if isinstance(key, str) else key.start, tensor)
+            destinations.append(destination)
+            sources.append(source)
+            self._received_rows[name] = self._received_rows.get(name, 0) + _num_rows(tensor.shape)
+        if sources:
+            torch._foreach_copy_(destinations, sources)
 
     def verify(self, expected: Mapping[str, int]) -> None:
         """Raise WeightMismatchError unless every weight was received and matches its fingerprint bit for bit."""
@@ -117,7 +118,7 @@ class EngineWeights:
 
     @property
     def held_bytes(self) -> int:
-        """Device bytes allocated now."""
+        """Device bytes that are currently allocated."""
         return self._region.size if self._region.held else 0
 
     def offload(self) -> None:
@@ -158,7 +159,7 @@ class EngineWeights:
         """Shape of the full tensor of which `tensor` is all rows or a row slice."""
         if isinstance(key, str) or key.name not in self._tensors:
             return tuple(tensor.shape)
-        rows = _rows(self._full_shape(key.name))
+        rows = _num_rows(self._full_shape(key.name))
         if not 0 <= key.start < key.stop <= rows or key.stop - key.start != len(tensor):
             raise WeightMismatchError(
                 f"weights: got {len(tensor)} rows as rows {key.start} to {key.stop} of {key.name!r}, which has {rows}."
@@ -169,7 +170,7 @@ class EngineWeights:
         """Rows of the full tensor on this rank."""
         shard = self._shards.get(name)
         if shard is None or shard.dim:
-            return range(_rows(self._tensors[name].shape))
+            return range(_num_rows(self._tensors[name].shape))
         return range(shard.start, shard.start + shard.length)
 
     def _destination_and_source(self, name: str, start: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +178,7 @@ class EngineWeights:
         place, shard, own = self._tensors[name], self._shards.get(name), self._rows(name)
         if shard is not None and shard.dim:
             tensor = tensor.narrow(shard.dim, shard.start, shard.length)
-        if len(own) == _rows(tensor.shape) and start == own.start:
+        if len(own) == _num_rows(tensor.shape) and start == own.start:
             return place, tensor
         first, end = max(start, own.start), min(start + len(tensor), own.stop)
         count = max(0, end - first)
@@ -197,7 +198,7 @@ class EngineWeights:
         if self._parallel.size == 1:
             return here
         parts = [name for name in names if name in self._shards]
-        whole = [name for name in parts if self._received_rows.get(name) == _rows(self._full_shape(name))]
+        whole = [name for name in parts if self._received_rows.get(name) == _num_rows(self._full_shape(name))]
         sums = torch.tensor([here[name] if self._shards[name].counted else 0 for name in whole], dtype=torch.int64)
         dist.all_reduce(sums, group=self._parallel.cpu_group)
         return here | dict(zip(whole, sums.tolist(), strict=True))
@@ -208,7 +209,7 @@ class EngineWeights:
                 raise WeightMismatchError(f"weights: {group[0]!r} {problem}. The engine would mix two models.")
 
 
-def _rows(shape: Sequence[int]) -> int:
+def _num_rows(shape: Sequence[int]) -> int:
     return shape[0] if len(shape) else 1
 
 

@@ -102,7 +102,7 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_beginning(server, rewar
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param", "words"),
     [
-        ("/v1/rewards", {"input": []}, 400, "input", "there are 0"),
+        ("/v1/rewards", {"input": []}, 400, "input", "has 0 entries"),
         ("/v1/rewards", {}, 400, "input", "should be a text, token ids, a conversation"),
         ("/v1/rewards", {"input": "a", "messages": CHAT}, 400, "input", "should be a text, token ids, a conversation"),
         ("/v1/rewards", {"input": {"text": "a"}}, 400, "input", "should be a text, token ids, a conversation"),

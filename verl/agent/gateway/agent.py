@@ -187,7 +187,7 @@ def build_outputs(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
     """One row per path of the tree. Tokens are trained, and turns counted, once, also if several paths share them."""
     outputs, contexts = [], set[int]()
     for path in tree.paths(keep_retries):
-        output = _output_of(path)
+        output = _build_output(path)
         answers = [node for node, trained in zip(path.nodes, path.trained, strict=True) if trained]
         new_contexts = {id(node.place) for node in answers} - contexts
         output.num_turns = len(answers) + len(new_contexts)
@@ -196,7 +196,7 @@ def build_outputs(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
     return outputs
 
 
-def _output_of(path: Path) -> AgentLoopOutput:
+def _build_output(path: Path) -> AgentLoopOutput:
     output = AgentLoopOutput(list(path.nodes[0].place.context_ids), [], [], [], response_versions=[])
     assert output.response_logprobs is not None
     assert output.response_versions is not None
@@ -234,10 +234,10 @@ def _set_metrics_and_reward(
     outputs[0].metrics = AgentLoopMetrics(failures={kind: count for kind, count in failures.items() if count})
     outputs[-1].extra_fields["reward_info"] = None if info is None else dict(info)
     reward = None if info is None else info.get("reward")
-    outputs[-1].reward_score = None if reward is None else _checked_reward(reward)
+    outputs[-1].reward_score = None if reward is None else _parse_reward(reward)
 
 
-def _checked_reward(reward: Any) -> float:
+def _parse_reward(reward: Any) -> float:
     """The reward as a number. A reward that is not finite or too large would make the group's advantages not finite."""
     try:
         value = float(reward)

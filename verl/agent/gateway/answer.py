@@ -35,8 +35,8 @@ class Answer:
         self._text = TextStream(tokenizer, chat.generation.params.stop, special=reads_calls)
         self._text_so_far, self._sent = chat.generation.forced_prefix, ""
         self._tools, self._parser, self._ends = chat.tools, parser, ends
-        self._held: list[Token] = []
-        self._held_end: list[int] = []
+        self._unsent: list[Token] = []
+        self._unsent_end: list[int] = []
         # Position at which a call may begin; None if the first `_searched` characters have none.
         self._call_start: int | None = None
         self._searched = 0
@@ -49,7 +49,7 @@ class Answer:
     def push(self, piece: Output) -> ResponseChunk:
         """Add a piece; return the text that is final by now. The last chunk has a finish reason."""
         self._append(piece)
-        self._held += sampled_tokens(piece)
+        self._unsent += sampled_tokens(piece)
         self._text_so_far += self._text.push(self._content(piece.token_ids))
         chunk = ResponseChunk(0, finish_reason=piece.finish_reason or None)
         if chunk.finish_reason is None:
@@ -63,14 +63,14 @@ class Answer:
                 chunk.finish_reason = "tool_calls" if chunk.finish_reason == "stop" else chunk.finish_reason
         chunk.text, self._sent = content[len(self._sent) :], content
         if chunk.text or chunk.calls or chunk.finish_reason:
-            chunk.tokens, self._held = self._held, []
+            chunk.tokens, self._unsent = self._unsent, []
         return chunk
 
     def _content(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens to decode. A trailing end token is held back and decoded only if the response continues."""
-        tokens = [*self._held_end, *token_ids]
-        self._held_end = tokens[-1:] if tokens and tokens[-1] in self._ends else []
-        return tokens[: len(tokens) - len(self._held_end)]
+        tokens = [*self._unsent_end, *token_ids]
+        self._unsent_end = tokens[-1:] if tokens and tokens[-1] in self._ends else []
+        return tokens[: len(tokens) - len(self._unsent_end)]
 
     def _append(self, piece: Output) -> None:
         for name in ("token_ids", "log_probs", "versions", "raw_log_probs", "sampled_log_probs", "top_log_probs"):

@@ -92,9 +92,9 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Paths are logged and part of error messages: handlers get the secret separately.
-        public, _, rest = scope["path"].partition("~")
-        secret, slash, rest = rest.partition("/")
-        path = public + slash + rest
+        public, _, private = scope["path"].partition("~")
+        secret, slash, subpath = private.partition("/")
+        path = public + slash + subpath
         await self._app({**scope, "path": path, "raw_path": path.encode(), _SECRET: secret}, receive, send)
 
     def _health(self) -> Mapping[str, Any]:

@@ -1,1 +1,1 @@
-"""Triton kernels of the fused path. Imported only where a CUDA device is used."""
+"""Triton kernels; imported only if a CUDA device is used."""

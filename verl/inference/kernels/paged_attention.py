@@ -1,6 +1,6 @@
 """Paged attention on CUDA: decode (one query per sequence, keys split over programs) and varlen (any mix).
 
-Every launch depends on shapes alone, so CUDA graphs may capture it.
+Every launch depends only on shapes, so that CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl.inference.kernels.pointwise import write_cache
 __all__ = ["TritonAttention", "decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
-# Programs that fill a large GPU a few times over; with fewer sequences, keys are split to reach this number.
+# Programs that occupy a large GPU a few times; with fewer sequences, keys are split to reach this number.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 16
 # Rows of one varlen tile: a few query tokens times the heads that share their keys.
@@ -34,15 +34,15 @@ def decode_attention(
 ) -> torch.Tensor:
     """`query` [rows, heads, dim] against `keys`, `values` [blocks, block, kv, dim] → [rows, heads, dim].
 
-    Rows of `query` may lie at any stride. `tables` [rows, columns] int32 lists each row's blocks, `lengths` [rows]
-    int32 its tokens in the cache. How many programs share a row depends on shapes alone: a CUDA graph may hold this.
+    Rows of `query` may have any stride. `tables` [rows, columns] int32: blocks of each row; `lengths` [rows] int32:
+    its tokens in the cache. The number of programs per row depends only on shapes, so that CUDA graphs can capture it.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     longest = tables.shape[1] * keys.shape[1]
     splits = max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
-    # A power of two: every number is a separate kernel, compiled in the middle of a run.
+    # A power of two: for every other number a further kernel would be compiled during a run.
     splits = 1 << (splits.bit_length() - 1)
     out = query.new_empty(rows, heads, dim)
     partial = query.new_empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32)
@@ -81,8 +81,8 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Causal attention of the last tokens of several sequences: `query` [tokens, heads, dim] → the same shape.
 
-    Sequence i owns tokens query_starts[i] to query_starts[i + 1] (int32, [sequences + 1]), the last ones of the
-    `lengths[i]` tokens it has in the cache. Sequences may be empty; the grid depends on shapes alone.
+    Sequence i has tokens query_starts[i] to query_starts[i + 1] (int32, [sequences + 1]), the last of its
+    `lengths[i]` tokens in the cache. Sequences may be empty; the grid depends only on shapes.
     """
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[2]
@@ -107,7 +107,7 @@ def _scores(query, key, scale, softcap, HAS_CAP: tl.constexpr):
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if HAS_CAP:
         capped = softcap * 1.4426950408889634
-        # tanh by exponentials: exact enough and free of a library call.
+        # tanh by exponentials: sufficiently exact, without a library call.
         scores = capped * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 * scores / capped)) - 1.0)
     return scores
 
@@ -153,7 +153,7 @@ def _decode(
         scores = _scores(query, key, scale, softcap, HAS_CAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         highest = tl.maximum(best, tl.max(scores, 1))
-        # While no key has been visible the reference is 0, and everything stays 0.
+        # As long as no key is visible, the reference is 0 and all sums stay 0.
         reference = tl.where(highest == float("-inf"), 0.0, highest)
         weight = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(best - reference)
@@ -215,7 +215,7 @@ def _varlen(
     DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    # The last tiles have the most keys to look at (those of decoded sequences, ends of prompts): they begin first.
+    # The last tiles (decodes, ends of prompts) have the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv = tl.program_id(1)
     tokens_per_tile: tl.constexpr = ROWS // GROUP_BLOCK
@@ -274,7 +274,7 @@ def _varlen(
 
 
 class TritonAttention:
-    """An AttentionBackend; `attend` alone serves models that have written the cache themselves."""
+    """An AttentionBackend; models that write the cache themselves call `attend`."""
 
     def __call__(
         self,
@@ -299,7 +299,7 @@ class TritonAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """`query` [T, heads, head_dim] → the same shape; heads and dims contiguous, rows at any stride."""
+        """`query` [T, heads, head_dim] → the same shape; heads and dims are contiguous, rows may have any stride."""
         keys, values = step.kv_cache[layer]
         prefilled = step.num_prefill_tokens
         parts = []

@@ -49,10 +49,10 @@ def rotate_and_cache(
     values: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> None:
-    """Queries of `qkv` [tokens, (heads + 2 kv) * dim] are rotated in place; keys and values go to the cache.
+    """Rotate the queries of `qkv` [tokens, (heads + 2 kv) * dim] in place; write rotated keys and values to the cache.
 
-    `rotary` [length, dim] float32 holds cos (first half of a row) and sin; `slots` [tokens] says where each token's
-    entry of `keys`, `values` [blocks, block, kv, dim] is. `norms` are query and key weights [dim] and eps (Qwen3).
+    `rotary` [length, dim] float32: cos (first half of a row) and sin. `slots` [tokens]: index of each token's entry in
+    `keys`, `values` [blocks, block, kv, dim]. `norms`: query and key weights [dim] and eps (Qwen3).
     """
     kv_heads, dim = keys.shape[2], keys.shape[3]
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -67,7 +67,7 @@ def rotate_and_cache(
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """`key`, `value` [tokens, kv, dim] into the cache `keys`, `values` [blocks, block, kv, dim] at `slots` [tokens]."""
+    """Write `key`, `value` [tokens, kv, dim] to `keys`, `values` [blocks, block, kv, dim] at `slots` [tokens]."""
     width = keys.shape[2] * keys.shape[3]
     _write_cache[(key.shape[0],)](
         key, value, slots, keys, values, key.stride(0), value.stride(0),
@@ -82,7 +82,7 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESID
     inside = column < size
     x = tl.load(x_ptr + row + column, inside, 0.0)
     if HAS_RESIDUAL:
-        # Rounded to the model's type before the norm, as the unfused path does.
+        # Rounded to the model's type before the norm, like in the unfused model.
         x = (x.to(tl.float32) + tl.load(residual_ptr + row + column, inside, 0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + row + column, x, inside)
     wide = x.to(tl.float32)
@@ -106,7 +106,7 @@ def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate(base, head, inside, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr, DIM: tl.constexpr):
-    """Both halves of some heads of one token, normalised if asked for, and rotated; float32."""
+    """Both halves of the heads `head` of one token, normalised if HAS_NORM, and rotated; float32."""
     half = tl.arange(0, DIM // 2)
     first = tl.load(base + head[:, None] * DIM + half[None, :], inside[:, None], 0.0)
     second = tl.load(base + head[:, None] * DIM + DIM // 2 + half[None, :], inside[:, None], 0.0)

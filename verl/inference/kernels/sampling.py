@@ -1,4 +1,4 @@
-"""Sampling without truncation in one pass over the logits: the noisy argmax and its log-probs."""
+"""Sampling without truncation in one pass over the logits: the argmax with Gumbel noise, and its log-probs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def sample_rows(
 ) -> SampledRows:
     """`logits` [rows, vocab] → tokens and log-probs of each row.
 
-    `slots` [rows] int64 says where in `keys` (int64), `temperature`, `greedy` (one entry per slot) a row's parameters
-    are; keys and `positions` [rows] int64 give the noise of `verl.utils.counter_noise`, which greedy rows do not use.
+    `slots` [rows] int64: index of a row's parameters in `keys` (int64), `temperature` and `greedy`. Keys and
+    `positions` [rows] int64 determine the noise (see `verl.utils.counter_noise`), which greedy rows do not use.
     """
     rows, vocab = logits.shape
     spans = triton.cdiv(vocab, _SPAN)
@@ -62,26 +62,26 @@ def _mix_32(x):
 
 @triton.jit
 def _log(x):
-    """The hardware's logarithm: this kernel is bound by arithmetic, and the noise needs no more than 1e-6."""
+    """The hardware's logarithm: this kernel is limited by arithmetic, and 1e-6 is exact enough for the noise."""
     log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 0.6931471805599453 * log2
 
 
 @triton.jit
 def _stream(key, position):
-    """The two words from which the noise of all tokens at a position is made."""
+    """The two words from which the noise of all tokens at a position is computed."""
     stream = _mix_64(key.to(tl.uint64) ^ _mix_64(position.to(tl.uint64) * 0x9E3779B97F4A7C15))
     return stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _gumbel(low, high, token):
-    """The noise of `counter_noise.gumbel_noise`: the same bits, made Gumbel-distributed to within rounding (2e-6)."""
+    """The noise of `counter_noise.gumbel_noise`: the same bits, with rounding differences up to 2e-6."""
     bits = _mix_32((token.to(tl.uint32) * 0x9E3779B1) ^ low)
     bits = _mix_32(bits + high)
     u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
     u = tl.minimum(u, 1.0 - 5.960464477539063e-08)
-    # -log(1 - u): near 0, where the large noise comes from, by its series.
+    # -log(1 - u); near 0, which gives the largest noise, by its series.
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
     return -_log(tl.where(u < 0.03125, series, -_log(1.0 - u)))
 
@@ -103,7 +103,7 @@ def _best_of_span(
     log2_e = 1.4426950408889634
     best = tl.full((LANES,), float("-inf"), tl.float32)
     where = tl.zeros((LANES,), tl.int32)
-    # Every lane runs a softmax over what it has seen: no lane waits for another until the end.
+    # Each lane has a running softmax of its logits: lanes synchronise only at the end.
     highest = tl.full((LANES,), -1e30, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     raw_total = tl.zeros((LANES,), tl.float32)
@@ -135,7 +135,7 @@ def _best_of_span(
     if temperature != 1.0:
         tempered = tl.sum(total * tl.exp2((highest - top) * (log2_e / temperature)), 0)
     winner = tl.max(best, 0)
-    # Of equal scores the first token, as argmax gives it.
+    # The first token of those with equal scores, like argmax.
     token_of_best = tl.min(tl.where(best == winner, where, 2147483647), 0)
     at = partial_ptr + row * spans + span
     tl.store(at, winner)

@@ -1,4 +1,4 @@
-"""InferenceModel: the interface of models: packed tokens in, hidden states out, weights at fixed addresses."""
+"""InferenceModel: the interface of models, from packed tokens to hidden states, with weights at fixed addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["InferenceModel"]
 
 
 class InferenceModel(Protocol):
-    """A causal language model over paged KV. T counts the tokens of all sequences of a step, packed."""
+    """A causal language model with a paged KV cache. T: number of packed tokens of all sequences of a step."""
 
     num_layers: int
     num_heads: int
@@ -43,5 +43,5 @@ class InferenceModel(Protocol):
         ...
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """Every HF name with its tensor, or a view into the merged one, at an address that never changes."""
+        """All weights by HF name: tensors, or views of merged tensors, at addresses that never change."""
         ...

@@ -1,7 +1,7 @@
 """FusedModel: Llama-shaped decoders (Llama, Mistral, Qwen2, Qwen3, SmolLM2) with few, large operations per layer.
 
-Query, key and value are one matmul, gate and up another; between matmuls runs one kernel (CUDA) or a few torch
-operations (CPU). A model qualifies only if all of its parameters are known to `WeightLayout`.
+Query, key and value are one matmul, gate and up another; between two matmuls there is one kernel (CUDA) or a few torch
+operations (CPU). A model is supported only if `WeightLayout` contains all of its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.models.heads import wide_product
 __all__ = ["FusedModel", "WeightLayout", "unsupported_reason"]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotary kinds whose angles depend on the position alone.
+# Types of rotary embeddings whose angles depend only on the position.
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -104,7 +104,7 @@ class FusedModel:
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         ops, linear, eps = self._ops, self._ops.linear, self.eps
-        residual = self._embedded(token_ids)
+        residual = self._embed(token_ids)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
@@ -121,8 +121,8 @@ class FusedModel:
         logits = self._ops.linear(hidden, self._head) if exact else wide_product(hidden, self._head.t())
         return self._parallel.all_gather(logits) if self.layout.vocab_is_sharded else logits
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden]. Each rank looks up the tokens of its shard; other rows are zero in the sum."""
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, hidden]. If the vocabulary is sharded, ranks sum rows that are zero outside of their shard."""
         if not self.layout.vocab_is_sharded:
             return embedding(token_ids, self._embedding)
         local = token_ids - self._parallel.rank * len(self._embedding)
@@ -140,13 +140,13 @@ class FusedModel:
             # Only TritonAttention is used on CUDA; the protocol has no `attend`.
             attend: Any = step.backend
             return attend.attend(index, heads[:, : self.num_heads], step, scale).flatten(1)
-        turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        query_key, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if norms is not None:
-            query, key = turned.split([self.num_heads, self.num_kv_heads], dim=1)
+            query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=1)
             query, key = torch_ops.rms_norm(query, norms[0], norms[2]), torch_ops.rms_norm(key, norms[1], norms[2])
-            turned = torch.cat([query, key], dim=1)
-        turned = torch_ops.rotated(turned, *self._angles(positions, step))
-        query, key = turned.split([self.num_heads, self.num_kv_heads], dim=1)
+            query_key = torch.cat([query, key], dim=1)
+        query_key = torch_ops.rotated(query_key, *self._angles(positions, step))
+        query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=1)
         return step.backend(index, query, key, value, step, scale).flatten(1)
 
     def _angles(self, positions: torch.Tensor, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,26 +156,26 @@ class FusedModel:
         return step.scratch["angles"]
 
     def _layer(self, merged: dict[str, torch.Tensor], index: int) -> _Layer:
-        at = f"model.layers.{index}."
+        prefix = f"model.layers.{index}."
         norms = None
-        if at + "self_attn.q_norm.weight" in merged:
-            norms = (merged[at + "self_attn.q_norm.weight"], merged[at + "self_attn.k_norm.weight"], self.eps)
+        if prefix + "self_attn.q_norm.weight" in merged:
+            norms = (merged[prefix + "self_attn.q_norm.weight"], merged[prefix + "self_attn.k_norm.weight"], self.eps)
         return _Layer(
-            input_norm=merged[at + "input_layernorm.weight"],
-            qkv=merged[at + "self_attn.qkv.weight"],
-            qkv_bias=merged.get(at + "self_attn.qkv.bias"),
+            input_norm=merged[prefix + "input_layernorm.weight"],
+            qkv=merged[prefix + "self_attn.qkv.weight"],
+            qkv_bias=merged.get(prefix + "self_attn.qkv.bias"),
             head_norms=norms,
-            out=merged[at + "self_attn.o_proj.weight"],
+            out=merged[prefix + "self_attn.o_proj.weight"],
             # On rank 0 only: the ranks' outputs are summed.
-            out_bias=merged.get(at + "self_attn.o_proj.bias") if self._parallel.rank == 0 else None,
-            post_norm=merged[at + "post_attention_layernorm.weight"],
-            gate_up=merged[at + "mlp.gate_up.weight"],
-            down=merged[at + "mlp.down_proj.weight"],
+            out_bias=merged.get(prefix + "self_attn.o_proj.bias") if self._parallel.rank == 0 else None,
+            post_norm=merged[prefix + "post_attention_layernorm.weight"],
+            gate_up=merged[prefix + "mlp.gate_up.weight"],
+            down=merged[prefix + "mlp.down_proj.weight"],
         )
 
 
 def _rotary_table(config: Any, length: int, device: torch.device) -> torch.Tensor:
-    """cos and sin of every position, [length, dim] float32, by transformers' own implementation."""
+    """cos and sin of every position, [length, dim] float32, by the implementation of transformers."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config=config)
@@ -211,9 +211,9 @@ class WeightLayout:
         self._config, self._parallel = config, parallel
         self._merged: dict[str, list[_Part]] = {}
         size = parallel.size
-        for what, count in {"attention heads": heads, "intermediate size": config.intermediate_size}.items():
+        for name, count in {"attention heads": heads, "intermediate size": config.intermediate_size}.items():
             if count % size:
-                raise ValueError(f"tensor_model_parallel_size: {size} does not divide the model's {what} ({count}).")
+                raise ValueError(f"tensor_model_parallel_size: {size} does not divide the model's {name} ({count}).")
         if max(kv_heads, size) % min(kv_heads, size):
             raise ValueError(
                 f"tensor_model_parallel_size: {size} and the model's {kv_heads} key/value heads: one must divide the"
@@ -222,7 +222,7 @@ class WeightLayout:
         self.heads, self.kv_heads = heads // size, max(1, kv_heads // size)
         # A vocabulary that does not divide evenly is replicated on every rank.
         self.vocab_is_sharded = size > 1 and config.vocab_size % size == 0
-        self._fill()
+        self._add_weights()
 
     def shards(self) -> dict[str, WeightShard]:
         """Shards by HF name, of the tensors that are split over ranks."""
@@ -237,9 +237,9 @@ class WeightLayout:
 
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(self._config)
-        theirs = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        ours = {part.name: part.full for parts in self._merged.values() for part in parts}
-        different = sorted(theirs.items() ^ ours.items())
+        expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        covered = {part.name: part.full for parts in self._merged.values() for part in parts}
+        different = sorted(expected.items() ^ covered.items())
         return f"parameter {different[0][0]!r} has an unexpected name or shape" if different else None
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -274,7 +274,7 @@ class WeightLayout:
             named["lm_head.weight"] = named[_EMBEDDING]
         return named, merged
 
-    def _fill(self) -> None:
+    def _add_weights(self) -> None:
         config = self._config
         hidden, inner = config.hidden_size, config.intermediate_size
         # Qwen2 has biases on query, key and value without a config field; attention_bias adds one to `o_proj` too.
@@ -283,11 +283,11 @@ class WeightLayout:
         vocabulary = self._even_shard(0, config.vocab_size) if self.vocab_is_sharded else None
         self._add(_EMBEDDING, (config.vocab_size, hidden), vocabulary)
         for index in range(config.num_hidden_layers):
-            at = f"model.layers.{index}."
-            self._add(at + "input_layernorm.weight", (hidden,))
-            self._fill_attention(at + "self_attn.", hidden, qkv_bias, attention_bias)
-            self._add(at + "post_attention_layernorm.weight", (hidden,))
-            mlp = at + "mlp."
+            prefix = f"model.layers.{index}."
+            self._add(prefix + "input_layernorm.weight", (hidden,))
+            self._add_attention(prefix + "self_attn.", hidden, qkv_bias, attention_bias)
+            self._add(prefix + "post_attention_layernorm.weight", (hidden,))
+            mlp = prefix + "mlp."
             rows = self._even_shard(0, inner)
             gate_up = [_Part(f"{mlp}{name}.weight", (inner, hidden), rows) for name in ("gate_proj", "up_proj")]
             self._merged[mlp + "gate_up.weight"] = gate_up
@@ -296,7 +296,7 @@ class WeightLayout:
         if not config.tie_word_embeddings:
             self._add("lm_head.weight", (config.vocab_size, hidden), vocabulary)
 
-    def _fill_attention(self, at: str, hidden: int, qkv_bias: bool, out_bias: bool) -> None:
+    def _add_attention(self, prefix: str, hidden: int, qkv_bias: bool, out_bias: bool) -> None:
         config = self._config
         queries = config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
@@ -305,18 +305,18 @@ class WeightLayout:
             "k_proj": (keys, self._kv_shard()),
             "v_proj": (keys, self._kv_shard()),
         }
-        weights = [_Part(f"{at}{name}.weight", (size, hidden), shard) for name, (size, shard) in parts.items()]
-        self._merged[at + "qkv.weight"] = weights
+        weights = [_Part(f"{prefix}{name}.weight", (size, hidden), shard) for name, (size, shard) in parts.items()]
+        self._merged[prefix + "qkv.weight"] = weights
         if qkv_bias:
-            self._merged[at + "qkv.bias"] = [
-                _Part(f"{at}{name}.bias", (size,), shard) for name, (size, shard) in parts.items()
+            self._merged[prefix + "qkv.bias"] = [
+                _Part(f"{prefix}{name}.bias", (size,), shard) for name, (size, shard) in parts.items()
             ]
         if config.model_type == "qwen3":
-            self._add(at + "q_norm.weight", (self.head_dim,))
-            self._add(at + "k_norm.weight", (self.head_dim,))
-        self._add(at + "o_proj.weight", (hidden, queries), self._even_shard(1, queries))
+            self._add(prefix + "q_norm.weight", (self.head_dim,))
+            self._add(prefix + "k_norm.weight", (self.head_dim,))
+        self._add(prefix + "o_proj.weight", (hidden, queries), self._even_shard(1, queries))
         if out_bias:
-            self._add(at + "o_proj.bias", (hidden,))
+            self._add(prefix + "o_proj.bias", (hidden,))
 
     def _add(self, name: str, shape: tuple[int, ...], shard: WeightShard | None = None) -> None:
         self._merged[name] = [_Part(name, shape, shard)]

@@ -1,7 +1,7 @@
-"""GenericModel: any causal LM of transformers that uses its attention interface, run by its own module.
+"""GenericModel: any causal LM of transformers that uses the attention interface, run by its transformers module.
 
-Paged attention is registered there as an attention implementation. `_Trial` checks at construction whether the model
-really works with it.
+Paged attention is registered as an attention implementation. `_Trial` checks at construction that the model works with
+it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class GenericModel:
         self, hf: Any, max_length: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         config = hf.config.get_text_config(decoder=True)
-        _refuse(hf, _unsupported_reason(hf, config, max_length))
+        _reject(hf, _unsupported_reason(hf, config, max_length))
         self.device, self.dtype = torch.device(device), dtype
         self.region: Region = pack_module(hf, self.device, dtype)
         self._hf = hf.eval().requires_grad_(False)
         self._linear = hf.get_output_embeddings()
-        self._adjusted = logit_adjustment(config)
+        self._adjust_logits = logit_adjustment(config)
         self.vocab_size = len(self._linear.weight)
         self.num_layers = config.num_hidden_layers
         trial = _Trial(hf, self.device)
         AttentionInterface.register(_ATTENTION, _paged_attention)
         hf.set_attn_implementation(_ATTENTION)
-        _refuse(hf, trial.difference(self, config))
+        _reject(hf, trial.difference(self, config))
         self.num_heads, self.num_kv_heads, self.head_dim = trial.attention_shape
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -60,7 +60,7 @@ class GenericModel:
         values = wide_product(hidden, self._linear.weight.t())
         if self._linear.bias is not None:
             values += self._linear.bias
-        return values if self._adjusted is None else self._adjusted(values)
+        return values if self._adjust_logits is None else self._adjust_logits(values)
 
     def record_experts(self, slots: int) -> torch.Tensor:
         routing = list(routers(self._hf).values())
@@ -70,10 +70,10 @@ class GenericModel:
         shape = (slots, self.num_layers, routing[0].top_k)
         table = torch.full(shape, unrouted(dtype), dtype=dtype, device=self.device)
 
-        def note(layer: int, experts: torch.Tensor) -> None:
+        def record(layer: int, experts: torch.Tensor) -> None:
             table[self._slots, layer] = experts.to(dtype)
 
-        record_routes(self._hf, note)
+        record_routes(self._hf, record)
         return table
 
     def shards(self) -> dict[str, WeightShard]:
@@ -105,14 +105,14 @@ def _paged_attention(
 
 
 def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
-    """Why its class or config rules it out; None if they do not."""
+    """Why the class or the config of a model is not supported; None if it is."""
     if getattr(hf, "_is_stateful", False):
         return "its state is not a KV cache"
     if hf.config.is_encoder_decoder:
         return "it has an encoder"
-    objection = unsupported_layers(hf, config)
-    if objection is not None:
-        return objection
+    reason = unsupported_layers(hf, config)
+    if reason is not None:
+        return reason
     rotary = getattr(config, "rope_parameters", None) or {}
     for settings in [rotary, *(value for value in rotary.values() if isinstance(value, dict))]:
         kind = settings.get("rope_type")
@@ -125,13 +125,13 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
     return None
 
 
-def _refuse(hf: Any, reason: str | None) -> None:
+def _reject(hf: Any, reason: str | None) -> None:
     if reason is not None:
         raise ValueError(f"name: the native engine cannot run {type(hf).__name__}: {reason}. Set name=hf.")
 
 
 class _StepLostError(Exception):
-    """The model does not pass the step on to its attention."""
+    """The model does not pass the AttentionStep to its attention."""
 
 
 class _UnevenError(Exception):
@@ -139,9 +139,9 @@ class _UnevenError(Exception):
 
 
 class _Trial:
-    """Two short sequences, packed into one paged pass, must give the logits of separate passes.
+    """Checks that two short sequences, packed into one paged pass, have the logits of separate passes.
 
-    Created while the module has its own attention; `difference` is called once it has the paged one.
+    Created while the module has its original attention; `difference` is called once it has the paged one.
     """
 
     attention_shape: tuple[int, int, int]
@@ -153,8 +153,8 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         self._texts = [torch.randint(vocab, (length,), generator=generator).to(device) for length in _LENGTHS]
         self._attention = hf.config._attn_implementation
-        alone = [hf(input_ids=text.unsqueeze(0), use_cache=False).logits[0].float() for text in self._texts]
-        self._expected = torch.cat(alone)
+        separate = [hf(input_ids=text.unsqueeze(0), use_cache=False).logits[0].float() for text in self._texts]
+        self._expected = torch.cat(separate)
         self._calls: list[tuple[int, tuple[int, int, int], int | None]] = []
 
     @torch.inference_mode()
@@ -179,7 +179,7 @@ class _Trial:
     def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
         gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())
         limit = 1e-3 if model.dtype == torch.float32 else 0.05
-        # Non-finite weights say nothing about the architecture; sampling rejects them.
+        # With non-finite weights nothing can be compared; sampling rejects them.
         if gap < limit or not bool(self._expected.isfinite().all()):
             return None
         return f"its logits differ by {gap:.1%} from those of its own attention ({self._attention})"

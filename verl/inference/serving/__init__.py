@@ -1,1 +1,1 @@
-"""The engine behind HTTP: a small server, the OpenAI API in and out, text from tokens as they come."""
+"""HTTP servers of models: the OpenAI API for generation, and an API for scoring."""

@@ -25,6 +25,6 @@ class ApiError(HttpError):
 
 
 def openai_error(_path: str, error: HttpError) -> Mapping[str, Any]:
-    """The `error_content` of servers that have the OpenAI API."""
+    """The `error_content` (see `create_app`) of servers with the OpenAI API."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

@@ -28,10 +28,10 @@ from verl.utils.http_server.app import GeneratorResponse, request_body
 
 __all__ = ["OpenAIServer", "api_errors", "in_options"]
 
-# Tokens before a response, so that decoders do not treat its first word as the beginning of a text.
+# Prompt tokens decoded with a response: decoders drop the space in front of the first word of a text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
-# Tokens and alternatives with log-probs that are encoded in a few milliseconds.
+# Number of log-probs that are encoded in a few milliseconds.
 _SMALL_RESPONSE = 512
 _NO_CACHE = {"Cache-Control": "no-cache"}
 
@@ -80,7 +80,7 @@ class OpenAIServer:
         )
 
     async def _complete(self, parsed: ParsedRequest, choices: list[_Choice], encoder: ResponseEncoder) -> Response:
-        """Generate all choices, then encode them: a few at once, a large response choice by choice in a thread."""
+        """Generate all choices and encode them; a large response in a thread, choice by choice, while it is sent."""
         with api_errors(status=422):
             futures = self._engine.submit([choice.request for choice in choices])
             try:
@@ -143,7 +143,7 @@ class _Choice:
         self._tools = ToolText(parsed.forced_prefix) if parsed.tools else None
         self._echoed = None if parsed.echoed is None else parsed.echoed[index // parsed.n]
         self._scores_only, self._returns_prompt_log_probs = parsed.scores_only, parsed.returns_prompt_log_probs
-        self._held: list[Token] = []
+        self._unsent: list[Token] = []
         self._offset = 0
 
     def count_tokens(self, piece: Output) -> int:
@@ -156,9 +156,9 @@ class _Choice:
         if self._echoed is not None and piece.token_ids:
             text, self._echoed = self._echoed, None
             if self.request.params.prompt_log_probs:
-                self._held += prompt_tokens(self.request.prompt_ids, piece)
+                self._unsent += prompt_tokens(self.request.prompt_ids, piece)
         if not self._scores_only:
-            self._held += sampled_tokens(piece)
+            self._unsent += sampled_tokens(piece)
             text += self._text.push(piece.token_ids)
         reason = piece.finish_reason or ("stop" if self._text.stopped else None)
         self.finished = reason is not None
@@ -172,7 +172,7 @@ class _Choice:
             if self._tools.calls and reason == "stop":
                 chunk.finish_reason = "tool_calls"
         if chunk.text or chunk.calls or chunk.finish_reason:
-            chunk.tokens, self._held = self._held, []
+            chunk.tokens, self._unsent = self._unsent, []
             self._offset += len(chunk.text)
         return chunk
 
@@ -180,7 +180,7 @@ class _Choice:
 async def _encode_choices(
     results: list[tuple[_Choice, Output]], encoder: ResponseEncoder, before: str, after: str
 ) -> AsyncGenerator[str, None]:
-    """The JSON of a complete response in pieces: log-probs may process megabytes."""
+    """The JSON of a complete response, choice by choice: log-probs may take megabytes."""
     for choice, output in results:
         text = await asyncio.to_thread(lambda c=choice, o=output: encoder.choice(c.process(o)))  # type: ignore[misc]
         yield before + text
@@ -217,7 +217,7 @@ def api_errors(param: str | None = None, status: int = 400) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ApiError(in_options(str(error)), param, status) from error
-    except FloatingPointError as error:  # affects this request only
+    except FloatingPointError as error:  # the log-probs of this request are not finite; others are not affected
         logger.error("a request failed: %s", error)
         raise ApiError(str(error), status=500) from error
     except Exception as error:

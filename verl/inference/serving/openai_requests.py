@@ -270,7 +270,7 @@ def _parse_common(
 def _check_max_tokens(
     request: GenerationRequest, parsed: ParsedRequest, model_info: ModelInfo, limited_by: str | None
 ) -> None:
-    """Reject a token limit that the context cannot hold, as OpenAI and vLLM do; the default is reduced instead."""
+    """Reject a token limit of the client that exceeds the context, like OpenAI and vLLM; a default is reduced."""
     longest, limit = max(map(len, parsed.prompts)), parsed.params.max_new_tokens
     room = model_info.max_model_len - longest
     name = limited_by or "min_tokens"

@@ -21,7 +21,7 @@ Token = tuple[int, "float | None", "TopLogProbs | None"]
 
 @dataclass
 class ResponseChunk:
-    """A piece of a response: text and its tokens; `offset` is the number of characters sent before."""
+    """A piece of a choice: text and its tokens; `offset` is the number of characters sent before."""
 
     index: int
     text: str = ""
@@ -39,9 +39,9 @@ def sampled_tokens(output: Output) -> list[Token]:
 
 
 def prompt_tokens(prompt: Sequence[int], output: Output) -> list[Token]:
-    """The prompt's tokens with log-probs, of an output with prompt log-probs."""
-    known = zip(prompt[1:], output.prompt_log_probs, output.prompt_top_log_probs, strict=True)
-    return [(prompt[0], None, None), *known]
+    """The tokens of a prompt with the log-probs in its output."""
+    scored = zip(prompt[1:], output.prompt_log_probs, output.prompt_top_log_probs, strict=True)
+    return [(prompt[0], None, None), *scored]
 
 
 class ResponseEncoder:
@@ -82,6 +82,7 @@ class ResponseEncoder:
         return self._chunk_json([{**self._choice(chunk, delta), "logprobs": None}]) if self._chat else None
 
     def chunk(self, chunk: ResponseChunk) -> str:
+        """The JSON of a stream chunk."""
         delta: dict[str, Any] = (
             {"content": chunk.text} if chunk.text or not (chunk.calls or chunk.finish_reason) else {}
         )
@@ -90,6 +91,7 @@ class ResponseEncoder:
         return self._chunk_json([self._choice(chunk, {"delta": delta} if self._chat else {"text": chunk.text})])
 
     def usage_chunk(self, completion_tokens: int) -> str:
+        """The last stream chunk, with `usage` and without choices."""
         return self._chunk_json([], usage=self._usage(completion_tokens))
 
     def _choice(self, chunk: ResponseChunk, content: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parsers: requests of clients are read (JSON, chat template, tokens, grammar) in killable processes."""
+"""Parsers: parse requests of clients (JSON, chat template, tokens, grammar) in processes with limits."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ __all__ = ["Parsers", "text_work_error"]
 
 T = TypeVar("T")
 
-# A body up to this size that holds no program of the client is read in milliseconds.
+# A body up to this size without a program of the client is parsed in milliseconds.
 _LIGHT_BODY = 512 * 1024
 
 
 class Parsers(Generic[T]):
-    """Processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB.
+    """Parses requests in processes that have the tokenizer; a request may take `seconds` and 2 GB.
 
-    `read(path, body, model_info, tokenizer, heavy)` returns the validated request or raises an ApiError. With
+    `parse(path, body, model_info, tokenizer, heavy)` returns the parsed request or raises an ApiError. With
     `heavy=False` it raises HeavyRequest instead of running a program of the client; it is then called again with
-    `heavy=True`, in one of the processes for such requests. So looping templates delay only each other.
+    `heavy=True`, in one of the processes for such requests. So slow programs delay only each other.
     """
 
     def __init__(
-        self, read: Callable[[str, bytes, ModelInfo, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
+        self, parse: Callable[[str, bytes, ModelInfo, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
     ) -> None:
-        self._read = read
-        self._workers = TextWorkers(load_tokenizer, seconds, functions=[read])
+        self._parse = parse
+        self._workers = TextWorkers(load_tokenizer, seconds, functions=[parse])
 
     def wait_until_ready(self) -> None:
-        """Return when requests can be read; raises the error that prevents loading the tokenizer."""
+        """Wait until requests can be parsed; raises the error of loading the tokenizer."""
         self._workers.start()
 
     async def parse(self, path: str, body: bytes | bytearray, model_info: ModelInfo) -> T:
-        """The checked request. ApiError: 400 for a request that is refused, 503 if too many heavy ones wait."""
-        shared = pickle.PickleBuffer(body)
+        """Parse a request. ApiError: 400 if it is invalid, 503 if too many heavy requests are waiting."""
+        buffer = pickle.PickleBuffer(body)
         try:
             if len(body) <= _LIGHT_BODY:
                 try:
-                    return await self._workers.call(_read, self._read, path, shared, model_info, False)
+                    return await self._workers.call(_parse, self._parse, path, buffer, model_info, False)
                 except HeavyRequest:
                     pass
-            return await self._workers.call(_read, self._read, path, shared, model_info, True, heavy=True)
+            return await self._workers.call(_parse, self._parse, path, buffer, model_info, True, heavy=True)
         except (TextWorkLimit, TextWorkersBusy) as error:
             raise text_work_error(error) from error
 
@@ -54,18 +54,18 @@ class Parsers(Generic[T]):
 
 
 def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
-    """The refusal of a request whose text work was stopped (400), or could not be queued (503)."""
+    """The error response for a request whose text work was stopped (400) or could not be queued (503)."""
     if isinstance(error, TextWorkersBusy):
         return ApiError(f"{error}. Try again later.", status=503, code="text_workers_busy")
     return ApiError(f"{error}. Shorten it.", code="text_work_limit")
 
 
-def _read(
+def _parse(
     tokenizer: Any,
-    read: Callable[[str, bytes, ModelInfo, Any, bool], T],
+    parse: Callable[[str, bytes, ModelInfo, Any, bool], T],
     path: str,
     body: bytes,
     model_info: ModelInfo,
     heavy: bool,
 ) -> T:
-    return read(path, body, model_info, tokenizer, heavy)
+    return parse(path, body, model_info, tokenizer, heavy)

@@ -48,8 +48,9 @@ _MAX_PROMPT_LOG_PROBS = 1024
 _MAX_LIST = 2**18
 _MAX_TOOLS = 1024
 _MAX_NAME = 256
+# Characters of a value in error messages.
 _SHOWN = 200
-# Tags of unions are not part of the path that a client sees.
+# Tags of unions; they are not part of the paths in error messages.
 _TEXT, _LIST, _CHAT, _OBJECT, _TAG = "$text", "$list", "$chat", "$object", "$"
 
 Request = TypeVar("Request", bound="ApiRequest")
@@ -58,8 +59,8 @@ Request = TypeVar("Request", bound="ApiRequest")
 # ---------------------------------------------------------------- types of fields
 
 
-def _neutral(*values: Any) -> AfterValidator:
-    """Reject all values of a field that this server does not support, except those that request nothing."""
+def _unsupported(*values: Any) -> AfterValidator:
+    """Validator of an unsupported field: accepts only `values`, which have no effect."""
 
     def check(value: Any) -> Any:
         if any(type(value) is type(known) and value == known for known in values):
@@ -240,16 +241,16 @@ class ApiRequest(RequestModel):
     model: str | None = None
 
     # Not supported.
-    audio: Annotated[Any, _neutral()] = None
-    best_of: Annotated[Any, _neutral(1)] = None
-    function_call: Annotated[Any, _neutral("none", "auto")] = None
-    functions: Annotated[Any, _neutral([])] = None
-    modalities: Annotated[Any, _neutral(["text"])] = None
-    prediction: Annotated[Any, _neutral()] = None
-    reasoning_effort: Annotated[Any, _neutral()] = None
-    suffix: Annotated[Any, _neutral("")] = None
-    verbosity: Annotated[Any, _neutral()] = None
-    web_search_options: Annotated[Any, _neutral()] = None
+    audio: Annotated[Any, _unsupported()] = None
+    best_of: Annotated[Any, _unsupported(1)] = None
+    function_call: Annotated[Any, _unsupported("none", "auto")] = None
+    functions: Annotated[Any, _unsupported([])] = None
+    modalities: Annotated[Any, _unsupported(["text"])] = None
+    prediction: Annotated[Any, _unsupported()] = None
+    reasoning_effort: Annotated[Any, _unsupported()] = None
+    suffix: Annotated[Any, _unsupported("")] = None
+    verbosity: Annotated[Any, _unsupported()] = None
+    web_search_options: Annotated[Any, _unsupported()] = None
 
     # Without effect on the response.
     metadata: Any = None
@@ -345,7 +346,7 @@ def validate_request(model: type[Request], fields: Any) -> Request:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """The place of a value as clients write it: messages[0].content."""
+    """The path of a value as clients write it: messages[0].content."""
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -356,5 +357,5 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """The field at fault; of a conversation also the number of the message."""
+    """The field at fault; for `messages` with the index of the message."""
     return _path(location[:2] if location[0] == "messages" else location[:1])

@@ -1,4 +1,4 @@
-"""`response_format` as a grammar."""
+"""Converts `response_format` of a request to a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Router: one address for several servers of the same model; each request goes to the server with the fewest."""
+"""Router: one address for several servers of the same model; each request goes to the least busy one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESPONSE_HEADERS = ("content-type", "content-length", "cache-control", "retry-a
 
 
 class Router:
-    """Forwards requests. A server that cannot be reached is a 503, after which verl's clients try again."""
+    """Forwards requests. The status for an unreachable server is 503, on which verl's clients retry."""
 
     def __init__(self) -> None:
         self.servers: dict[str, str] = {}
@@ -52,31 +52,31 @@ class Router:
         try:
             url, body = f"http://{server}{request.scope['path']}", bytes(request_body(request))
             forwarded = self._client.build_request(request.method, url, content=body, headers=headers)
-            reply = await self._client.send(forwarded, stream=True)
+            response = await self._client.send(forwarded, stream=True)
         except BaseException as error:
             self._in_flight[server] -= 1
             if isinstance(error, httpx.TransportError):
                 raise HttpError(503, f"{server} does not respond: {error!r}") from error
             raise
-        return _Forwarded(reply, server, self._in_flight)
+        return _Forwarded(response, server, self._in_flight)
 
 
 class _Forwarded(StreamingResponse):
     """The response of a server, sent as it arrives."""
 
-    def __init__(self, reply: httpx.Response, server: str, in_flight: Counter[str]) -> None:
-        headers = {name: reply.headers[name] for name in _RESPONSE_HEADERS if name in reply.headers}
-        super().__init__(reply.aiter_raw(), reply.status_code, headers)
-        self._reply, self._server, self._in_flight = reply, server, in_flight
+    def __init__(self, response: httpx.Response, server: str, in_flight: Counter[str]) -> None:
+        headers = {name: response.headers[name] for name in _RESPONSE_HEADERS if name in response.headers}
+        super().__init__(response.aiter_raw(), response.status_code, headers)
+        self._response, self._server, self._in_flight = response, server, in_flight
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         try:
             await self.stream_response(send)
         finally:
             self._in_flight[self._server] -= 1
-            await self._reply.aclose()
+            await self._response.aclose()
 
 
 def least_busy(servers: Sequence[str], in_flight: Counter[str]) -> str:
-    """The server with the fewest in-flight requests, the first of those."""
+    """The first server with the fewest in-flight requests."""
     return min(servers, key=lambda server: in_flight[server])

@@ -1,4 +1,4 @@
-"""The scoring API of a sequence classifier: /v1/rewards returns one number for each input, /classify its labels."""
+"""The scoring API of a sequence classifier: /v1/rewards returns one number, /classify probabilities."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from verl.utils.http_server.app import json_response, request_body
 
 __all__ = ["ScoringServer"]
 
-_ENTRY_BYTES = 64  # of the JSON of one label, roughly
+_ENTRY_BYTES = 64  # approximate JSON size of one label
 
 
 class ScoringServer:
-    """Serves a classifier; inputs of concurrent requests are computed together."""
+    """Serves a classifier; inputs of concurrent requests are batched."""
 
     def __init__(self, classifier: Classifier, model_info: ModelInfo, parsers: Parsers[ParsedScoreRequest]) -> None:
         self._classifier, self._model_info, self._parsers = classifier, model_info, parsers
@@ -46,7 +46,7 @@ class ScoringServer:
 
     async def _classify(self, request: Request) -> Response:
         parsed, logits = await self._score(request)
-        return await _response("classify", parsed, [self._classes(row) for row in logits])
+        return await _response("classify", parsed, [self._class_probs(row) for row in logits])
 
     async def _score(self, request: Request) -> tuple[ParsedScoreRequest, list[list[float]]]:
         parsed = await self._parsers.parse(request.scope["path"], request_body(request), self._model_info)
@@ -57,7 +57,7 @@ class ScoringServer:
             for future in futures:
                 future.cancel()
 
-    def _classes(self, logits: list[float]) -> dict[str, Any]:
+    def _class_probs(self, logits: list[float]) -> dict[str, Any]:
         """The most likely label and the probabilities of all labels: softmax, or a sigmoid if there is only one."""
         if len(logits) == 1:
             probs = [1 / (1 + math.exp(-logits[0])) if logits[0] > -700 else 0.0]

@@ -33,7 +33,7 @@ class ParsedScoreRequest:
 def parse_scoring(
     path: str, body: bytes, model_info: ModelInfo, tokenizer: Any, heavy: bool = True
 ) -> ParsedScoreRequest:
-    """The request in a body: `input` is a text, token ids, a conversation, or a list of these; or `messages` is one."""
+    """Parse a request with `input` (a text, token ids, a conversation, or a list of these) or `messages`."""
     fields = parse_json(body)
     request = validate_request(ScoreRequest, fields)
     model = resolve_model_name(request, model_info)
@@ -44,7 +44,7 @@ def parse_scoring(
     inputs: list[Any] = [request.messages] if request.input is None else request.input
     if not inputs or len(inputs) > model_info.max_answers:
         raise ApiError(
-            f"input: there are {len(inputs)}; one request may have 1 to {model_info.max_answers}. Send several, or"
+            f"input: has {len(inputs)} entries; one request may have 1 to {model_info.max_answers}. Send several, or"
             " start the server with a larger --max-answers.",
             "input",
         )
@@ -63,9 +63,9 @@ def _tokenize(raw: Any, item: Any, model_info: ModelInfo, tokenizer: Any, keep_l
     """Token ids of one input, which may be as long as the model's context."""
     if not (isinstance(item, list) and item and isinstance(item[0], Message)):
         return tokenize_prompt(item, model_info, tokenizer, "input", room=0, keep_last=keep_last)
-    # Cut to one token too many, a conversation is rejected below, unless the client wants it cut.
-    tokens = ScoringEncoder(tokenizer, keep_last or model_info.max_model_len + 1)
+    # Without truncate_prompt_tokens, one token more than fits is kept, so that `check_length` rejects a long input.
+    encoder = ScoringEncoder(tokenizer, keep_last or model_info.max_model_len + 1)
     try:
-        return check_length(tokens.encode([template_messages(raw, item)])[0], model_info, "input", room=0)
+        return check_length(encoder.encode([template_messages(raw, item)])[0], model_info, "input", room=0)
     except ValueError as error:
         raise ApiError(f"input: {error}.", "input") from error

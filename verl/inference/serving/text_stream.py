@@ -7,15 +7,15 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# Written by decoders for an incomplete character.
-_BROKEN = "\ufffd"
+# Decoders output this character for an incomplete one.
+_REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """The text of one response. `push` returns text that is final; the pieces add up to the whole text.
+    """Detokenises one response. `push` returns text that is final; the concatenated pieces are the whole text.
 
-    `context` are the last tokens before the response: decoders drop the space in front of the first word they see.
-    Special tokens are included only with `special`.
+    `context`: the last tokens before the response; decoders drop the space in front of the first word of a text.
+    `special`: include special tokens.
     """
 
     def __init__(
@@ -25,45 +25,45 @@ class TextStream:
         self._stop = tuple(stop)
         self.stopped: str | None = None
         """The stop string that occurred: the text ends before it."""
-        # Recent tokens; the text of those up to `_cut` is already emitted, and gives the decoder context.
+        # Recent tokens. The text of the first `_num_emitted` is already emitted; they are context for the decoder.
         self._tokens = list(context)
-        if self._decode(self._tokens).endswith(_BROKEN):
+        if self._decode(self._tokens).endswith(_REPLACEMENT):
             self._tokens = []
-        self._cut = len(self._tokens)
+        self._num_emitted = len(self._tokens)
         self._pending = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens; return the text that is final now."""
         if not token_ids:
             return ""
         self._tokens.extend(token_ids)
         text = self._decode(self._tokens)
-        return "" if text.endswith(_BROKEN) else self._emit(self._beyond_cut(text), last=False)
+        return "" if text.endswith(_REPLACEMENT) else self._emit(self._new_text(text), last=False)
 
     def finish(self) -> str:
-        """The text held back so far; call it once, at the end."""
-        return self._emit(self._beyond_cut(self._decode(self._tokens)), last=True)
+        """Return the text that was held back. Call it once, after the last token."""
+        return self._emit(self._new_text(self._decode(self._tokens)), last=True)
 
-    def _beyond_cut(self, text: str) -> str:
-        """The part of `text` (of all recent tokens) after the cut; moves the cut to its end."""
-        known = len(self._decode(self._tokens[: self._cut]))
-        del self._tokens[: self._cut]
-        self._cut = len(self._tokens)
-        return text[known:]
+    def _new_text(self, text: str) -> str:
+        """The part of `text` (of all recent tokens) that is not emitted yet; marks all of it as emitted."""
+        emitted = len(self._decode(self._tokens[: self._num_emitted]))
+        del self._tokens[: self._num_emitted]
+        self._num_emitted = len(self._tokens)
+        return text[emitted:]
 
     def _emit(self, text: str, last: bool) -> str:
         if self.stopped:
             return ""
         self._pending += text
-        found = [(place, stop) for stop in self._stop if (place := self._pending.find(stop)) >= 0]
-        if found:
-            place, self.stopped = min(found)
-            return self._pending[:place]
-        ready = len(self._pending) - (0 if last else self._begun_stop())
+        matches = [(index, stop) for stop in self._stop if (index := self._pending.find(stop)) >= 0]
+        if matches:
+            index, self.stopped = min(matches)
+            return self._pending[:index]
+        ready = len(self._pending) - (0 if last else self._partial_stop_length())
         text, self._pending = self._pending[:ready], self._pending[ready:]
         return text
 
-    def _begun_stop(self) -> int:
+    def _partial_stop_length(self) -> int:
         """Number of characters at the end that may begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self._pending)), 0, -1):

@@ -1,6 +1,6 @@
-"""Tools: responses that must begin with a call, and the calls in the text of a response.
+"""Tools: responses that are forced to begin with a call, and parsing calls from the text of a response.
 
-Calls have the form most open models are trained on: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
+Calls have the format that most open models are trained on: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
 """
 
 from __future__ import annotations
@@ -57,33 +57,34 @@ class ToolText:
 
     def __init__(self, forced_prefix: str) -> None:
         """`forced_prefix`: beginning of the response that was part of the prompt."""
-        self._held = forced_prefix
+        self._pending = forced_prefix
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls that are final by now. White space around calls is dropped."""
-        self._held += text
+        """Add text; return the content and the calls that are final now. White space around calls is removed."""
+        self._pending += text
         content, calls = "", []
-        while (start := self._held.find(HERMES_OPEN)) >= 0:
-            end = self._held.find(HERMES_CLOSE, start)
+        while (start := self._pending.find(HERMES_OPEN)) >= 0:
+            end = self._pending.find(HERMES_CLOSE, start)
             if end < 0 and not last:
                 break
-            stop = len(self._held) if end < 0 else end + len(HERMES_CLOSE)
-            call = _call(self._held[start + len(HERMES_OPEN) : stop if end < 0 else end])
-            content += self._held[:stop] if call is None else self._held[:start].rstrip()
+            stop = len(self._pending) if end < 0 else end + len(HERMES_CLOSE)
+            call = _call(self._pending[start + len(HERMES_OPEN) : stop if end < 0 else end])
+            content += self._pending[:stop] if call is None else self._pending[:start].rstrip()
             if call is not None:
                 calls.append({"index": self.calls, **call})
                 self.calls += 1
-            self._held = self._held[stop:]
+            self._pending = self._pending[stop:]
         if last:
-            rest, self._held = self._held, ""
-            return content + (rest.rstrip() if self.calls else rest), calls
-        final = self._held[: start if start >= 0 else len(self._held) - _begun(self._held)].rstrip()
-        self._held = self._held[len(final) :]
+            remaining, self._pending = self._pending, ""
+            return content + (remaining.rstrip() if self.calls else remaining), calls
+        end = start if start >= 0 else len(self._pending) - _partial_open_length(self._pending)
+        final = self._pending[:end].rstrip()
+        self._pending = self._pending[len(final) :]
         return content + final, calls
 
 
-def _begun(text: str) -> int:
+def _partial_open_length(text: str) -> int:
     """Number of characters at the end that may begin a call."""
     return next((count for count in range(len(HERMES_OPEN) - 1, 0, -1) if text.endswith(HERMES_OPEN[:count])), 0)
 

@@ -12,7 +12,14 @@ from pydantic import Field
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from verl.utils.http_server.app import HttpError, create_app, json_pieces, json_response, request_body
+from verl.utils.http_server.app import (
+    GeneratorResponse,
+    HttpError,
+    create_app,
+    json_pieces,
+    json_response,
+    request_body,
+)
 from verl.utils.http_server.json_body import BodyParser, RequestModel, parse_json, parse_model
 
 
@@ -269,6 +276,47 @@ def test_a_handler_is_cancelled_when_its_client_disconnects():
 
     asyncio.run(run())
     assert events == ["started", "cancelled"]
+
+
+@pytest.mark.parametrize("disconnects", [True, False])
+def test_a_streamed_response_closes_its_generator(disconnects):
+    closed, sent, turns = [], [], []
+
+    async def pieces():
+        try:
+            for number in range(3):
+                yield str(number)
+            if disconnects:
+                await asyncio.sleep(60)
+        finally:
+            closed.append(True)
+
+    async def stream(request):
+        return GeneratorResponse(pieces(), media_type="text/event-stream")
+
+    async def disconnect():
+        await asyncio.sleep(0.05 if disconnects else 60)
+        return {"type": "http.disconnect"}
+
+    async def other_client():
+        while not closed:
+            turns.append(len(sent))
+            await asyncio.sleep(0)
+
+    async def run():
+        app = create_app([Route("/wait", stream, methods=["POST"])], health=dict, max_body_bytes=100)
+        body = {"type": "http.request", "body": b"{}", "more_body": False}
+        await asyncio.gather(call(app, [body, disconnect], sent.append), other_client())
+
+    asyncio.run(run())
+    start, *messages = sent
+    assert (start["status"], dict(start["headers"])[b"content-type"]) == (200, b"text/event-stream; charset=utf-8")
+    ends = [] if disconnects else [(b"", False)]
+    assert [(message["body"], message["more_body"]) for message in messages] == [
+        *((str(number).encode(), True) for number in range(3)),
+        *ends,
+    ]
+    assert {2, 3} <= set(turns), "other tasks run between two pieces"
 
 
 def test_a_disconnect_while_the_body_is_sent_frees_what_was_buffered():
