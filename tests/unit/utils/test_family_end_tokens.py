@@ -34,7 +34,7 @@ def learned_end(case, called):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_loss_falls_on_the_answer_and_the_token_that_ends_it(case):
     conversation = Conversation(case)
-    turn, _, message = conversation.answer(0, TOOL if case.tools else USER)
+    turn, _, message = conversation.model_turn(0, TOOL if case.tools else USER)
     if case.tools:  # some templates write no text beside calls, which the encoder refuses to drop
         message["content"] = ""
         turn = conversation.turn(message, 0)
@@ -52,7 +52,7 @@ def test_the_loss_falls_on_the_answer_and_the_token_that_ends_it(case):
 @pytest.mark.parametrize("case", [case for case in CASES if not case.tools], ids=str)
 def test_a_reward_model_scores_at_the_end_token_and_is_padded_with_another(case):
     conversation, tokenizer = Conversation(case), chat_tokenizer(case.family)
-    turn, _, message = conversation.answer(0, USER)
+    turn, _, message = conversation.model_turn(0, USER)
     tokenizer.init_kwargs[SCORED_AT_END] = True
     try:
         (ids,) = ScoringEncoder(tokenizer).encode([[*conversation.messages, message]])
@@ -67,8 +67,8 @@ def test_a_reward_model_scores_at_the_end_token_and_is_padded_with_another(case)
 def test_earlier_turns_of_a_family_without_end_tokens_learn_the_role_token_that_follows_them():
     case = Case("glm4_5", True, "on", None)
     conversation = Conversation(case)
-    _, _, call = conversation.answer(0, TOOL)
-    _, _, answer = conversation.answer(1, USER)
+    _, _, call = conversation.model_turn(0, TOOL)
+    _, _, answer = conversation.model_turn(1, USER)
     encoder = ConversationEncoder(conversation.tokenizer, template_kwargs("glm4_5", "on"), False)
     (row,) = encoder.rows([*conversation.messages, call, *TOOL, answer], TOOLS)
     learned = encoder.describe(row).split("⟦")[1:]

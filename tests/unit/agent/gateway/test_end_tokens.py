@@ -62,7 +62,7 @@ async def talk(case):
     expected, replies, messages = [], [], list(conversation.messages)
     for number in range(3):
         results = TOOL if case.tools and number == 0 else USER
-        turn, said, message = conversation.answer(number, results)
+        turn, last_words, message = conversation.model_turn(number, results)
         before = conversation.encode(conversation.text)
         expected.append(before)
         gateway.turns.append(
@@ -76,7 +76,7 @@ async def talk(case):
             if result["role"] == "tool":
                 result["tool_call_id"] = reply["tool_calls"][0]["id"]
         messages += [reply, *results]
-        conversation.add(turn, said, message, results, case.end)
+        conversation.add(turn, last_words, message, results, case.end)
     return expected, gateway.prompts, replies
 
 
