@@ -295,7 +295,7 @@ def test_a_batch_that_hangs_ends_without_another_call_of_its_hosts(setup, kind):
         rank.close_host = lambda: never.wait(30)
     run.manager._calls = [OpenCall(None, "collect")]
     run.manager._calls[0].abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")
-    run.manager.watched = contextlib.nullcontext
+    run.manager.monitored = contextlib.nullcontext
     started = time.monotonic()
     with pytest.raises(HangError):
         run.manager.generate(prompt_rows(["a"], agents=["mine"]), META)
