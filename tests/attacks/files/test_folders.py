@@ -121,7 +121,7 @@ def test_a_config_cannot_name_kernels_of_a_hub(key: str, tmp_path: Path) -> None
 def test_code_of_an_encoder_folder_is_not_executed(
     place: str, tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.search.dense import Encoder
+    from verl.search.dense import TextEncoder
 
     (tmp_path / "evil_module.py").write_text(CODE.format(canary=str(canary)) + "class Act: pass\n")
     monkeypatch.chdir(tmp_path)
@@ -132,7 +132,7 @@ def test_code_of_an_encoder_folder_is_not_executed(
     config = {"in_features": 2, "out_features": 2, "bias": True, "activation_function": "evil_module.Act"}
     (tmp_path / "part" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"--retriever_model: .* names the class evil_module.Act"):
-        Encoder(str(tmp_path))
+        TextEncoder(str(tmp_path))
     assert not canary.exists()
     assert "evil_module" not in sys.modules
 

@@ -102,7 +102,7 @@ def test_a_faiss_index_takes_no_more_memory_than_its_file(tmp_path: Path) -> Non
     assert DenseIndex(file, None).documents == 500
     count = struct.pack("<Q", 500 * 16)
     file.write_bytes(file.read_bytes().replace(count, struct.pack("<Q", 10**8), 1))
-    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"index\.faiss is not an index"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"index\.faiss"):
         DenseIndex(file, None)
     assert peak.bytes < LIMIT
 
