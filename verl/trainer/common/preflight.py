@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ def model_paths(config: PPOConfig) -> dict[str, str]:
         paths["reward_model.path"] = config.reward_model.path
     for name, teacher in config.distillation.local_teachers.items():
         paths[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
-    return {key: path for key, path in paths.items() if path is not None}
+    return {key: path for key, path in paths.items() if path}
 
 
 def _data_files(config: Any) -> dict[str, Sequence[str]]:
@@ -346,12 +346,12 @@ def _code_data_sources(config: PPOConfig) -> Iterator[str]:
 class _HubCheck:
     """Checks in a thread, while other checks run, that the hub repositories of the run can be downloaded."""
 
-    def __init__(self, models: dict[str, str], data: dict[str, Sequence[str]]) -> None:
-        """`models`, `data`: paths by configuration key; local paths are ignored."""
+    def __init__(self, models: Mapping[str, str | None], data: dict[str, Sequence[str]]) -> None:
+        """`models`, `data`: paths by configuration key; local and missing paths are ignored."""
         self._keys: dict[HubRepo, str] = {}
         self._problems: Future[dict[HubRepo, str]] | None = None
         for key, path in models.items():
-            if _is_on_hub(path):
+            if path and _is_on_hub(path):
                 self._keys.setdefault(HubRepo(path), key)
         for key, names in data.items():
             for name in filter(_is_on_hub, names):
