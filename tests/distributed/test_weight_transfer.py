@@ -44,7 +44,7 @@ class ShardedModel:
     def manifest(self) -> dict[str, torch.Tensor]:
         return self.whole
 
-    def buckets(self, dtype: torch.dtype, max_bytes: int, wanted: Any = None) -> Any:
+    def buckets(self, dtype: torch.dtype, max_bytes: int, requested: Any = None) -> Any:
         names = list(self.shards)
         for start in range(0, len(names), 5):
             if self.fail_after is not None and start >= self.fail_after:
@@ -75,7 +75,7 @@ def of_whole_tensors_only(engine: Any) -> None:
         assert all(isinstance(key, str) for key in bucket)
         load(bucket)
 
-    engine.wanted, engine.load_bucket = (lambda: None), load_whole
+    engine.requested_rows, engine.load_bucket = (lambda: None), load_whole
 
 
 def join_own_group(port: int, rank: int, size: int) -> None:

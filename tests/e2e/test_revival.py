@@ -114,7 +114,7 @@ def test_a_rollout_rank_killed_in_generation_hand_over_and_idle_changes_no_bit(t
     assert [row["training/generation_restarts"] for row in disturbed] == [1, 3]
     said = [record.message for record in caplog.records if "Its group is restarted" in record.message]
     assert "step 1: rollout rank" in said[0]
-    assert "was lost in require_engine" in said[0]
+    assert "was lost in raise_engine_error" in said[0]
     assert "was lost in receive_weights" in said[1]
 
 

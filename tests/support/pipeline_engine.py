@@ -92,13 +92,13 @@ class PipelineEngine:
     def manifest(self):
         return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self.hf.state_dict().items()}
 
-    def buckets(self, dtype, max_bytes, wanted=None):
+    def buckets(self, dtype, max_bytes, requested=None):
         for name, value in self.hf.state_dict().items():
             tensor = (
                 value.to(dtype).clone() if self.owner[name] == self.stage else torch.empty(value.shape, dtype=dtype)
             )
             dist.broadcast(tensor, self.owner[name])
-            mine = range(len(tensor)) if wanted is None else wanted[self.stage].get(name, range(0))
+            mine = range(len(tensor)) if requested is None else requested[self.stage].get(name, range(0))
             yield {TensorSlice(name, mine.start, mine.stop): tensor[mine.start : mine.stop]} if mine else {}
 
     def to(self, device, model=True, optimizer=True):

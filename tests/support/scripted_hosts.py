@@ -228,9 +228,9 @@ class ScriptedGroups:
 
     def require_engines(self) -> None:
         for rank in self.rollout_ranks:
-            rank._require_alive("require_engine")
+            rank._require_alive("raise_engine_error")
             if rank.host is not None and not rank.host.closed:
-                rank.host.require_sound()
+                rank.host.raise_if_failed()
 
     def restart(self, role: str) -> None:
         """Replace the dead ranks of a role; like the real ones, loop workers are restarted together."""

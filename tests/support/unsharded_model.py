@@ -15,7 +15,7 @@ class UnshardedModel:
     def manifest(self):
         return self.weights
 
-    def buckets(self, dtype, max_bytes, wanted=None):
+    def buckets(self, dtype, max_bytes, requested=None):
         bucket, size = {}, 0
         for name, tensor in self.weights.items():
             tensor = tensor.to(dtype)

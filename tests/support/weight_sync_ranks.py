@@ -99,7 +99,7 @@ def sync_to_tensor_parallel(
     """Sync to a tensor-parallel engine of all ranks; weights are checked by fingerprints, and some directly."""
     rollout = make_rollout(path, tensor_model_parallel_size=ranks)
     stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
-    own = {name: whole[name][rows.start : rows.stop] for name, rows in rollout.wanted().items()}
+    own = {name: whole[name][rows.start : rows.stop] for name, rows in rollout.requested_rows().items()}
     same = [
         torch.equal(rollout.weights[name], rows)
         for name, rows in own.items()
@@ -117,7 +117,7 @@ class WholeEngine(NativeRollout):
     def __init__(self, model_path: str, model_config: ModelConfig, config: RolloutConfig, device: Any) -> None:
         super().__init__(model_path, model_config, replace(config, tensor_model_parallel_size=1), device)
 
-    def wanted(self) -> None:
+    def requested_rows(self) -> None:
         return None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from verl.inference.memory import Region
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
-from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 
 __all__ = ["EngineWeights", "WeightShard", "pack_module", "padded"]
@@ -76,7 +76,7 @@ class EngineWeights:
             self._check(name, tuple(spec.shape))
         self._require_all(set(manifest), "is not in the trainer's manifest")
 
-    def wanted(self) -> Wanted:
+    def requested_rows(self) -> RequestedRows:
         """The rows of each tensor on this rank."""
         return {name: self._rows(name) for name in self._tensors}
 

@@ -184,7 +184,7 @@ def _completed_batches(
             host.submit(_JOB, rows)
             waiting = next(batches, None)
         reply, _ = host.collect(host.id, _COLLECT_S, with_partials=False)
-        host.require_sound()
+        host.raise_if_failed()
         if reply.headers is None:
             continue
         tick(len(reply.headers.names))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Bucket", "Manifest", "TensorSlice", "TensorSpec", "Wanted", "WeightMismatchError"]
+__all__ = ["Bucket", "Manifest", "RequestedRows", "TensorSlice", "TensorSpec", "WeightMismatchError"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class TensorSpec:
 
 
 Manifest: TypeAlias = Mapping[str, TensorSpec]
-"""Name, shape and dtype of every weight of the model."""
+"""Shape and dtype of every weight of the full model."""
 
-Wanted: TypeAlias = Mapping[str, range]
-"""Rows (first dimension) of each weight that an engine needs; other rows and weights are not sent to it."""
+RequestedRows: TypeAlias = Mapping[str, range]
+"""Rows (entries of the first dimension) of each weight that an engine needs; no others are sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TensorSlice:
 
 
 Bucket: TypeAlias = "Mapping[str | TensorSlice, torch.Tensor]"
-"""Weights of one transfer: whole ones by name, some rows of one by `TensorSlice`."""
+"""Weights of one transfer: whole tensors by name, rows of tensors by `TensorSlice`."""
 
 
 class WeightMismatchError(RuntimeError):

@@ -164,7 +164,7 @@ def test_what_is_missing_or_damaged_is_named(model, tmp_path, capsys):
     assert merge(described(folder, wrong), tmp_path / "merged") == 1
     output = stderr_of(capsys)
     assert "only in the model: model.layers.1" in output
-    assert "is [96, 64] here and [128, 64] there" in output
+    assert "is [96, 64] in the model and [128, 64] in the checkpoint" in output
     assert merge(folder, tmp_path / "merged", backend="megatron") == 1
     assert "Set --backend fsdp" in stderr_of(capsys)
     assert merge(folder.parent, tmp_path / "merged") == 1

@@ -192,7 +192,7 @@ class WorkerGroups:
 
     def require_engines(self) -> None:
         """Raise the WorkerError of a rank or an engine process that was lost while generation is open."""
-        self.rollout.require_engine()
+        self.rollout.raise_engine_error()
 
     def cancel_generation(self) -> None:
         """Cancel all running generation calls. Thread-safe."""
@@ -232,7 +232,7 @@ class WorkerGroups:
     def restart_engines(self) -> None:
         """Restart engine processes that died, although their ranks live. All engines need a weight sync afterwards."""
         self.rollout.cancel()  # nothing collects the results of the other engines
-        self.rollout.revive_engine()
+        self.rollout.restart_engine()
         for event in (ReplicaEvent.DIED, ReplicaEvent.RESTART, ReplicaEvent.STARTED):
             self.replicas.apply(event)
         self.engine_starts += 1

@@ -30,7 +30,7 @@ _FATAL = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, Floatin
 # Worker calls after whose failure all ranks can take the next call: ranks generate independently, and a failed save
 # fails on all ranks. After other calls, some ranks may still wait in a collective for the rank that failed.
 _NON_FATAL_CALLS = (
-    *("generate_sequences", "require_engine", "end_generation"),
+    *("generate_sequences", "raise_engine_error", "end_generation"),
     *("save_checkpoint", "begin_save", "finish_save"),
 )
 _NEXT = {

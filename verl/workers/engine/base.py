@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from verl.protocol import DataProto
-from verl.types.weights import Bucket, Manifest, Wanted
+from verl.types.weights import Bucket, Manifest, RequestedRows
 
 Metrics: TypeAlias = dict[str, tuple[float, float | None]]
 """(sum, count) by metric name; results of micro-batches and ranks are added. The count is None for a term of a sum over
@@ -81,10 +81,10 @@ class TrainEngine(Protocol):
     """
 
     dp_rank: int
-    """Index of this rank's part of a batch, out of `dp_size`; ranks that share rows have the same."""
+    """Index of this rank's part of a batch, out of `dp_size`; ranks that share rows have the same index."""
     dp_size: int
     collects: bool
-    """Whether results are collected from this rank: one rank, with outputs, of those that share rows."""
+    """Whether results are collected from this rank: from one of the ranks that share rows, which has outputs."""
     device: torch.device
 
     def forward_backward(
@@ -134,12 +134,14 @@ class TrainEngine(Protocol):
         """Return shape and dtype of every weight of the full model by Hugging Face name, adapters merged."""
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
     ) -> Iterator[Bucket]:
-        """Yield those weights in buckets of at most `max_bytes`, cast to `dtype` if given; all ranks in lockstep.
+        """Yield the weights of `manifest` in buckets of at most `max_bytes`, cast to `dtype` if given; all ranks in
+        lockstep.
 
-        `wanted` lists for every rank the rows it receives, and is the same on all ranks; a tensor larger than
-        `max_bytes` may then be split by rows. None: every rank receives all tensors whole (a larger one alone).
+        `requested`: the rows that each rank receives, the same list on all ranks; tensors larger than `max_bytes` may
+        be split by rows. None: every rank receives whole tensors; a tensor larger than `max_bytes` forms its own
+        bucket.
 
         Tensors may alias the live weights: do not write to them.
         """
@@ -148,7 +150,7 @@ class TrainEngine(Protocol):
         """Move to host memory ("cpu"), or back to the engine's device ("device")."""
 
     def offload(self) -> None:
-        """Move to host memory what the configuration offloads between phases."""
+        """Move weights and optimizer state to host memory, as far as the configuration offloads them between phases."""
 
     def on_device(self, optimizer: bool = True) -> AbstractContextManager[None]:
         """Context of one phase: the model, and with `optimizer` its state, is on the device; `offload` at exit."""
@@ -170,7 +172,7 @@ class TrainEngine(Protocol):
         """`begin_save`, then `finish_save`."""
 
     def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Load what `save` wrote, on any number of ranks; `hf_model` is ignored."""
+        """Load a checkpoint written by `save` on any number of ranks; `hf_model` is ignored."""
 
     def export_hf(self, path: str | os.PathLike) -> None:
         """Write the full model in Hugging Face format."""

@@ -275,7 +275,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self._rollout_version = -1
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def revive_engine(self) -> None:
+    def restart_engine(self) -> None:
         """Restart the engine if its own process has ended. The next weight sync sends the weights to all engines."""
         self._rollout_version = -1
         self._free_device_cache()
@@ -287,10 +287,10 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     @phase_memory("gen", at="actor_rollout_ref")
-    def require_engine(self) -> None:
+    def raise_engine_error(self) -> None:
         """Raise the error of the engine, if it has failed while generation is open."""
         if self.host is not None and not self.host.closed:
-            self.host.require_sound()
+            self.host.raise_if_failed()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:

@@ -16,7 +16,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.progress import expect
 from verl.workers.engine.base import TOP_K_FIELDS, LossFn, Metrics, MicroBatching, TrainEngine
-from verl.workers.engine.common.groups import largest
+from verl.workers.engine.common.groups import max_over_ranks
 from verl.workers.engine.common.optim import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
 
 # Additional names of metrics, as used in existing dashboards.
@@ -96,7 +96,7 @@ def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: Train
     """
     uids = np.asarray(data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else np.arange(len(data)) // n)
     starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]]
-    most, fewest = (largest(count, engine.device) for count in (len(starts), -len(starts)))
+    most, fewest = (max_over_ranks(count, engine.device) for count in (len(starts), -len(starts)))
     parts = max(1, min(-fewest, most * engine.dp_size // prompts))
     bounds = [*(starts[len(starts) * part // parts] for part in range(parts)), len(data)]
     return np.diff(bounds).tolist()

@@ -14,7 +14,7 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
-from verl.types.weights import Bucket, Manifest, Wanted
+from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.utils.process_tree import watch_child_processes
 from verl.utils.py_functional import keyword_aliases
 from verl.utils.weight_fingerprint import tensor_fingerprint
@@ -138,7 +138,7 @@ class BaseRollout(ABC):
         """Begin a weight update: sampling pauses until `finish_update`. WeightMismatchError if the manifest does not
         match the model."""
 
-    def wanted(self) -> Wanted | None:
+    def requested_rows(self) -> RequestedRows | None:
         """The rows of each weight that this rank's engine needs; `load_bucket` then also accepts `TensorSlice`s. None:
         whole tensors of all weights."""
         return None
@@ -152,7 +152,7 @@ class BaseRollout(ABC):
         """Verify that all weights arrived and are bit-identical to the trainer's; then resume sampling with the new
         version. Raises WeightMismatchError.
 
-        `fingerprint`, by name: of the whole tensor, or of its `wanted` rows. Running requests continue;
+        `fingerprint`, by name: of the whole tensor, or of its `requested_rows`. Running requests continue;
         `pause_generation` determines what happens to their KV.
         """
 
@@ -225,7 +225,7 @@ class FollowerRollout(BaseRollout):
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this one.")
 
-    def wanted(self) -> Wanted:
+    def requested_rows(self) -> RequestedRows:
         return {}
 
     def abort(self, ids: Iterable[str] | None = None) -> None: ...

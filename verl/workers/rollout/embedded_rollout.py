@@ -13,7 +13,7 @@ from verl.config import RolloutConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.tensor_parallel import FollowerEngine
 from verl.types.request import Output, Request
-from verl.types.weights import Bucket, Manifest, Wanted
+from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
 
 __all__ = ["EmbeddedRollout", "KVStore", "WeightStore", "merge_engine_arguments"]
@@ -27,7 +27,7 @@ class WeightStore(Protocol):
     def check_manifest(self, manifest: Manifest | None) -> None:
         """WeightMismatchError if the trainer's model does not match, before weights are overwritten; None: unknown."""
 
-    def wanted(self) -> Wanted | None:
+    def requested_rows(self) -> RequestedRows | None:
         """The rows of each weight that this engine needs. None: whole tensors of all weights."""
 
     def begin(self) -> None:
@@ -157,8 +157,8 @@ class EmbeddedRollout(BaseRollout):
             self.fail_update(error)
             raise
 
-    def wanted(self) -> Wanted | None:
-        return self._weights.wanted()
+    def requested_rows(self) -> RequestedRows | None:
+        return self._weights.requested_rows()
 
     def load_bucket(self, tensors: Bucket) -> None:
         try:

@@ -204,7 +204,7 @@ class EngineHost(LoopHost):
                 for task in tasks:
                     self._begin(job, [task])
             return
-        except Exception as error:  # noqa: BLE001 - raised by `require_sound` and `close`
+        except Exception as error:  # noqa: BLE001 - raised by `raise_if_failed` and `close`
             self._fail_with(error)
             return
         with self._changed:
@@ -297,7 +297,7 @@ class EngineHost(LoopHost):
         """Whether the engine has failed."""
         return self._error is not None
 
-    def require_sound(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the engine's error, if it has failed."""
         if self._error is not None:
             raise self._error
@@ -311,7 +311,7 @@ class EngineHost(LoopHost):
             unfinished = dict(self._futures)
         self._rollout.abort(unfinished)
         wait(unfinished.values())
-        self.require_sound()
+        self.raise_if_failed()
 
     def _fail_with(self, error: BaseException) -> None:
         with self._changed:

@@ -231,7 +231,7 @@ class LoopHost(ABC):
         while count:
             with self._changed:
                 self._changed.wait_for(self._has_report)
-                self.require_sound()
+                self.raise_if_failed()
                 if self._closed:
                     raise CallCancelled("the rollout host was closed")
                 finished, job.finished = job.finished, []
@@ -248,7 +248,7 @@ class LoopHost(ABC):
 
     # ---------------------------------------------------------------- for subclasses
 
-    def require_sound(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error that prevents rows from finishing, if there is one: EngineLostError."""
         if self._failure is not None or self._lost_replica is not None:
             raise EngineLostError(self._failure or self._lost_replica)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
 
 __all__ = [
@@ -120,7 +120,7 @@ class CheckpointWeights(ABC):
     def check_manifest(self, manifest: Manifest | None) -> None:
         self._received.check_manifest(manifest)
 
-    def wanted(self) -> Wanted | None:
+    def requested_rows(self) -> RequestedRows | None:
         return None
 
     def begin(self) -> None:

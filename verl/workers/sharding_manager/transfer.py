@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, TensorSpec, WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
@@ -29,7 +29,7 @@ class InProcessTransfer:
     def __init__(self, engine: WeightSource, rollout: BaseRollout, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """A collective of all training ranks, each with the rollout of its own process."""
         self._engine, self._rollout, self._bucket_bytes = engine, rollout, bucket_bytes
-        self._wanted = wanted_by_rank(rollout.wanted(), engine.manifest)
+        self._requested_rows = requests_of_ranks(rollout.requested_rows(), engine.manifest)
 
     def sync(self, version: int) -> SyncStats:
         """Copy the weights and verify them; WeightMismatchError if the rollout's differ afterwards.
@@ -39,13 +39,13 @@ class InProcessTransfer:
         start = time.perf_counter()
         rollout, manifest = self._rollout, self._engine.manifest()
         sent, steps, whole = SentWeights(rollout.weight_dtype), StepsUntilError(), WholeTensors(manifest)
-        accepts_rows = rollout.wanted() is not None
+        accepts_rows = rollout.requested_rows() is not None
         steps.run(rollout.begin_update, version, manifest)
         begun = steps.error is None
         if steps.error is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
             raise steps.error
         try:
-            for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
+            for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._requested_rows):
                 steps.run(rollout.load_bucket, bucket if accepts_rows else whole.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
@@ -80,10 +80,10 @@ class BroadcastSender:
         """Send one version. A collective of all training ranks; raises on rank 0 if a rollout refused the weights."""
         start = time.perf_counter()
         manifest, sent = engine.manifest(), SentWeights(self.dtype)
-        nothing: Wanted = {}
-        wanted = [nothing] * (dist.get_world_size() if dist.is_initialized() else 1)
-        wanted[0] = all_rows(manifest)
-        buckets = engine.buckets(self.dtype, self.bucket_bytes, wanted)
+        no_rows: RequestedRows = {}
+        requested = [no_rows] * (dist.get_world_size() if dist.is_initialized() else 1)
+        requested[0] = all_rows(manifest)
+        buckets = engine.buckets(self.dtype, self.bucket_bytes, requested)
         if self.group is None:
             for _ in buckets:
                 pass  # this rank only takes part in gathering
@@ -158,7 +158,7 @@ class _Loader:
     """Loads the requested weights of one version into an engine."""
 
     def __init__(self, rollout: BaseRollout) -> None:
-        self._rollout, self._wanted = rollout, rollout.wanted()
+        self._rollout, self._requested_rows = rollout, rollout.requested_rows()
         self._whole = WholeTensors({})
         self.begun = False
 
@@ -177,17 +177,17 @@ class _Loader:
         self.begun = True
 
     def load(self, bucket: Bucket) -> None:
-        if self._wanted is None:
+        if self._requested_rows is None:
             bucket = self._whole.add(bucket)
         else:
-            bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._wanted}
+            bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._requested_rows}
         self._rollout.load_bucket(bucket)
 
     def finish(self, header: dict[str, Any]) -> None:
         self._raise_sender_error(header)
         sent = header["fingerprint"]
-        wanted = sent if self._wanted is None else self._wanted
-        self._rollout.finish_update({name: total for name, total in sent.items() if name in wanted})
+        names = sent if self._requested_rows is None else self._requested_rows
+        self._rollout.finish_update({name: total for name, total in sent.items() if name in names})
 
     def _raise_sender_error(self, header: dict[str, Any]) -> None:
         if "error" in header:
@@ -208,7 +208,7 @@ class WeightSource(Protocol):
     def manifest(self) -> Manifest: ...
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
     ) -> Iterator[Bucket]: ...
 
 
@@ -254,17 +254,17 @@ class StepsUntilError:
                 self.error = error
 
 
-def wanted_by_rank(mine: Wanted | None, manifest: Callable[[], Manifest]) -> list[Wanted] | None:
+def requests_of_ranks(mine: RequestedRows | None, manifest: Callable[[], Manifest]) -> list[RequestedRows] | None:
     """Return the requests of the rollouts of all training ranks; None if all request everything. A collective."""
-    requests: list[Wanted | None] = [mine]
+    requests: list[RequestedRows | None] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         requests = [None] * dist.get_world_size()
         dist.all_gather_object(requests, mine)
     if all(request is None for request in requests):
         return None
     # Equal requests share one object, so that engines process each distinct request once.
-    distinct: list[Wanted] = []
-    result: list[Wanted] = []
+    distinct: list[RequestedRows] = []
+    result: list[RequestedRows] = []
     for request in requests:
         rows = all_rows(manifest()) if request is None else request
         same = next((other for other in distinct if other == rows), None)
@@ -273,6 +273,6 @@ def wanted_by_rank(mine: Wanted | None, manifest: Callable[[], Manifest]) -> lis
     return result
 
 
-def all_rows(manifest: Manifest) -> Wanted:
+def all_rows(manifest: Manifest) -> RequestedRows:
     """Return a request of all rows of all weights."""
     return {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}

@@ -58,7 +58,7 @@ def test_a_step_that_lost_them_is_not_saved_and_the_one_before_is_where_to_go_on
     """A rate that rises from 0: step 1 changes nothing and is saved, step 2 is the end."""
     rising = (f"{ACTOR}.optim.lr=1e12", f"{ACTOR}.optim.lr_warmup_steps=100", ONE_UPDATE)
     said, saved = ruined(task, tmp_path, monkeypatch, *rising, "trainer.save_freq=1")
-    assert said.startswith("step 2: the weights, or the outputs they compute, are not finite: they are not saved.")
+    assert said.startswith("step 2: the weights, or the model's outputs, are not finite: no checkpoint is saved.")
     assert "the same command resumes at step 1" in said
     assert saved == ["global_step_1"]
 

@@ -83,7 +83,7 @@ def test_another_number_of_layers_is_refused_for_actor_and_critic_before_anythin
     actor, critic = caught.value.problems
     assert (actor.key, critic.key) == ("actor_rollout_ref.model.path", "critic.model.path")
     assert "global_step_1/actor" in actor.why
-    assert "num_hidden_layers is 1 here and 2 there" in actor.why
+    assert "num_hidden_layers is 1 in the model and 2 in the checkpoint" in actor.why
     assert "12 tensors only in the checkpoint: model.layers.1." in actor.why
     assert "and 8 more" in actor.why
     assert "12 tensors only in the checkpoint: model.layers.1." in critic.why
@@ -94,10 +94,13 @@ def test_another_number_of_layers_is_refused_for_actor_and_critic_before_anythin
     [
         (
             "narrow",
-            ["intermediate_size is 96 here and 128 there", "gate_proj.weight is [96, 64] here and [128, 64]"],
+            [
+                "intermediate_size is 96 in the model and 128 in the checkpoint",
+                "gate_proj.weight is [96, 64] in the model and [128, 64]",
+            ],
         ),
-        ("fewer_heads", ["num_attention_heads is 2 here and 4 there"]),
-        ("rope", ["rope_theta is 500000.0 here and 10000"]),
+        ("fewer_heads", ["num_attention_heads is 2 in the model and 4 in the checkpoint"]),
+        ("rope", ["rope_theta is 500000.0 in the model and 10000"]),
     ],
 )
 def test_shapes_and_settings_that_change_what_weights_mean_are_refused(task, models, saved, model, said):
@@ -135,13 +138,13 @@ def test_what_was_not_saved_cannot_be_asked_for(task, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("actor_rollout_ref.model.lora_rank=8",), "lora_rank is 8 here and 4 there"),
-        (("actor_rollout_ref.model.lora_alpha=99",), "lora_alpha is 99 here and "),
+        (("actor_rollout_ref.model.lora_rank=8",), "lora_rank is 8 in the model and 4 in the checkpoint"),
+        (("actor_rollout_ref.model.lora_alpha=99",), "lora_alpha is 99 in the model and "),
         (
             ("actor_rollout_ref.model.target_modules=[q_proj]",),
-            "target_modules is ['q_proj'] here and ['q_proj', 'v_proj'] there",
+            "target_modules is ['q_proj'] in the model and ['q_proj', 'v_proj'] in the checkpoint",
         ),
-        (("actor_rollout_ref.model.lora_rank=0",), "lora_rank is 0 here and 4 there"),
+        (("actor_rollout_ref.model.lora_rank=0",), "lora_rank is 0 in the model and 4 in the checkpoint"),
     ],
 )
 def test_other_adapters_are_refused(task, saved_lora, change, said):
@@ -243,7 +246,7 @@ def test_supervised_runs_are_compared_too(task, models, tuned, tmp_path, root, t
     with trainer_class(config(task["model"], 1)) as trainer:
         trainer.start()
         trainer.fit()
-    with pytest.raises(ConfigError, match="num_hidden_layers is 1 here and 2 there"):
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1 in the model and 2 in the checkpoint"):
         trainer_class(config(models / "shallow", 2))
     with pytest.raises(ConfigError, match="trained from another model of this architecture") as caught:
         trainer_class(config(tuned, 2))

@@ -119,7 +119,7 @@ def test_a_large_model_becomes_several_files_that_transformers_loads(tmp_path):
     model = tiny_model()
     model.config.save_pretrained(tmp_path)
     state = model.state_dict()
-    files = WeightFiles.of(state, max_shard_size=100_000)
+    files = WeightFiles.from_tensors(state, max_shard_size=100_000)
     files.write((state[name] for name in files.order), tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()

@@ -210,7 +210,7 @@ def test_an_engine_failure_is_reported_and_raised(engine, make_prompts):
     host = open_host(engine, "a", named_rows(make_prompts))
     host.submit_requests("one", [Request("x", PROMPT, LONG)])
     pause_with_tokens(engine, 2)
-    host.require_sound()
+    host.raise_if_failed()
     engine._loop.fail(ArithmeticError("the device is gone"))
     engine.resume_generation()
     wait_until(lambda: host.failed)
@@ -218,7 +218,7 @@ def test_an_engine_failure_is_reported_and_raised(engine, make_prompts):
     assert (reply.failure, rows) == ("ArithmeticError: the device is gone", None)
     (output,) = host.collect_outputs("one", 60).outputs
     assert output.failed == "ArithmeticError: the device is gone"
-    for raises in (host.require_sound, host.close):
+    for raises in (host.raise_if_failed, host.close):
         with pytest.raises(ArithmeticError, match="the device is gone"):
             raises()
     assert host.closed

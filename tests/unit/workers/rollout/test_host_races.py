@@ -77,7 +77,7 @@ def test_a_host_whose_engine_is_restarted_leaves_no_unfinished_work(engine):
     failed.submit("job", prompt_rows(["a", "b"]))
     assert failed._work in liveness._work_sources
     engine.fail(EngineDiedError("the engine's process ended"))
-    worker.revive_engine()
+    worker.restart_engine()
     assert worker.host is not failed
     assert failed.collect_outputs("client", 0.0).closed
     assert failed._work not in liveness._work_sources

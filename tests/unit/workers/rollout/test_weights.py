@@ -123,7 +123,7 @@ def test_rows_of_a_tensor_may_come_apart_and_in_any_order(start):
     good = tiny_model(seed=9).state_dict()
     update(engine, good, in_rows(good, name, 3, 100))
     assert torch.equal(engine.weights[name], good[name])
-    assert engine.wanted()[name] == range(len(good[name]))
+    assert engine.requested_rows()[name] == range(len(good[name]))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
 
 def test_who_waits_for_an_answer_hears_of_a_trainer_that_broke(make_rollout):
     class Broken(UnshardedModel):
-        def buckets(self, dtype, max_bytes, wanted=None):
+        def buckets(self, dtype, max_bytes, requested=None):
             yield from ()
             raise MemoryError("no room to gather")
 

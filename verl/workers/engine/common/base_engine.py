@@ -132,7 +132,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         grad_clip: float | None,
     ) -> None:
         """Join the process group and read the model's config, before the model is built. A collective."""
-        self.device = groups.with_index(torch.device(device))
+        self.device = groups.with_device_index(torch.device(device))
         groups.ensure_process_group(self.device)
         self.kind = kind
         self.compute_dtype = _DTYPES[precision or ("bf16" if self.device.type == "cuda" else "fp32")]
@@ -166,7 +166,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         self._saver = BackgroundSaver(self.device, mesh, save_contents) if trains and background_save else None
 
     def _compute_context(self) -> AbstractContextManager[Any]:
-        """Context of everything the engine computes."""
+        """Context of all computation of the engine."""
         return nullcontext()
 
     def _run_training(self, run: ModelPass) -> None:
@@ -193,8 +193,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
         if self._saver is not None:
             self._saver.preallocate(self._state)
         if counts is None:
-            mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
-            tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
+            local = local_counts(data) if self.collects else Counts(0.0, 0.0)
+            tokens, sequences = groups.sum_over_ranks([local.tokens, local.sequences], self.device)
             counts = Counts(tokens, sequences)
         self._step_tokens += counts.tokens
         sums = MetricSums()
@@ -250,7 +250,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         with force_eager(self._compiled):
             fields = self._infer_fields(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
         finite = all(bool(value.isfinite().all()) for value in fields.values())
-        return groups.largest(int(not finite), self.device) == 0
+        return groups.max_over_ranks(int(not finite), self.device) == 0
 
     def infer(
         self,
@@ -280,7 +280,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         recording = self._routers if ROUTED_EXPERTS in outputs else None
         if ROUTED_EXPERTS in outputs and recording is None:
             raise ValueError(
-                f"outputs: {ROUTED_EXPERTS} of a {self.hf_config.model_type} model, which has no routers to record."
+                f"outputs: {ROUTED_EXPERTS}: this {self.hf_config.model_type} model has no routers to record."
             )
         order: list[int] = []
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
@@ -332,7 +332,7 @@ def compile_each_layer(layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def explain_compile_errors(compiled: bool, name: str) -> Iterator[None]:
-    """Context of a pass of compiled layers: raise compiler errors as RuntimeError that names the model and a remedy."""
+    """Context of a pass of compiled layers: a compiler error is raised as RuntimeError with the model and a remedy."""
     if not compiled:
         yield
         return

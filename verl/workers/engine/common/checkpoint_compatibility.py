@@ -58,7 +58,9 @@ class ModelDescription:
     """Number of parameters of the full model."""
 
     @classmethod
-    def of(cls, hf: torch.nn.Module, stored: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> ModelDescription:
+    def from_model(
+        cls, hf: torch.nn.Module, stored: Mapping[str, torch.Tensor], info: Mapping[str, Any]
+    ) -> ModelDescription:
         """Describe `hf`, which may be sharded or on the meta device; `stored`: its tensors in a checkpoint."""
         trained = {name: value for name, value in hf.named_parameters() if value.requires_grad}
         parameters = sum(value.numel() for value in hf.parameters())
@@ -80,18 +82,21 @@ def checkpoint_differences(folder: Path, contents: Collection[str], expected: Mo
     return problems
 
 
-def model_differences(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the settings in which two models differ; fields that only one version of transformers has are ignored."""
     kinds = []
-    if "kind" in stored and "kind" in here and stored["kind"] != here["kind"]:
-        kinds = [f"a {stored['kind']} model there, a {here['kind']} model here"]
-    configs = stored.get("config") or {}, here.get("config") or {}
+    if "kind" in stored and "kind" in expected and stored["kind"] != expected["kind"]:
+        kinds = [f"it is of a {stored['kind']} model, not of a {expected['kind']} model"]
+    configs = stored.get("config") or {}, expected.get("config") or {}
     same_version = configs[0].get("transformers_version") == configs[1].get("transformers_version")
     fields = _unequal_fields(*configs, strict=same_version)
     if "lora" in stored:
         no_lora = {"lora_rank": 0}
-        fields += _unequal_fields(stored["lora"] or no_lora, here.get("lora") or no_lora, strict=False)
-    lines = [f"{name} is {show(new, _WIDTH)} here and {show(old, _WIDTH)} there" for name, old, new in fields]
+        fields += _unequal_fields(stored["lora"] or no_lora, expected.get("lora") or no_lora, strict=False)
+    lines = [
+        f"{name} is {show(new, _WIDTH)} in the model and {show(old, _WIDTH)} in the checkpoint"
+        for name, old, new in fields
+    ]
     return kinds + _first_lines(lines, "settings")
 
 
@@ -99,18 +104,18 @@ def tensor_differences(stored: Mapping[str, TensorSpec], expected: Mapping[str, 
     """Return the tensors that only one of the two has, and those with different shapes."""
     both = [name for name in expected if name in stored]
     reshaped = [
-        f"{name} is {list(expected[name].shape)} here and {list(stored[name].shape)} there"
+        f"{name} is {list(expected[name].shape)} in the model and {list(stored[name].shape)} in the checkpoint"
         for name in both
         if expected[name].shape != stored[name].shape
     ]
-    surplus = _name_some("only in the checkpoint", [name for name in stored if name not in expected])
-    missing = _name_some("only in the model", [name for name in expected if name not in stored])
+    surplus = _list_names("only in the checkpoint", [name for name in stored if name not in expected])
+    missing = _list_names("only in the model", [name for name in expected if name not in stored])
     return surplus + missing + _first_lines(reshaped, "tensors of another shape")
 
 
 def _optimizer_differences(stored: Mapping[str, TensorSpec], expected: ModelDescription) -> list[str]:
     frozen = sorted({name.rpartition("/")[0] for name in stored} - set(expected.trained))
-    problems = _name_some("with optimizer state that are not trained here", frozen)
+    problems = _list_names("have optimizer state but are not trained", frozen)
     layout = sorted({name.rpartition("/")[2] for name in stored} - {*MOMENTS, "step"})
     if layout:
         problems.append(f"the optimizer state has {', '.join(layout)}, which this optimizer does not have")
@@ -126,12 +131,12 @@ def _stored_model_info(folder: Path) -> Mapping[str, Any]:
 
 
 def _unequal_fields(
-    there: Mapping[str, Any], here: Mapping[str, Any], strict: bool, prefix: str = ""
+    stored: Mapping[str, Any], expected: Mapping[str, Any], strict: bool, prefix: str = ""
 ) -> list[tuple[str, Any, Any]]:
-    """Return (name, value there, value here). Without `strict`, fields that one side lacks are ignored."""
+    """Return (name, stored value, expected value). Without `strict`, fields that one side lacks are ignored."""
     fields = []
-    for name in sorted(there.keys() | here.keys()):
-        old, new = there.get(name), here.get(name)
+    for name in sorted(stored.keys() | expected.keys()):
+        old, new = stored.get(name), expected.get(name)
         if _is_irrelevant(name) or old == new or (not strict and (old is None or new is None)):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -145,7 +150,7 @@ def _is_irrelevant(name: str) -> bool:
     return name in _IRRELEVANT or name.startswith("_") or name.endswith(_IRRELEVANT_ENDINGS)
 
 
-def _name_some(where: str, names: Sequence[str]) -> list[str]:
+def _list_names(where: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
@@ -183,16 +188,16 @@ def read_digests(step: Path) -> dict[str, dict[str, str]]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def weight_differences(stored: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+def weight_differences(stored: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Return a list with one description if the digests of any common tensor differ; else []."""
-    both = sorted(stored.keys() & here.keys())
-    differing = [name for name in both if stored[name] != here[name]]
+    both = sorted(stored.keys() & expected.keys())
+    differing = [name for name in both if stored[name] != expected[name]]
     if not differing:
         return []
     names = ", ".join(differing[:3]) + (", …" if len(differing) > 3 else "")
     return [
         f"the checkpoint was trained from another model of this architecture ({len(differing)} of {len(both)} tensors"
-        f" differ: {names}), and resuming would continue with that one"
+        f" differ: {names}), and resuming would continue with the weights of the checkpoint"
     ]
 
 

@@ -70,17 +70,17 @@ class StoredTensor:
 def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
     """Return the tensors of a checkpoint by name; None for objects that are not tensors.
 
-    ValueError, with file and cause, if `.metadata` is damaged, refers to files outside the folder, or places two
+    ValueError, with file and cause, if `.metadata` is damaged, refers to files outside the folder, or storage two
     tensors on the same bytes.
     """
     path = folder / METADATA
     try:
         root = load_records(read_regular(path), plain_types(), packages=_PACKAGES)
         fields = _fields(root, "Metadata")
-        places = {_index(key): _fields(info, "_StorageInfo") for key, info in _items(fields, "storage_data")}
+        storage = {_index(key): _fields(info, "_StorageInfo") for key, info in _items(fields, "storage_data")}
         entries = dict(_items(fields, "state_dict_metadata"))
-        tensors = {_text(name): _tensor(folder, name, entry, places) for name, entry in entries.items()}
-        _check_places(chunk for tensor in tensors.values() if tensor is not None for chunk in tensor.chunks)
+        tensors = {_text(name): _tensor(folder, name, entry, storage) for name, entry in entries.items()}
+        _check_storage(chunk for tensor in tensors.values() if tensor is not None for chunk in tensor.chunks)
     except ValueError as error:
         raise ValueError(f"{path}: {error}. Copy the checkpoint again from a trusted source.") from error
     return tensors
@@ -116,7 +116,7 @@ class TensorsOnlyReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                _refuse_bytes(item.storage_index.fqn)
+                _reject_object(item.storage_index.fqn)
             tensor = self.storage_data[item.storage_index].read()
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 tensor = tensor.narrow(dim, offset, length)
@@ -136,10 +136,10 @@ class TensorsOnlyPlanner(DefaultLoadPlanner):
     """torch's planner, without unpickling objects."""
 
     def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
-        _refuse_bytes(read_item.dest_index.fqn)
+        _reject_object(read_item.dest_index.fqn)
 
 
-def _refuse_bytes(name: str) -> NoReturn:
+def _reject_object(name: str) -> NoReturn:
     raise ValueError(f"{name} is a pickled object in the checkpoint, not a tensor; it is not loaded.")
 
 
@@ -150,7 +150,7 @@ def _torch_entry(tensor: StoredTensor | None) -> TensorStorageMetadata | BytesSt
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
 
 
-def _tensor(folder: Path, name: str, entry: Any, places: dict[Any, Any]) -> StoredTensor | None:
+def _tensor(folder: Path, name: str, entry: Any, storage: dict[Any, Any]) -> StoredTensor | None:
     if isinstance(entry, Record) and entry.kind.endswith(".BytesStorageMetadata"):
         return None
     fields = _fields(entry, "TensorStorageMetadata")
@@ -162,11 +162,11 @@ def _tensor(folder: Path, name: str, entry: Any, places: dict[Any, Any]) -> Stor
     chunks = fields.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError(f"{name[:80]} has no list of chunks")
-    return StoredTensor(shape, dtype, tuple(_chunk(folder, name, chunk, places, shape, dtype) for chunk in chunks))
+    return StoredTensor(shape, dtype, tuple(_chunk(folder, name, chunk, storage, shape, dtype) for chunk in chunks))
 
 
 def _chunk(
-    folder: Path, name: str, entry: Any, places: dict[Any, Any], full_shape: tuple[int, ...], dtype: torch.dtype
+    folder: Path, name: str, entry: Any, storage: dict[Any, Any], full_shape: tuple[int, ...], dtype: torch.dtype
 ) -> StoredChunk:
     fields = _fields(entry, "ChunkStorageMetadata")
     offsets, shape = dimensions(fields.get("offsets")), dimensions(fields.get("sizes"))
@@ -174,7 +174,7 @@ def _chunk(
         raise ValueError(f"a chunk of {name[:80]} has a different number of dimensions than the tensor")
     if any(offset + size > total for offset, size, total in zip(offsets, shape, full_shape, strict=True)):
         raise ValueError(f"a chunk of {name[:80]} is outside of it")
-    place = places.get((name, offsets))
+    place = storage.get((name, offsets))
     if place is None:
         raise ValueError(f"no file for a chunk of {name[:80]}")
     if place.get("transform_descriptors"):
@@ -192,8 +192,8 @@ def _inside(folder: Path, relative: Any) -> Path:
     return folder / path
 
 
-def _check_places(chunks: Iterable[StoredChunk]) -> None:
-    """Raise ValueError for tensors that overlap or end after their file, and could be larger than the files."""
+def _check_storage(chunks: Iterable[StoredChunk]) -> None:
+    """Raise ValueError for tensors that overlap, or end after the end of their file."""
     path, end, size = None, 0, 0
     for chunk in sorted(chunks, key=lambda chunk: (chunk.path, chunk.start)):
         if chunk.path != path:

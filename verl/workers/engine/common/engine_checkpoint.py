@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.config.names import CHECKPOINT_CONTENTS
 from verl.models.loading import ModelKind, empty_model
-from verl.types.weights import Bucket, Manifest, Wanted
+from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.concurrency import BackgroundTask
 from verl.utils.torch_archive import load_archive
@@ -75,7 +75,9 @@ class NamedWeights(Protocol):
     def manifest(self) -> Manifest:
         """Shapes and dtypes of all weights."""
 
-    def buckets(self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None) -> Iterator[Bucket]:
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
+    ) -> Iterator[Bucket]:
         """See `TrainEngine.buckets`."""
 
     def local_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -108,7 +110,7 @@ class CheckpointState(Protocol):
         """Raise ValueError, before anything is loaded, if the checkpoint is of another model."""
 
     def load(self, folder: Path, contents: Collection[str]) -> None:
-        """Load what `write` wrote, onto the device."""
+        """Load a checkpoint written by `write` onto the device."""
 
 
 class BackgroundSaver:
@@ -120,7 +122,7 @@ class BackgroundSaver:
     def __init__(self, device: torch.device, mesh: DeviceMesh | None, expected_contents: Collection[str]) -> None:
         """`mesh`: that of the engine's DTensors; `expected_contents`: of the checkpoints to preallocate memory for."""
         self._expected_contents = expected_contents
-        self._group = groups.file_group()
+        self._group = groups.background_group()
         # Copies have the layout of the tensors on the devices; no communication happens over this mesh.
         if mesh is not None and device.type != "cpu":
             mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
@@ -153,12 +155,12 @@ class BackgroundSaver:
             copies = self._host_snapshot.take(shards, memory.byte_views(shards, self._host_snapshot.wait))
             return {name: sharded_like(value, copies[name], self._mesh) for name, value in tensors.items()}
 
-        # If one rank has no memory for its copy, all ranks raise instead of waiting for it while writing.
-        with groups.failing_together(self._group):
+        # If one rank has no memory for its copy, all ranks raise instead of waiting for that rank while writing.
+        with groups.raise_on_all_ranks(self._group):
             copied = snapshot.map_tensors(copy_tensors)
 
         def write() -> None:
-            with groups.failing_together(self._group):
+            with groups.raise_on_all_ranks(self._group):
                 self._host_snapshot.check()
             state.write(copied, folder, export, self._group)
 
@@ -195,11 +197,11 @@ class EngineCheckpointMixin:
         return self._weights.manifest
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
     ) -> Iterator[Bucket]:
         """See `TrainEngine.buckets`; tensors are on the engine's device."""
         self.to("device", optimizer=False)
-        return self._weights.buckets(dtype, max_bytes, wanted)
+        return self._weights.buckets(dtype, max_bytes, requested)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""
@@ -209,7 +211,7 @@ class EngineCheckpointMixin:
             self._memory.offload(model, optimizer)
 
     def offload(self) -> None:
-        """Offload what `param_offload` and `optimizer_offload` request."""
+        """See `TrainEngine.offload`; configured by `param_offload` and `optimizer_offload`."""
         if any(self._offloads):
             self.to("cpu", *self._offloads)
 
@@ -234,7 +236,7 @@ class EngineCheckpointMixin:
             self._saver.wait_for_save()
         with self.on_device(optimizer=False):
             if not self.weights_finite(thorough=True):
-                raise FloatingPointError("the weights, or the outputs they compute, are not finite: they are not saved")
+                raise FloatingPointError("the weights, or the model's outputs, are not finite: no checkpoint is saved")
         export = self._export(self.compute_dtype) if "hf_model" in contents else None
         if self._saver is not None:
             self._saver.begin(self._state, self._state.snapshot(contents), self._memory, folder, export)
@@ -264,8 +266,8 @@ class EngineCheckpointMixin:
         self._export(target).write(gather, Path(path), None)
 
     def _export(self, dtype: torch.dtype) -> HFExport:
-        """Return the cached export. Not created in the background: building an empty model changes global defaults of
-        torch for all threads."""
+        """Return the export for `dtype`, created at the first call. Must not run in a background thread: building an
+        empty model changes global defaults of torch for all threads."""
         if dtype not in self._exports:
             skeleton = empty_model(self.hf_config, self.kind, dtype, self._trust_remote_code)
             self._exports[dtype] = HFExport(skeleton, dtype, self._source)

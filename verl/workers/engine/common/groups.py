@@ -50,7 +50,7 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-def with_index(device: torch.device) -> torch.device:
+def with_device_index(device: torch.device) -> torch.device:
     """Return `cuda` with the index of the current GPU; other devices unchanged."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -73,18 +73,17 @@ def node_group() -> NodeGroup:
     return NodeGroup(members[mine], groups[mine])
 
 
-def file_group() -> dist.ProcessGroup | None:
-    """Create a group of all ranks for background writes, separate from the collectives of training. A collective.
-
-    None with a single rank.
-    """
-    # A rank may wait as long as another one writes.
+def background_group() -> dist.ProcessGroup | None:
+    """Create a group of all ranks for background writes, separate from the collectives of training; None with a single
+    rank. A collective."""
+    # A rank may have to wait while another rank writes its files.
     return dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if dist.get_world_size() > 1 else None
 
 
 @contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Context: if one rank raises, all ranks raise, so that none waits in the next collective. A collective."""
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Context: an exception of one rank is raised on all ranks, so that none waits in the next collective. A
+    collective."""
     error: Exception | None = None
     try:
         yield
@@ -95,7 +94,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         own = None if error is None else (getattr(error, "errno", None), str(error))
         dist.all_gather_object(errors, own, group=group)
         failures = [(other[0], f"rank {rank}: {other[1]}") for rank, other in enumerate(errors) if other]
-        # An error with an errno (disk full) is the cause; those of other ranks may be consequences of it.
+        # An error with an errno (disk full) is the cause; errors of other ranks may be its consequences.
         errno, text = next((failure for failure in failures if failure[0]), failures[0] if failures else (None, ""))
         if failures and (error is None or (errno and not getattr(error, "errno", None))):
             error = OSError(errno, text) if errno else RuntimeError(text)
@@ -103,12 +102,12 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise error
 
 
-def summed(values: Sequence[float], device: torch.device) -> list[float]:
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Return each value summed over all ranks, in float64."""
     return _all_reduce(values, device, dist.ReduceOp.SUM)
 
 
-def largest(value: int, device: torch.device) -> int:
+def max_over_ranks(value: int, device: torch.device) -> int:
     """Return the maximum over all ranks."""
     return int(_all_reduce([value], device, dist.ReduceOp.MAX)[0])
 

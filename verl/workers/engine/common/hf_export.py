@@ -22,7 +22,7 @@ from verl.workers.engine.common import groups
 
 Gather = Callable[[str], "torch.Tensor | None"]
 """Returns the full weight of this name (in memory) on rank 0, None on other ranks. A collective."""
-# Keys that group the weights to convert together: each weight alone, those of a layer, or all.
+# Functions from a weight's name to the group of weights that are converted together: one weight, a layer, or all.
 _GROUP_KEYS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
     lambda name: layer[0] if (layer := re.match(r".*?\.\d+\.", name)) else name,
@@ -47,7 +47,7 @@ class HFExport:
     def write(self, gather: Gather, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Write all files; `gather` returns weights in `dtype`. A collective of `group`."""
         tensors = self._tensors(gather)
-        with groups.failing_together(group):
+        with groups.raise_on_all_ranks(group):
             try:
                 if dist.get_rank() == 0:
                     self.write_configs(folder)
@@ -59,7 +59,7 @@ class HFExport:
     @cached_property
     def files(self) -> WeightFiles:
         """The files and their tensors."""
-        return WeightFiles.of({name: like for name, (like, _) in self.stored.items()}, self._max_shard_size)
+        return WeightFiles.from_tensors({name: like for name, (like, _) in self.stored.items()}, self._max_shard_size)
 
     def _tensors(self, gather: Gather) -> Iterator[Any]:
         """Yield the tensors in file order; on ranks other than 0 None, in lockstep."""
@@ -105,7 +105,7 @@ class HFExport:
         raise AssertionError("one group of all weights is the expected conversion itself")
 
     def _in_memory(self) -> Mapping[str, torch.Tensor]:
-        """Return the stored tensors of the model; tied ones once."""
+        """Return the stored tensors of the model; tied tensors once."""
         if isinstance(self._model, ValueModel):
             return self._model.state_dict()
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -115,7 +115,7 @@ class HFExport:
         return remove_tied_weights_from_state_dict(state, self._model)
 
     def converted(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors as `save_pretrained` stores them: fused ones are split."""
+        """Return the tensors as `save_pretrained` stores them: fused tensors are split."""
         if isinstance(self._model, ValueModel):
             return state
         from transformers.core_model_loading import revert_weight_conversion
@@ -194,7 +194,7 @@ class WeightFiles:
     """Contents of model.safetensors.index.json; None for a single file."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> WeightFiles:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> WeightFiles:
         """Return `model.safetensors`, or several files and their index if it would be larger than the limit.
 
         `tensors` must contain tied tensors once.
@@ -249,8 +249,8 @@ def write_safetensors(
     stream.write(text)
     iterator = iter(tensors)
     for _ in specs:
-        stream.write(_bytes_of(next(iterator)))  # not bound to a name: freed before the next tensor is created
+        stream.write(_tensor_bytes(next(iterator)))  # not bound to a name: freed before the next tensor is created
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -187,7 +187,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _cut(source: torch.Tensor, size: int) -> Iterator[Piece]:
-    """Yield parts of at most `size` bytes with their offsets in `source`."""
+    """Yield parts of at most `size` bytes of `source`, with their offsets in it."""
     ends = [*range(0, len(source), size), len(source)]
     return ((start, source[start:stop]) for start, stop in pairwise(ends))
 

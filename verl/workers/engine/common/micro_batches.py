@@ -29,9 +29,9 @@ SET_COLUMN = "together"
 
 
 def micro_batches(
-    data: DataProto, micro: MicroBatching, cost: SequenceCost, largest: Callable[[int], int]
+    data: DataProto, micro: MicroBatching, cost: SequenceCost, max_over_ranks: Callable[[int], int]
 ) -> Iterator[tuple[DataProto, list[int] | None]]:
-    """Yield each micro-batch with its row indices. `largest` returns the maximum of a number over all ranks.
+    """Yield each micro-batch with its row indices. `max_over_ranks` returns the maximum of a number over all ranks.
 
     All ranks yield the same number of micro-batches: a rank with fewer splits its rows further, and adds fillers (with
     indices None) only if it has fewer rows (or sets, see `SET_COLUMN`) than other ranks have micro-batches.
@@ -39,7 +39,7 @@ def micro_batches(
     lengths = row_lengths(data)
     together = data.batch[SET_COLUMN].tolist() if SET_COLUMN in data.batch.keys() else None
     parts = micro_batch_rows(lengths, micro, cost, together=together)
-    count = largest(len(parts))
+    count = max_over_ranks(len(parts))
     if len(parts) < count:
         parts = micro_batch_rows(lengths, micro, cost, at_least=count, together=together)
     for rows in parts:
@@ -152,7 +152,7 @@ def _split_sets(
 
 
 def _split_by_budget(lengths: Sequence[int], budget: int, costs: Sequence[float], at_least: int) -> list[list[int]]:
-    """Return parts of equal cost if they keep the budget, else of equal tokens, else those of best-fit packing."""
+    """Return parts of equal cost if all are within the budget, else of equal tokens, else those of best-fit packing."""
     packed = _best_fit(lengths, budget)
     count = max(len(packed), at_least)
     for weights in (costs, lengths):
@@ -201,19 +201,19 @@ def rearrange_micro_batches(
     """
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     micro = MicroBatching(max_tokens=max_token_len)
-    wanted = max(len(micro_batch_rows(lengths, micro)), min_num_micro_batch or 1)
+    count = max(len(micro_batch_rows(lengths, micro)), min_num_micro_batch or 1)
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
-        most = torch.tensor([wanted], device=batch["attention_mask"].device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=dp_group)
-        wanted = int(most)
+        maximum = torch.tensor([count], device=batch["attention_mask"].device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=dp_group)
+        count = int(maximum)
     if num_batches_divided_by is not None:
-        wanted = roundup_divisible(wanted, num_batches_divided_by)
-    if wanted > len(lengths):
+        count = roundup_divisible(count, num_batches_divided_by)
+    if count > len(lengths):
         raise ValueError(
-            f"rearrange_micro_batches: {len(lengths)} rows are fewer than {wanted} micro-batches. Pass at least as many"
+            f"rearrange_micro_batches: {len(lengths)} rows are fewer than {count} micro-batches. Pass at least as many"
             " rows on every rank, or a larger max_token_len."
         )
-    parts = micro_batch_rows(lengths, micro, COST_PER_TOKEN, at_least=wanted)
+    parts = micro_batch_rows(lengths, micro, COST_PER_TOKEN, at_least=count)
     return [batch[rows] for rows in parts], parts
 
 

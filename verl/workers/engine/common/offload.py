@@ -37,7 +37,7 @@ class EngineMemory:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = OffloadedGradients(trained, device)
         self._unchanged: set[OffloadedTensors] = set()  # groups whose copy in host memory is up to date
-        self._lent: set[int] = set()  # device storages that a background copy reads
+        self._copied_storages: set[int] = set()  # device storages that a background copy reads
         self._wait_for_copy: Callable[[], None] = lambda: None
         self.offloads_gradients = offload_gradients
 
@@ -73,10 +73,10 @@ class EngineMemory:
         `wait_for_copy` waits until they have been read. It is called before any of them is changed or moved.
         """
         self._states.wait()
-        self._lent, self._wait_for_copy = set(), wait_for_copy
-        return {name: self._bytes_of(value) for name, value in tensors.items()}
+        self._copied_storages, self._wait_for_copy = set(), wait_for_copy
+        return {name: self._byte_view(value) for name, value in tensors.items()}
 
-    def _bytes_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+    def _byte_view(self, local: torch.Tensor) -> list[torch.Tensor]:
         if not local.numel():
             return []
         flat = local.contiguous().view(-1)
@@ -87,12 +87,12 @@ class EngineMemory:
         # Buffers are few and small, and offloaded without waiting for a copy.
         if (offset := self._buffers.host_offset(storage)) is not None:
             return [view.clone() for view in self._buffers.host_bytes(offset + start, flat.nbytes)]
-        self._lent.add(storage._cdata)
+        self._copied_storages.add(storage._cdata)
         return [flat.view(torch.uint8)]
 
     def _before_use(self, storages: Collection[int], host: bool) -> None:
-        """Called before these device storages are emptied; `host`: their host memory is overwritten, too."""
-        if host or not self._lent.isdisjoint(storages):
+        """Called before these device storages are emptied; `host`: their host memory is overwritten as well."""
+        if host or not self._copied_storages.isdisjoint(storages):
             self._wait_for_copy()
 
     def before_micro_batch(self) -> None:
@@ -179,7 +179,7 @@ class OffloadedTensors:
 
 
 class OffloadedGradients:
-    """Gradients whose sum over earlier micro-batches is in host memory while the next one runs.
+    """Gradients whose sum over earlier micro-batches is in host memory while the next micro-batch runs.
 
     The sum is computed as `new + previous sum`, like autograd's accumulation on the device.
     """
@@ -198,7 +198,7 @@ class OffloadedGradients:
         gradients = {i: local_shard(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
         with self._copies:
             for index, gradient in gradients.items():
-                self._host.store(self._offsets[index], _bytes_of(gradient))
+                self._host.store(self._offsets[index], _as_bytes(gradient))
         self._copies.synchronize()
         for index in gradients:
             self._parameters[index].grad = None
@@ -222,7 +222,7 @@ class OffloadedGradients:
 
     def _fetch(self, index: int) -> torch.Tensor:
         fetched = torch.empty_like(local_shard(self._parameters[index]))
-        self._host.load(self._offsets[index], _bytes_of(fetched))
+        self._host.load(self._offsets[index], _as_bytes(fetched))
         return fetched
 
     def _allocate(self) -> None:
@@ -255,13 +255,13 @@ class HostBuffer:
 
     def store(self, start: int, data: torch.Tensor) -> None:
         """Copy `data` into this buffer at `start`."""
-        for here, there in self._aligned(start, data):
-            here.copy_(there, non_blocking=True)
+        for part, data_part in self._aligned(start, data):
+            part.copy_(data_part, non_blocking=True)
 
     def load(self, start: int, data: torch.Tensor) -> None:
         """Copy from this buffer at `start` into `data`."""
-        for here, there in self._aligned(start, data):
-            there.copy_(here, non_blocking=True)
+        for part, data_part in self._aligned(start, data):
+            data_part.copy_(part, non_blocking=True)
 
     def parts(self, start: int, size: int) -> list[torch.Tensor]:
         """Return views of `size` bytes from `start` on, one per piece."""
@@ -279,7 +279,8 @@ class HostBuffer:
 
 
 class CopyStream:
-    """Context manager: copies inside run on a CUDA stream of their own, beside computation. No effect on a CPU."""
+    """Context manager: copies inside run on a separate CUDA stream, concurrently with computation. No effect on a
+    CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -348,6 +349,6 @@ def _storage_bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as uint8 tensor [nbytes]."""
     return tensor.view(-1).view(torch.uint8)

@@ -97,9 +97,9 @@ PORTION = 1 << 25
 
 
 def working_bytes(elements: int, largest: int) -> int:
-    """Return the temporary memory of a step with bfloat16 moments of `elements` elements, `largest` in one tensor.
+    """Return the temporary memory of a step with bfloat16 moments of `elements` elements; `largest`: of one tensor.
 
-    That is both moments of a portion in float32, and a random number for each to round it.
+    It consists of both moments of a portion in float32, and a random number for each to round it.
     """
     return 16 * min(elements, max(largest, PORTION))
 

@@ -1,4 +1,4 @@
-"""Helpers to send weights, or requested rows of them, in buckets of bounded size."""
+"""Helpers to send weights, or the requested rows of weights, in buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from verl.types.weights import TensorSlice, Wanted
+from verl.types.weights import RequestedRows, TensorSlice
 
 NamedRows: TypeAlias = "dict[str | TensorSlice, torch.Tensor]"
 """A `Bucket` under construction."""
@@ -38,10 +38,10 @@ def bucket_key(name: str, rows: range, total_rows: int) -> str | TensorSlice:
 
 
 def overlap(one: range, other: range) -> range:
-    """Return the numbers in both ranges; empty if there are none."""
+    """Return the intersection of two ranges."""
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def distinct(wanted: Sequence[Wanted] | None) -> list[Wanted]:
-    """Return each object once; ranks with equal requests share one."""
-    return list({id(request): request for request in wanted or ()}.values())
+def distinct_requests(requested: Sequence[RequestedRows] | None) -> list[RequestedRows]:
+    """Return the requests of all ranks without duplicates; equal requests are the same object."""
+    return list({id(request): request for request in requested or ()}.values())

@@ -46,7 +46,7 @@ class FSDPEngine(BaseTrainEngine):
 
     Master weights, gradients and moments are float32 shards; the forward pass runs in `mixed_precision`. Without
     `optim` the model is frozen (a reference, a reward model) and stored in the compute dtype. With
-    `model_config.lora_rank`, so is everything but the adapters (and a value head).
+    `model_config.lora_rank`, only the adapters (and a value head) are trained; the other weights are frozen.
     """
 
     _weights: ModelWeights
@@ -203,7 +203,7 @@ class FSDPEngine(BaseTrainEngine):
     def _micro_batches(self, run: ModelPass) -> Iterator[tuple[DataProto, list[int] | None]]:
         """Yield each micro-batch with its row indices, which are None for a filler."""
         micro = run.micro.scaled_by(self._sharing.size if self._sharing else 1)
-        return micro_batches(run.data, micro, self._cost, lambda count: groups.largest(count, self.device))
+        return micro_batches(run.data, micro, self._cost, lambda count: groups.max_over_ranks(count, self.device))
 
     def _forward(self, part: DataProto, run: ModelPass, filler: bool) -> dict[str, torch.Tensor]:
         """Return the fields of one micro-batch, on the device."""

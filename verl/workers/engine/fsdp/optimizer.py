@@ -144,5 +144,5 @@ class ShardedAdamW:
 
 
 def _square(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares as tensor; not finite if an element or its square is not."""
+    """Return the sum of squares as a tensor; not finite if an element or its square is not finite."""
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()

@@ -64,7 +64,7 @@ class FSDPState:
     ) -> None:
         """See `CheckpointState.write`."""
         contents = snapshot.contents
-        with groups.failing_together(group), ChecksumRecorder(folder) as recorder:
+        with groups.raise_on_all_ranks(group), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
                 trained = self.weights.trained(snapshot.weights)
                 save_tensors(trained, folder / "model", recorder, group)
@@ -97,7 +97,7 @@ class FSDPState:
                 restore_schedule(self.optimizer.schedule, self.optimizer.adamw, step)
 
     def _description(self) -> ModelDescription:
-        return ModelDescription.of(self.hf, self.weights.stored(), self.model_info)
+        return ModelDescription.from_model(self.hf, self.weights.stored(), self.model_info)
 
 
 def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescription:
@@ -106,4 +106,6 @@ def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescri
     hf = empty_model(config, kind, torch.float32, model_config.trust_remote_code)
     adapters = Adapters(hf, kind, model_config) if model_config.lora_rank > 0 else None
     stored = ModelWeights(hf, adapters, torch.device("meta")).stored()
-    return ModelDescription.of(hf, stored, model_info(config, kind, None if adapters is None else adapters.settings()))
+    return ModelDescription.from_model(
+        hf, stored, model_info(config, kind, None if adapters is None else adapters.settings())
+    )

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl.models.lora import Adapters
-from verl.types.weights import Manifest, TensorSlice, TensorSpec, Wanted
+from verl.types.weights import Manifest, RequestedRows, TensorSlice, TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.hf_export import write_safetensors
-from verl.workers.engine.common.weights import NamedRows, bucket_key, bucketed, distinct, overlap
+from verl.workers.engine.common.weights import NamedRows, bucket_key, bucketed, distinct_requests, overlap
 
 
 class ModelWeights:
@@ -61,10 +61,10 @@ class ModelWeights:
         return {name: first.setdefault(id(value), name) for name, value in named}
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
     ) -> Iterator[NamedRows]:
         """See `TrainEngine.buckets`. A weight with an adapter is gathered whole on every rank."""
-        routing = None if wanted is None else RowRouting(wanted)
+        routing = None if requested is None else RowRouting(requested)
         for bucket in bucketed(self._slabs(dtype, max_bytes, routing), max_bytes):
             adapted = [slab for slab in bucket if self._has_adapter(slab.name)]
             rows = gather([slab for slab in bucket if slab not in adapted], self._device, routing)
@@ -77,9 +77,10 @@ class ModelWeights:
     def _slabs(
         self, dtype: torch.dtype | None, max_bytes: int, routing: RowRouting | None
     ) -> Iterator[tuple[Slab, int]]:
-        """Yield what is sent, with its size. Depends on names and shapes only, so that all ranks form equal buckets."""
+        """Yield the slabs to send, with their sizes. They depend on names and shapes only, so that all ranks form equal
+        buckets."""
         for name, value in self.named().items():
-            if routing is not None and not routing.is_wanted(name):
+            if routing is not None and not routing.is_requested(name):
                 continue
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
             size = target.itemsize * value.numel()
@@ -126,7 +127,7 @@ class ModelWeights:
         state = {
             self._adapters.peft_name(name): full_on_rank0(value, value.dtype, group) for name, value in trained.items()
         }
-        with groups.failing_together(group):
+        with groups.raise_on_all_ranks(group):
             if dist.get_rank() == 0:
                 with ChecksumRecorder(folder) as recorder, recorder.open("adapter_model.safetensors") as stream:
                     write_safetensors(state, state.values(), stream)
@@ -181,22 +182,22 @@ class Slab:
 class RowRouting:
     """Which ranks receive which rows of each weight."""
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
-        """`wanted`: the request of every rank, the same on all ranks; equal requests may share one object."""
-        self._wanted = wanted
-        self._distinct = distinct(wanted)
-        self._own = wanted[dist.get_rank()]
+    def __init__(self, requested: Sequence[RequestedRows]) -> None:
+        """`requested`: the request of every rank, the same on all ranks; equal requests may share one object."""
+        self._requested = requested
+        self._distinct = distinct_requests(requested)
+        self._own = requested[dist.get_rank()]
 
-    def is_wanted(self, name: str) -> bool:
+    def is_requested(self, name: str) -> bool:
         return any(name in request for request in self._distinct)
 
-    def all_want_all(self, name: str, rows: int) -> bool:
+    def all_request_all(self, name: str, rows: int) -> bool:
         """Return whether every rank requests all rows."""
         return all(len(request.get(name, ())) == rows for request in self._distinct)
 
-    def of_group(self, group: dist.ProcessGroup) -> list[Wanted]:
+    def of_group(self, group: dist.ProcessGroup) -> list[RequestedRows]:
         """Return the requests of the ranks of a group."""
-        return [self._wanted[rank] for rank in dist.get_process_group_ranks(group)]
+        return [self._requested[rank] for rank in dist.get_process_group_ranks(group)]
 
     def own_rows(self, slab: Slab, tensor: torch.Tensor) -> NamedRows:
         """Return the rows that this rank requests of `tensor`, an unsharded slab."""
@@ -213,7 +214,9 @@ def gather(slabs: Sequence[Slab], device: torch.device, routing: RowRouting | No
     batches: dict[tuple[DeviceMesh, torch.dtype, bool], list[Slab]] = {}
     for slab in slabs:
         if slab.shards > 1:
-            to_all = routing is None or (slab.stop is None and routing.all_want_all(slab.name, _num_rows(slab.value)))
+            to_all = routing is None or (
+                slab.stop is None and routing.all_request_all(slab.name, _num_rows(slab.value))
+            )
             batches.setdefault((slab.value.device_mesh, slab.dtype, to_all), []).append(slab)
         elif routing is None:
             result[slab.name] = full_tensor(slab.value, slab.dtype, device)
@@ -261,14 +264,18 @@ def _all_gather_batch(
 
 
 def _exchange(
-    slabs: Sequence[Slab], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, wanted: Sequence[Wanted]
+    slabs: Sequence[Slab],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    requested: Sequence[RequestedRows],
 ) -> NamedRows:
-    """Send each rank of the mesh the rows it requests (all-to-all); return this rank's."""
-    if not any(slab.name in request for slab, request in product(slabs, wanted)):
+    """Send each rank of the mesh the rows it requests (all-to-all); return this rank's rows."""
+    if not any(slab.name in request for slab, request in product(slabs, requested)):
         return {}  # another copy of the weights serves the ranks that request them
     me = mesh.get_local_rank()
-    outgoing = [_requested_rows(slabs, me, request) for request in wanted]
-    incoming = [_requested_rows(slabs, rank, wanted[me]) for rank in range(mesh.size())]
+    outgoing = [_requested_rows(slabs, me, request) for request in requested]
+    incoming = [_requested_rows(slabs, rank, requested[me]) for rank in range(mesh.size())]
     out_sizes, in_sizes = (
         [sum(len(rows) * slab.width for slab, rows in parts) for parts in direction]
         for direction in (outgoing, incoming)
@@ -295,14 +302,14 @@ def _exchange(
     return result
 
 
-def _requested_rows(slabs: Sequence[Slab], shard: int, wanted: Wanted) -> list[tuple[Slab, range]]:
+def _requested_rows(slabs: Sequence[Slab], shard: int, requested: RequestedRows) -> list[tuple[Slab, range]]:
     """Return the requested rows that a shard contains, by slab."""
-    rows = ((slab, overlap(slab.rows_of(shard), wanted.get(slab.name, range(0)))) for slab in slabs)
+    rows = ((slab, overlap(slab.rows_of(shard), requested.get(slab.name, range(0)))) for slab in slabs)
     return [(slab, requested) for slab, requested in rows if requested]
 
 
 def _joined(slab: Slab, parts: list[tuple[range, torch.Tensor]]) -> NamedRows:
-    """Concatenate the parts of whole shards, whose rows are consecutive; those of split shards are not."""
+    """Concatenate the parts of whole shards, whose rows are consecutive; parts of split shards stay separate."""
     if slab.stop is not None:
         return {TensorSlice(slab.name, rows.start, rows.stop): part for rows, part in parts}
     tensor = torch.cat([part for _, part in parts]) if len(parts) > 1 else parts[0][1]
@@ -314,7 +321,7 @@ def full_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.to(device, dtype)
-    # Cast the shard, not the DTensor: dispatching an operation on that costs more than copying a small weight.
+    # Cast the shard, not the DTensor: dispatching a DTensor operation costs more than copying a small weight.
     local = value.to_local().to(device, dtype)
     if value.device_mesh.size() == 1:
         return local

@@ -22,7 +22,7 @@ from torch import nn
 from verl.config.engine import MegatronConfig
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, shard_slices, weight_map
-from verl.types.weights import Wanted
+from verl.types.weights import RequestedRows
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import NamedRows, bucketed
 from verl.workers.engine.megatron.gathering import ModelCopy, RowRange, gather_everywhere, gather_on_rank0
@@ -41,10 +41,10 @@ def create_bridge(
     if not config.use_mbridge:
         return None
     error = _import_error()
-    if groups.largest(int(error is not None), device):
+    if groups.max_over_ranks(int(error is not None), device):
         if dist.get_rank() == 0:
             absent = isinstance(error, ModuleNotFoundError) and error.name == "megatron.bridge"
-            level = logging.INFO if absent else logging.WARNING  # the check of the configuration reports its absence
+            level = logging.INFO if absent else logging.WARNING  # the configuration check reports a missing package
             cause = error or "not on every rank"
             logger.log(level, "use_mbridge: cannot import megatron-bridge (%s); using our own weight mapping.", cause)
         return None
@@ -173,8 +173,8 @@ Fetch = Callable[[CoreWeight], "torch.Tensor | None"]
 class BridgedWeights(CoreWeights):
     """Weights that are gathered as Core's full weights, and then converted by the bridge.
 
-    A rank therefore reads full tensors of which it keeps a part, and every rank of a copy receives all rows that any of
-    them requests: at most the tensors of a layer at a time, beside its own weights.
+    A rank therefore reads full tensors of which it keeps a part, and every rank of a copy receives all rows that any
+    rank requests: at most the tensors of a layer at a time, in addition to its own weights.
     """
 
     requires_safetensors = True
@@ -191,21 +191,21 @@ class BridgedWeights(CoreWeights):
 
     def read(self, name: str, files: HFFiles, *, stored: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
         """See `CoreWeights.read`. ValueError for experts that are stored as one tensor."""
-        weight, place = self.table[name], self._place(self.table[name])
+        weight, group = self.table[name], self._tensor_group(self.table[name])
         if weight.stored and not stored:
             raise ValueError(
                 f"model.path: {weight.hf[0]} contains all experts, but Megatron-Bridge requires separate tensors. Set "
                 "megatron_config.use_mbridge=False."
             )
         full = self._bridge.to_core(weight, lambda hf: files.read(hf, (slice(None),)))
-        for piece in shard_slices(weight.unsharded(), self._arch, place.rank, place.size):
+        for piece in shard_slices(weight.unsharded(), self._arch, group.rank, group.size):
             yield piece, full[piece.source]
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
     ) -> Iterator[NamedRows]:
         """See `TrainEngine.buckets`."""
-        ranges = self._row_ranges(dtype, max_bytes, wanted)
+        ranges = self._row_ranges(dtype, max_bytes, requested)
         converters = {
             target: self._converter(partial(self._fetch_everywhere, target), (part.name for part in ranges))
             for target in {part.dtype for part in ranges}
@@ -215,7 +215,7 @@ class BridgedWeights(CoreWeights):
             for part in bucket:
                 tensor = converters[part.dtype].rows(part.name, part.rows)
                 assert tensor is not None
-                rows = part.rows if wanted is None else part.wanted_by(wanted[dist.get_rank()])
+                rows = part.rows if requested is None else part.requested_by(requested[dist.get_rank()])
                 if rows:
                     result |= part.keyed(rows, tensor[rows.start - part.rows.start : rows.stop - part.rows.start])
             yield result

@@ -77,7 +77,7 @@ class MegatronEngine(BaseTrainEngine):
     ) -> None:
         """Arguments as in FSDPEngine; `compile_layers` has an effect on CUDA only."""
         self._init_common(model, kind, model_config, engine_config.dtype, device, grad_clip)
-        self.layout = layout = CoreLayout.get(ParallelSizes.of(engine_config), self.device)
+        self.layout = layout = CoreLayout.get(ParallelSizes.from_config(engine_config), self.device)
         self.dp_rank, self.dp_size = layout.dp.rank, layout.dp.size
         self._has_outputs = layout.pp.rank == layout.pp.size - 1
         self.collects = self._has_outputs and layout.tp.rank == 0 and layout.cp.rank == 0
@@ -204,8 +204,8 @@ class MegatronEngine(BaseTrainEngine):
         interleaved, stages = self.layout.vpp > 1, self.layout.pp.size
 
         def required_count(count: int) -> int:
-            most = groups.largest(count, self.device)
-            return math.ceil(most / stages) * stages if interleaved else most
+            maximum = groups.max_over_ranks(count, self.device)
+            return math.ceil(maximum / stages) * stages if interleaved else maximum
 
         micro = run.micro.scaled_by(self.layout.cp.size)
         parts = list(micro_batches(run.data, micro, self._cost, required_count))

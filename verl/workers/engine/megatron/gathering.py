@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import Wanted
+from verl.types.weights import RequestedRows
 from verl.workers.engine.common.weights import NamedRows, bucket_key, overlap
 
 
@@ -47,7 +47,7 @@ class HeldRectangle:
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """The ranks that together hold one copy of some weights, and what each of them holds."""
+    """The ranks that together hold one copy of some weights, and the rectangles that each of them holds."""
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
@@ -79,9 +79,9 @@ class RowRange:
         for start in range(0, len(self.rows), step):
             yield replace(self, rows=self.rows[start : start + step])
 
-    def wanted_by(self, wanted: Wanted) -> range:
+    def requested_by(self, request: RequestedRows) -> range:
         """Return the requested rows of this range."""
-        return overlap(self.rows, wanted.get(self.name, range(0)))
+        return overlap(self.rows, request.get(self.name, range(0)))
 
     def keyed(self, rows: range, tensor: torch.Tensor) -> NamedRows:
         """Return these rows as entry of a bucket."""
@@ -104,7 +104,7 @@ def gather_everywhere(
     targets = {part: part.empty(part.rows, device) for part in ranges}
     for dtype in dict.fromkeys(part.dtype for part in ranges):
         same_dtype = [part for part in ranges if part.dtype == dtype]
-        for owner, transfers in enumerate(_transfers(same_dtype, copy, lambda part: part.rows)):
+        for owner, transfers in enumerate(_transfers(same_dtype, copy)):
             if transfers:
                 _broadcast(targets, owner, transfers, copy, shards)
     return {key: value for part, target in targets.items() for key, value in part.keyed(part.rows, target).items()}
@@ -129,7 +129,7 @@ def _broadcast(
 
 def _own_rows(part: RowRange, copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device) -> NamedRows:
     """Return the rows of a rank that holds the whole copy; without copying, if one shard contains all of them."""
-    (transfers,) = _transfers([part], copy, lambda part: part.rows)
+    (transfers,) = _transfers([part], copy)
     if len(transfers) == 1:
         return part.keyed(part.rows, transfers[0][1].read(shards, transfers[0][2]).to(device, part.dtype))
     target = part.empty(part.rows, device)
@@ -143,18 +143,19 @@ def exchange(
     copy: ModelCopy,
     shards: Mapping[str, torch.Tensor],
     device: torch.device,
-    wanted: Sequence[Wanted],
+    requested: Sequence[RequestedRows],
     max_bytes: int,
 ) -> NamedRows:
-    """Send each rank of the copy the rows it requests (all-to-all); return this rank's. `wanted`: of all global ranks.
+    """Send each rank of the copy the rows it requests (all-to-all); return this rank's rows.
 
-    Ranks are served in rounds, so that no rank sends more than about `max_bytes` at once.
+    `requested`: the requests of all global ranks. Ranks are served in rounds, so that no rank sends more than about
+    `max_bytes` at once.
     """
-    requests = [wanted[rank] for rank in copy.ranks]
+    requests = [requested[rank] for rank in copy.ranks]
     result: NamedRows = {}
     for dtype in dict.fromkeys(part.dtype for part in ranges):
         same_dtype = [part for part in ranges if part.dtype == dtype]
-        by_request = {id(request): _transfers(same_dtype, copy, _rows_wanted_by(request)) for request in requests}
+        by_request = {id(request): _transfers(same_dtype, copy, request) for request in requests}
         transfers = [by_request[id(request)] for request in requests]
         received: list[torch.Tensor] = []
         for served in _rounds(transfers, max_bytes // dtype.itemsize):
@@ -172,7 +173,7 @@ def _exchange_round(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """Send to the `served` ranks; return what this rank receives of each rank, None if it is not served.
+    """Send to the `served` ranks; return the buffer received from each rank, None if this rank is not served.
 
     `transfers` are indexed by receiver, then by owner.
     """
@@ -206,11 +207,11 @@ def _assemble(
     ranges: Sequence[RowRange],
     transfers: Sequence[Sequence[Transfer]],
     received: Sequence[torch.Tensor],
-    wanted: Wanted,
+    request: RequestedRows,
     device: torch.device,
 ) -> NamedRows:
-    """Return the rows that this rank requested, from what it received of each owner."""
-    rows_of = {part: rows for part in ranges if (rows := part.wanted_by(wanted))}
+    """Return the rows of this rank's `request`, from the buffers `received` from each owner."""
+    rows_of = {part: rows for part in ranges if (rows := part.requested_by(request))}
     targets = {part: part.empty(rows, device) for part, rows in rows_of.items()}
     for from_owner, flat in zip(transfers, received, strict=False):
         for (part, held, rows), values in zip(from_owner, _unpack(flat, from_owner), strict=True):
@@ -231,7 +232,7 @@ def gather_on_rank0(
         return None
     part, rank = RowRange(name, shape, dtype, range(shape[0])), dist.get_rank()
     target = part.empty(part.rows, torch.device("cpu")) if rank == 0 else None
-    for sender, transfers in zip(copy.ranks, _transfers([part], copy, lambda part: part.rows), strict=True):
+    for sender, transfers in zip(copy.ranks, _transfers([part], copy), strict=True):
         if transfers and rank in (0, sender):
             _send_to_rank0(target, sender, transfers, shards, dtype, group)
     return target
@@ -259,20 +260,16 @@ def _send_to_rank0(
 
 
 def _transfers(
-    ranges: Iterable[RowRange], copy: ModelCopy, requested: Callable[[RowRange], range]
+    ranges: Iterable[RowRange], copy: ModelCopy, request: RequestedRows | None = None
 ) -> list[list[Transfer]]:
-    """Return the `requested` rows of the ranges, by owner."""
+    """Return the requested rows (None: all rows) of the ranges, by owner."""
     transfers: list[list[Transfer]] = [[] for _ in copy.ranks]
     for part in ranges:
-        wanted = requested(part)
+        requested = part.rows if request is None else part.requested_by(request)
         for held in copy.held[part.name]:
-            if rows := overlap(wanted, held.box[0]):
+            if rows := overlap(requested, held.box[0]):
                 transfers[held.owner].append((part, held, rows))
     return transfers
-
-
-def _rows_wanted_by(wanted: Wanted) -> Callable[[RowRange], range]:
-    return lambda part: part.wanted_by(wanted)
 
 
 def _elements(transfers: Iterable[Transfer]) -> int:

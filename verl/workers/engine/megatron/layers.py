@@ -65,8 +65,8 @@ class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
 class PackedTokens(PackedSeqParams):
     """Packing and expert routes of a micro-batch, passed to every layer.
 
-    For Core the micro-batch is one plain sequence [T, 1, H]. It passes this object unread to every layer, also when a
-    layer is recomputed, so that no state is kept between passes and several may be in flight.
+    For Core the micro-batch is one plain sequence [T, 1, H]. Core passes this object unread to every layer, also when a
+    layer is recomputed, so that no state is kept between passes and several passes may be in flight.
     """
 
     def __init__(self, packing: Packing, routes: Any = None) -> None:

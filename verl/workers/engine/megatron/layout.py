@@ -37,7 +37,7 @@ class ParallelSizes:
     expert_tensor: int | None = None
 
     @classmethod
-    def of(cls, config: MegatronConfig) -> ParallelSizes:
+    def from_config(cls, config: MegatronConfig) -> ParallelSizes:
         return cls(
             config.tensor_model_parallel_size,
             config.pipeline_model_parallel_size,
@@ -59,7 +59,7 @@ class GroupRank:
     """Global ranks in group order."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> GroupRank:
+    def from_group(cls, group: dist.ProcessGroup) -> GroupRank:
         return cls(dist.get_rank(group), dist.get_world_size(group), group, tuple(dist.get_process_group_ranks(group)))
 
 
@@ -89,14 +89,14 @@ class CoreLayout:
                 create_gloo_process_groups=False,
             )
             core_random.model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
-            self.tp = GroupRank.of(parallel_state.get_tensor_model_parallel_group())
-            self.pp = GroupRank.of(parallel_state.get_pipeline_model_parallel_group())
-            self.cp = GroupRank.of(parallel_state.get_context_parallel_group())
-            self.dp = GroupRank.of(parallel_state.get_data_parallel_group())
-            self.dp_cp = GroupRank.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
-            self.ep = GroupRank.of(parallel_state.get_expert_model_parallel_group())
-            self.etp = GroupRank.of(parallel_state.get_expert_tensor_parallel_group())
-            self.expert_dp = GroupRank.of(parallel_state.get_expert_data_parallel_group())
+            self.tp = GroupRank.from_group(parallel_state.get_tensor_model_parallel_group())
+            self.pp = GroupRank.from_group(parallel_state.get_pipeline_model_parallel_group())
+            self.cp = GroupRank.from_group(parallel_state.get_context_parallel_group())
+            self.dp = GroupRank.from_group(parallel_state.get_data_parallel_group())
+            self.dp_cp = GroupRank.from_group(parallel_state.get_data_parallel_group(with_context_parallel=True))
+            self.ep = GroupRank.from_group(parallel_state.get_expert_model_parallel_group())
+            self.etp = GroupRank.from_group(parallel_state.get_expert_tensor_parallel_group())
+            self.expert_dp = GroupRank.from_group(parallel_state.get_expert_data_parallel_group())
 
     @classmethod
     def get(cls, sizes: ParallelSizes, device: torch.device) -> CoreLayout:

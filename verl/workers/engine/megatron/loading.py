@@ -73,7 +73,7 @@ def load_weights(
         )
     node = groups.node_group()
     source: nn.Module | None = None
-    with groups.failing_together():
+    with groups.raise_on_all_ranks():
         if node.is_leader and isinstance(model, nn.Module):
             source = model
         elif node.is_leader:
@@ -92,11 +92,11 @@ def _load_from_folder(weights: CoreWeights, targets: _Targets, folder: Path, tra
     files = HFFiles(folder) if folder.is_dir() else None
     new_head = weights.kind == "value" or (trains and weights.kind == "sequence_classification")
     naming = None if files is None else _naming(weights, files, new_head)
-    if groups.largest(int(naming is None), weights.device):
+    if groups.max_over_ranks(int(naming is None), weights.device):
         return False
     assert files is not None
     assert naming is not None
-    with groups.failing_together():
+    with groups.raise_on_all_ranks():
         for name in weights.live:
             stored = naming[name]
             targets.zero(name)

@@ -61,7 +61,7 @@ class CoreAdamW:
         self.schedules: list[LambdaLR] = [
             build_schedule(part.optimizer, optim, total_steps) for part in self._parts if part.optimizer is not None
         ]
-        self.elements = int(self._summed(lambda part: [_count(_counted(part))])[0])
+        self.elements = int(self._summed(lambda part: [_count(_unique_parameters(part))])[0])
 
     @property
     def _parts(self) -> list[Any]:
@@ -88,12 +88,12 @@ class CoreAdamW:
     def norms(self) -> tuple[float, float]:
         """Return the norms of gathered gradients and of weights, equal on every rank."""
         gradients, weights = self._summed(
-            lambda part: [_square(param.grad for param in _counted(part)), _square(_counted(part))]
+            lambda part: [_square(param.grad for param in _unique_parameters(part)), _square(_unique_parameters(part))]
         )
         return gradients**0.5, weights**0.5
 
     def weight_norm(self) -> float:
-        return self._summed(lambda part: [_square(_counted(part))])[0] ** 0.5
+        return self._summed(lambda part: [_square(_unique_parameters(part))])[0] ** 0.5
 
     def scale_gradients(self, factor: float) -> None:
         gradients = [param.grad for part in self._parts for param in part.get_parameters() if param.grad is not None]
@@ -101,7 +101,7 @@ class CoreAdamW:
             torch._foreach_mul_(gradients, factor)
 
     def step(self) -> None:
-        """Step every weight on all ranks that have it, and the schedule."""
+        """Step all weights and the schedule."""
         self.core.step_with_ready_grads()
         for schedule in self.schedules:
             schedule.step()
@@ -142,8 +142,9 @@ def _use_fused(adam: Any) -> None:
             settings |= {"fused": True, "foreach": False}
 
 
-def _counted(part: Any) -> list[torch.Tensor]:
-    """Return the parameters counted on this rank: no copies of tied weights, or of weights on all tensor ranks."""
+def _unique_parameters(part: Any) -> list[torch.Tensor]:
+    """Return this rank's parameters without duplicates (tied weights, weights replicated on all tensor ranks), so that
+    sums over all ranks count every weight once."""
     return [
         param
         for param in part.get_parameters()
@@ -156,7 +157,7 @@ def _count(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _square(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of squares; not finite if an element or its square is not."""
+    """Return the sum of squares; not finite if an element or its square is not finite."""
     present = [value.detach() for value in tensors if value is not None]
     if not present:
         return torch.zeros((), dtype=torch.float64)

@@ -98,7 +98,7 @@ class MegatronState:
     ) -> None:
         """See `CheckpointState.write`."""
         contents = snapshot.contents
-        with groups.failing_together(group), ChecksumRecorder(folder) as recorder:
+        with groups.raise_on_all_ranks(group), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
                 save_chunks(self._weight_chunks(snapshot.weights), folder / "model", recorder, group)
             if "optimizer" in contents and self.optimizer is not None:
@@ -133,7 +133,7 @@ class MegatronState:
                         yield Chunk(f"{chunk.name}/step", (), (), tensors[f"{name}/step"])
 
     def _writes(self, name: str) -> bool:
-        """Return whether this rank writes the weight: one of all ranks with the same elements."""
+        """Return whether this rank writes the weight: true on one of all ranks with the same elements."""
         part = self._parts.get(name)
         sharded = part is not None and part.sharded
         return self.weights.writes(name) and (sharded or self.weights.copy_number(name) == 0)
@@ -188,7 +188,7 @@ class MegatronState:
     def _description(self) -> ModelDescription:
         state = self.skeleton.state_dict()
         stored = {name: value for name, value in state.items() if self.weights.first_name(name) == name}
-        return ModelDescription.of(self.skeleton, stored, self.model_info)
+        return ModelDescription.from_model(self.skeleton, stored, self.model_info)
 
 
 def is_core_checkpoint(folder: Path) -> bool:
@@ -229,7 +229,7 @@ def _read_tensors(tensors: Sequence[ShardedTensor], folder: Path) -> None:
 
 
 def _chunk(tensor: ShardedTensor, stored: TensorSpec) -> Chunk | None:
-    """Return this rank's part of the stored tensor; None if that is shorter (padded vocabularies)."""
+    """Return this rank's part of the stored tensor; None if the part is only vocabulary padding."""
     data = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
     shape = tuple(tensor.global_shape)
     if tensor.allow_shape_mismatch and len(stored.shape) == len(shape):

@@ -14,9 +14,9 @@ from torch import nn
 
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, matrix_rectangles, shard_slices, weight_map
-from verl.types.weights import Manifest, TensorSpec, Wanted
+from verl.types.weights import Manifest, RequestedRows, TensorSpec
 from verl.workers.engine.common.sharded_checkpoint import Chunk
-from verl.workers.engine.common.weights import NamedRows, bucketed, distinct, overlap
+from verl.workers.engine.common.weights import NamedRows, bucketed, distinct_requests, overlap
 from verl.workers.engine.megatron.gathering import (
     HeldRectangle,
     ModelCopy,
@@ -50,7 +50,9 @@ class CoreWeights:
         self.kind: ModelKind = kind
         self.device = device
         self.table = {weight.name: weight for weight in weight_map(arch, kind)}
+        """All weights of the model, by Core's names."""
         self.live = {full: module.get_parameter(name) for module, names in chunks for name, full in names.items()}
+        """This rank's parameters (shards of weights), by Core's names in the full model."""
         self._tied = {"lm_head.weight": "model.embed_tokens.weight"} if arch.tied and kind == "causal_lm" else {}
         self._shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
         self._check_shapes()
@@ -70,35 +72,41 @@ class CoreWeights:
         return self._tied.get(name, name)
 
     def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
     ) -> Iterator[NamedRows]:
         """See `TrainEngine.buckets`."""
-        ranges = self._row_ranges(dtype, max_bytes, wanted)
+        ranges = self._row_ranges(dtype, max_bytes, requested)
         for bucket in bucketed(((part, part.nbytes) for part in ranges), max_bytes):
-            yield self._bucket(bucket, wanted, max_bytes)
+            yield self._bucket(bucket, requested, max_bytes)
 
-    def _row_ranges(self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None) -> list[RowRange]:
-        """Return what is sent, in the order of the manifest."""
-        requests, ranges = distinct(wanted), list[RowRange]()
+    def _row_ranges(
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
+    ) -> list[RowRange]:
+        """Return the rows to send, in the order of the manifest."""
+        requests, ranges = distinct_requests(requested), list[RowRange]()
         for name, spec in self.manifest.items():
-            if wanted is not None and not any(name in request for request in requests):
+            if requested is not None and not any(name in request for request in requests):
                 continue
             target = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
             part = RowRange(name, spec.shape, target, range(spec.shape[0]))
-            ranges += [part] if wanted is None or part.nbytes <= max_bytes else part.split(max_bytes)
+            ranges += [part] if requested is None or part.nbytes <= max_bytes else part.split(max_bytes)
         return ranges
 
-    def _bucket(self, ranges: Sequence[RowRange], wanted: Sequence[Wanted] | None, max_bytes: int) -> NamedRows:
-        requests = distinct(wanted)
+    def _bucket(
+        self, ranges: Sequence[RowRange], requested: Sequence[RequestedRows] | None, max_bytes: int
+    ) -> NamedRows:
+        requests = distinct_requests(requested)
         result: NamedRows = {}
         for copy in (self._dense, self._experts):
             in_copy = [part for part in ranges if part.name in copy.held]
             # Without requests, all ranks receive all rows.
-            to_all = [part for part in in_copy if all(len(part.wanted_by(req)) == len(part.rows) for req in requests)]
+            to_all = [
+                part for part in in_copy if all(len(part.requested_by(req)) == len(part.rows) for req in requests)
+            ]
             result |= gather_everywhere(to_all, copy, self.live, self.device)
             rest = [part for part in in_copy if part not in to_all]
-            if wanted is not None and rest:
-                result |= exchange(rest, copy, self.live, self.device, wanted, max_bytes)
+            if requested is not None and rest:
+                result |= exchange(rest, copy, self.live, self.device, requested, max_bytes)
         # In the order of the manifest, as in other engines.
         order = {part.name: at for at, part in enumerate(ranges)}
         return dict(
@@ -124,8 +132,8 @@ class CoreWeights:
     def pieces(self, name: str, *, stored: bool = False) -> list[Piece]:
         """Return the slices that form this rank's shard of Core's weight `name`; `stored`: by their names on disk."""
         weight = self.table[name]
-        place = self._place(weight)
-        return shard_slices(weight, self._arch, place.rank, place.size, stored=stored)
+        group = self._tensor_group(weight)
+        return shard_slices(weight, self._arch, group.rank, group.size, stored=stored)
 
     def read(self, name: str, files: HFFiles, *, stored: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield this rank's shard of Core's weight `name` from Hugging Face files, piece by piece."""
@@ -153,15 +161,16 @@ class CoreWeights:
                 yield Chunk(piece.hf, self._shapes[piece.hf], (*experts, down, *across), view)
 
     def writes(self, name: str) -> bool:
-        """Return whether this rank writes Core's weight `name`: one of the ranks with the same part within a copy."""
+        """Return whether this rank writes Core's weight `name`: true on one rank of a copy with the same part."""
         weight = self.table[name]
-        return weight.copy_of is None and (weight.split is not None or self._place(weight).rank == 0)
+        return weight.copy_of is None and (weight.split is not None or self._tensor_group(weight).rank == 0)
 
     def copy_number(self, name: str) -> int:
         """Return the index of the copy of the weight that this rank belongs to."""
         return (self._layout.dp_cp if self.table[name].expert is None else self._layout.expert_dp).rank
 
-    def _place(self, weight: CoreWeight) -> GroupRank:
+    def _tensor_group(self, weight: CoreWeight) -> GroupRank:
+        """Return this rank's position in the tensor-parallel group that splits the weight."""
         return self._layout.tp if weight.expert is None else self._layout.etp
 
     def _copies(self, view: Callable[[CoreWeight], CoreWeight]) -> tuple[ModelCopy, ModelCopy]:
@@ -173,20 +182,20 @@ class CoreWeights:
         )
 
     def _copy(
-        self, group: dist.ProcessGroup, place: GroupRank, experts: bool, view: Callable[[CoreWeight], CoreWeight]
+        self, group: dist.ProcessGroup, tensor: GroupRank, experts: bool, view: Callable[[CoreWeight], CoreWeight]
     ) -> ModelCopy:
-        """Return what each rank of `group` holds. A collective of `group`."""
+        """Return the copy of the model on the ranks of `group`. A collective of `group`."""
         ranks = tuple(dist.get_process_group_ranks(group))
         own = [name for name in self.live if (self.table[name].expert is not None) == experts]
         parts: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(parts, (place.rank, {_part_key(self.table[name]) for name in own}), group=group)
+        dist.all_gather_object(parts, (tensor.rank, {_part_key(self.table[name]) for name in own}), group=group)
         held: dict[str, list[HeldRectangle]] = {}
         for weight in self.table.values():
             if (weight.expert is not None) != experts or weight.copy_of is not None:
                 continue
             for owner, (part, keys) in enumerate(parts):
                 if _part_key(weight) in keys and (weight.split is not None or part == 0):
-                    for piece in shard_slices(view(weight), self._arch, part, place.size):
+                    for piece in shard_slices(view(weight), self._arch, part, tensor.size):
                         rectangle = HeldRectangle(owner, weight.name, piece.place, _box(piece.source))
                         held.setdefault(piece.hf, []).append(rectangle)
         held |= {name: held[first] for name, first in self._tied.items() if first in held}
@@ -195,7 +204,7 @@ class CoreWeights:
     def _check_shapes(self) -> None:
         for name, value in self.live.items():
             weight = self.table[name]
-            expected = weight.shard_shape(self._place(weight).size)
+            expected = weight.shard_shape(self._tensor_group(weight).size)
             assert tuple(value.shape) == expected, f"{name}: shape {tuple(value.shape)}, expected {expected}"
 
 

@@ -91,7 +91,7 @@ class EngineProcessHost:
         self._rollout = rollout
         rollout.watch_processes(self._on_process_end)
         return EngineInfo(
-            rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.wanted()
+            rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.requested_rows()
         )
 
     def submit(self, numbers: list[int], requests: list[Request]) -> None:

@@ -15,7 +15,7 @@ import torch
 from verl.config import ModelConfig, RolloutConfig
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output
-from verl.types.weights import Wanted
+from verl.types.weights import RequestedRows
 from verl.utils.exceptions import RemoteTraceback
 
 __all__ = [
@@ -52,7 +52,7 @@ class EngineInfo:
     weight_dtype: torch.dtype
     eos_token_ids: frozenset[int]
     pad_token_id: int
-    wanted: Wanted | None
+    requested_rows: RequestedRows | None
 
 
 @dataclass(frozen=True)

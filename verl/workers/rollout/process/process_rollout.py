@@ -25,7 +25,7 @@ import torch
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
-from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
+from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSpec
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.liveness import activity, add_helper, remove_helper
 from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
@@ -67,7 +67,7 @@ class ProcessRollout(BaseRollout):
     def _start(self) -> None:
         self._engine = EngineProcess(self._spec, self._environment)
         info = self._engine.info
-        self.weight_dtype, self._wanted = info.weight_dtype, info.wanted
+        self.weight_dtype, self._requested_rows = info.weight_dtype, info.requested_rows
         self.eos_token_ids, self.pad_token_id = info.eos_token_ids, info.pad_token_id
         self._version = self._pending_version = info.version
         self._loading: Future[None] | None = None
@@ -112,8 +112,8 @@ class ProcessRollout(BaseRollout):
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self._pending_version, self._expected_size = version, _max_bucket_size(specs, self.weight_dtype, limit)
 
-    def wanted(self) -> Wanted | None:
-        return self._wanted
+    def requested_rows(self) -> RequestedRows | None:
+        return self._requested_rows
 
     def load_bucket(self, tensors: Bucket) -> None:
         """Copy tensors to shared memory. The engine loads them while the caller prepares the next bucket."""
