@@ -105,7 +105,7 @@ class AgentHost(LoopHost):
         self._run(self._renew(replicas))
 
     async def _renew(self, replicas: Sequence[RankHandle]) -> None:
-        self._client.renew(replicas)
+        self._client.reconnect(replicas)
 
     def interrupt(self) -> None:
         """End all jobs like `close`, but do not wait for the clean-up of tools."""
@@ -156,7 +156,7 @@ class AgentHost(LoopHost):
     async def _trajectory(self, job: RolloutJob, task: RolloutTask) -> None:
         """Run the agent loop of a task and report its trajectory; if the loop fails, a failed trajectory."""
         context, row = self._context, task.trajectory
-        trace = self._traces[task] = CallTrace.of(job.seed, task.step, row.uid, row.sample_index)
+        trace = self._traces[task] = CallTrace.for_sample(job.seed, task.step, row.uid, row.sample_index)
         trace.max_response, trace.params, trace.prompt_ids = task.limit, job.params, task.prompt_ids
         if task.partial is not None:
             trace.set_partial(task.prompt_ids, task.partial)

@@ -211,7 +211,7 @@ def test_a_context_whose_last_answer_was_edited_at_its_end_keeps_its_budget(kept
 def test_a_context_without_room_or_answer_is_continued_by_what_begins_with_its_prompt():
     trace, prompt, answer = CallTrace(), [7, 8], list(range(100, 140))
     trace.add(prompt, Output(answer, [-0.5] * 40, [3] * 40, "length"))
-    trace.add_without_room([*prompt, *answer, 50])
+    trace.add_empty_call([*prompt, *answer, 50])
     assert trace.remaining_tokens(trace.context_of([*prompt, *answer, 50, 51]), BUDGET) == -2
     aborted = CallTrace()
     aborted.add(prompt, Output())

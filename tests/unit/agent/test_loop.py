@@ -87,11 +87,11 @@ def test_the_face_has_the_same_things():
 
 
 def test_the_first_call_has_the_noise_of_an_answer_without_a_loop_and_later_ones_their_own():
-    trace = CallTrace.of(1, 2, "prompt", 3)
+    trace = CallTrace.for_sample(1, 2, "prompt", 3)
     keys = [trace.next_key() for _ in range(3)]
     assert keys[0] == sample_keys(1, 2, "prompt", 3)
     assert len(set(keys)) == 3
-    again = CallTrace.of(1, 2, "prompt", 3)
+    again = CallTrace.for_sample(1, 2, "prompt", 3)
     assert [again.next_key() for _ in range(3)] == keys
 
 

@@ -64,7 +64,7 @@ def play(conversation, searcher, *changes, room=400, **sampling):
         return whole[len(seen)] if len(seen) < len(whole) else encode(".")[0]
 
     async def run():
-        trace = CallTrace.of(0, 0, "uid", 0)
+        trace = CallTrace.for_sample(0, 0, "uid", 0)
         params = SamplingParams(max_new_tokens=room)
         own = {"max_new_tokens": room, "temperature": 1.0, **sampling}
         SearchAgentLoop.searcher = searcher()

@@ -81,7 +81,7 @@ class GatewayAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         trace, max_turns = current_trace(), self.rollout_config.multi_turn.max_assistant_turns
         session = GatewaySession(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
-        session.on_full_context = None if trace is None else trace.add_without_room
+        session.on_full_context = None if trace is None else trace.add_empty_call
         metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
         async with _worker_gateway(self).session(session) as base_url:
             future = start_agent(

@@ -37,7 +37,8 @@ KV_MODES = ("keep", "recompute")
 RELEASE_TAGS = ("weights", "kv_cache")
 
 
-def _counted(meaning: str) -> Any:
+def _reported(meaning: str) -> Any:
+    """A field of `Load`; `meaning`: its description for Prometheus."""
     return field(default=None, metadata={"meaning": meaning})
 
 
@@ -45,18 +46,17 @@ def _counted(meaning: str) -> Any:
 class Load:
     """Current load and totals of an engine; None where the engine does not report a value."""
 
-    requests_running: int | None = _counted("Requests that have their first token and are not finished.")
-    requests_waiting: int | None = _counted("Requests without a token yet.")
-    generated_tokens_total: int | None = _counted("Tokens sampled since the engine was started.")
-    kv_cache_bytes: int | None = _counted("Device memory of the KV cache now; 0 while it is released.")
-    kv_cache_used: float | None = _counted("Share of the KV cache that holds tokens of unfinished requests.")
-    weight_bytes: int | None = _counted("Device memory of the weights now; 0 while they are released.")
-    weight_version: int | None = _counted("Version of the current weights.")
+    requests_running: int | None = _reported("Requests that have their first token and are not finished.")
+    requests_waiting: int | None = _reported("Requests without a token yet.")
+    generated_tokens_total: int | None = _reported("Tokens sampled since the engine was started.")
+    kv_cache_bytes: int | None = _reported("Device memory of the KV cache now; 0 while it is released.")
+    kv_cache_used: float | None = _reported("Share of the KV cache that holds tokens of unfinished requests.")
+    weight_bytes: int | None = _reported("Device memory of the weights now; 0 while they are released.")
+    weight_version: int | None = _reported("Version of the current weights.")
 
 
 class BaseRollout(ABC):
-    """A rollout engine. Subclasses implement requests, weight updates and memory release. All methods are
-    thread-safe."""
+    """A rollout engine: requests, weight updates, and release of device memory. All methods are thread-safe."""
 
     config: RolloutConfig
     weight_dtype: torch.dtype
@@ -64,19 +64,19 @@ class BaseRollout(ABC):
     eos_token_ids: frozenset[int]
     pad_token_id: int
     is_leader: bool = True
-    """Whether this rank takes requests: True for the first of the ranks that share an engine."""
+    """Whether this rank accepts requests: True on the first of the ranks that share an engine."""
 
     @property
     @abstractmethod
     def version(self) -> int:
         """Version of the current weights."""
 
-    # ---------------------------------------------------------------- requests: the primitive
+    # ---------------------------------------------------------------- requests
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        """Queue all requests; cancelling a future aborts its request. ValueError, and none is queued, if a request is
-        invalid."""
+        """Queue all requests; cancelling a future aborts its request. If a request is invalid, raises ValueError and
+        queues none."""
 
     async def generate(self, request: Request) -> Output:
         """Return the output of one request. Cancelling the awaiting task aborts it."""
@@ -152,8 +152,8 @@ class BaseRollout(ABC):
         """Verify that all weights arrived and are bit-identical to the trainer's; then resume sampling with the new
         version. Raises WeightMismatchError.
 
-        `fingerprint`, by name: of the whole tensor, or of its `requested_rows`. Running requests continue;
-        `pause_generation` determines what happens to their KV.
+        `fingerprint`: by name, the fingerprint of the whole tensor, or of its `requested_rows`. Running requests
+        continue; `pause_generation` determines whether their KV is kept or recomputed.
         """
 
     @abstractmethod
@@ -174,8 +174,8 @@ class BaseRollout(ABC):
 
     @staticmethod
     def process_environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
-        """Environment variables of a process that runs this engine, to be set before the engine is imported: defaults
-        that the user has not set, and required ones."""
+        """Environment variables of a process that runs this engine, to be set before the engine is imported: required
+        variables, and defaults of variables that the user has not set."""
         return {}
 
     def load(self) -> Load:
@@ -196,8 +196,7 @@ class BaseRollout(ABC):
         watch_child_processes(on_end)
 
     def restart_if_dead(self) -> bool:
-        """After an EngineDiedError, restart the engine. Return False if it is alive; an engine in this process always
-        is."""
+        """After an EngineDiedError, restart the engine. Return False if it is alive; engines in this process are."""
         return False
 
     @abstractmethod
@@ -212,8 +211,8 @@ class BaseRollout(ABC):
 
 
 class FollowerRollout(BaseRollout):
-    """The rollout of a rank whose device belongs to the engine of the first rank of its tensor-parallel group. It has
-    no requests, weights or memory; its methods only make collective calls possible."""
+    """The rollout of a rank whose device is used by the engine of the first rank of its tensor-parallel group. It has
+    no requests, weights or memory; its methods do nothing, so that all ranks can make the same calls."""
 
     version = 0
     is_leader = False

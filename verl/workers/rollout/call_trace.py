@@ -67,8 +67,8 @@ class _Contexts:
         self._starts: dict[bytes, int] = {}
         """`PromptContext.start` by the digest of a prefix."""
 
-    def of(self, prompt_ids: Sequence[int]) -> PromptContext:
-        """The context with the longest matching prefix, or a new one."""
+    def find(self, prompt_ids: Sequence[int]) -> PromptContext:
+        """The context with the longest matching prefix, or a new context."""
         digest, hashed, start = hashlib.blake2b(digest_size=16), 0, len(prompt_ids)
         tokens = memoryview(array("i", prompt_ids))
         for length in self._lengths:
@@ -99,7 +99,7 @@ class CallTrace:
     calls: list[ModelCall] = field(default_factory=list)
     """Finished calls."""
     started: int = 0
-    """Number of calls that were started: of `next_key` calls."""
+    """Number of started calls, i.e. of calls of `next_key`."""
     max_response: int | None = None
     """Maximum number of response tokens of a context, if less than the run's limit."""
     partial: PartialCall | None = None
@@ -117,13 +117,13 @@ class CallTrace:
             self._contexts.add(self.context_of(call.prompt_ids), call.output.token_ids)
 
     @classmethod
-    def of(cls, seed: int, step: int, uid: str, sample_index: int) -> CallTrace:
+    def for_sample(cls, seed: int, step: int, uid: str, sample_index: int) -> CallTrace:
         """An empty trace of the trajectory `sample_index` of a prompt in a step."""
         return cls(sample_keys(seed, step, uid, sample_index), uid)
 
     @property
     def generate_s(self) -> float:
-        """Total seconds of its calls."""
+        """Total seconds of all calls."""
         return sum(call.seconds for call in self.calls)
 
     @property
@@ -133,7 +133,7 @@ class CallTrace:
     def context_of(self, prompt_ids: Sequence[int]) -> PromptContext:
         """The context of an earlier call, if `prompt_ids` begin with its prompt and the first token of its response;
         otherwise a new context, even if they begin with an earlier prompt."""
-        return self._contexts.of(prompt_ids)
+        return self._contexts.find(prompt_ids)
 
     def remaining_tokens(self, context: PromptContext, max_response: int) -> int:
         """The number of response tokens that may follow the prompt of `context`, at `max_response` response tokens per
@@ -150,13 +150,13 @@ class CallTrace:
         end_ids: frozenset[int] = frozenset(),
         context: PromptContext | None = None,
     ) -> None:
-        """Append a finished call. `end_ids`: tokens at which the engine stops. `context`: that of `prompt_ids`, if the
-        caller has it."""
+        """Append a finished call. `end_ids`: tokens at which the engine stops. `context`: `context_of(prompt_ids)`, if
+        already computed."""
         self.calls.append(ModelCall(prompt_ids, output, seconds, end_ids))
         self._contexts.add(context or self.context_of(prompt_ids), output.token_ids)
 
-    def add_without_room(self, prompt_ids: list[int]) -> None:
-        """Append a call without output tokens, because its context or its token budget was full."""
+    def add_empty_call(self, prompt_ids: list[int]) -> None:
+        """Append a call without output tokens: its context or token budget was full."""
         self.add(prompt_ids, Output(finish_reason="length"))
 
     def set_partial(self, prompt_ids: list[int], output: Output) -> None:
@@ -164,7 +164,7 @@ class CallTrace:
         self.partial = PartialCall(prompt_ids, output)
 
     def partial_for(self, prompt_ids: list[int]) -> Output | None:
-        """The partial output that the call of the last `next_key` resumes from: only the first call has one. A later
+        """The partial output from which the call of the last `next_key` resumes. Only the first call resumes; a later
         call with the same prompt is a new sample."""
         partial = self.partial if self.started == 1 else None
         return partial.output if partial is not None and partial.prompt_ids == prompt_ids else None

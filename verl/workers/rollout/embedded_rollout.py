@@ -25,10 +25,11 @@ class WeightStore(Protocol):
     """An engine's weights. Its methods are called while no step runs, by one thread at a time."""
 
     def check_manifest(self, manifest: Manifest | None) -> None:
-        """WeightMismatchError if the trainer's model does not match, before weights are overwritten; None: unknown."""
+        """Raise WeightMismatchError if the trainer's model does not match. Called before weights are overwritten; None:
+        the trainer's model is unknown."""
 
     def requested_rows(self) -> RequestedRows | None:
-        """The rows of each weight that this engine needs. None: whole tensors of all weights."""
+        """See `BaseRollout.requested_rows`."""
 
     def begin(self) -> None:
         """Begin an update."""
@@ -39,14 +40,14 @@ class WeightStore(Protocol):
     def verify(self, expected: Mapping[str, int]) -> None:
         """Raise WeightMismatchError unless all weights arrived with these fingerprints.
 
-        It is the last call of an update, so engines that post-process their weights do it here.
+        The last call of an update: engines that post-process their weights do it in this call.
         """
 
     def offload(self) -> None:
         """Release the device memory."""
 
     def onload(self) -> None:
-        """Allocate it again."""
+        """Allocate the device memory again."""
 
     @property
     def held_bytes(self) -> int:
@@ -87,10 +88,10 @@ class EmbeddedRollout(BaseRollout):
         self._weights = weights
         self._kv = kv
         self._released: set[str] = set()
-        self._unfit: str | None = None
-        """Reason why the weights cannot be used: none yet, or a failed update; None: they can."""
+        self._unusable_reason: str | None = None
+        """Why the engine cannot generate with its weights: not loaded yet, or a failed update; None: it can."""
         if config.load_format == "dummy":
-            self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
+            self._unusable_reason = "load_format=dummy: a weight sync from the trainer must come first."
         self._pending_version: int | None = None
         """Version of the weight update in progress; None: no update is in progress."""
         self._keep_kv = False
@@ -133,8 +134,8 @@ class EmbeddedRollout(BaseRollout):
     def _require_ready(self) -> None:
         if self._pending_version is not None:
             return  # the loop is halted: the request waits for the new weights, or fails if the update fails
-        if self._unfit:
-            raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
+        if self._unusable_reason:
+            raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unusable_reason}")
         if "weights" in self._released and self.config.free_weights:
             if isinstance(self._loop, AsyncEngine) and self._loop.paused:
                 return  # the request waits for the end of the pause, which follows a weight sync
@@ -176,12 +177,12 @@ class EmbeddedRollout(BaseRollout):
         assert self._pending_version is not None, "begin_update comes first"
         self._loop.invalidate_kv_cache(running=not self._keep_kv)
         self._loop.version, self._pending_version = self._pending_version, None
-        self._unfit = None
+        self._unusable_reason = None
         self._loop.resume("update")
 
     def fail_update(self, error: Exception) -> None:
-        """Some weights may be new already: unfinished requests fail with `error`."""
-        self._unfit = f"The update to version {self._pending_version} failed: {error}"
+        """See `BaseRollout.fail_update`: some weights may be overwritten already."""
+        self._unusable_reason = f"The update to version {self._pending_version} failed: {error}"
         self._pending_version = None
         self._loop.fail(error)
         self._loop.resume("update")

@@ -1,8 +1,8 @@
 """EngineClient: generates with the engine replicas of a run, for agent loops and the gateway.
 
-All turns of a `request_id` go to the same replica, whose prefix cache has their context. A first turn goes to the
-replica with the fewest requests, or to that of its group if it has at most `_GROUP_EXTRA_LOAD` more. If a replica is
-lost, its requests resume on another one from the tokens that were reported.
+All turns of a `request_id` are sent to the same replica, whose prefix cache has their context. A first turn is sent to
+the replica with the fewest requests, or to the replica of its group if that has at most `_GROUP_EXTRA_LOAD` more. If a
+replica is lost, its requests resume on another replica from the reported tokens.
 
 Requests created in one iteration of the event loop are sent in one call, and one pending call per replica returns
 outputs: there is no RPC per token or per request.
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.single_controller.base.errors import WorkerError
@@ -31,15 +31,14 @@ from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
 from verl.workers.rollout.errors import EngineLostError
 from verl.workers.rollout.partial_outputs import join_outputs, resumable, unfinished_part
+from verl.workers.rollout.prompts import parse_sampling_params
 
 __all__ = ["EngineClient"]
 
 logger = logging.getLogger(__name__)
 
-_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-# Accepted without effect: the engine always reports log-probs, and generates one response per request.
-_IGNORED = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
-_SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
+# Parameters without effect: the engine always reports log-probs, and generates one response per request.
+_IGNORED_PARAMS = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
 # Timeout of one call for outputs. Shorter than the limits of hang detection: every reply reports progress.
 _COLLECT_S = 2.0
 # Hang reports name replicas without progress for this long.
@@ -51,8 +50,8 @@ _PARTIALS_S = 2.0
 # The replica of a group, which has its prompt in the prefix cache, may have this many more requests than the least
 # loaded one and still be chosen.
 _GROUP_EXTRA_LOAD = 8
-# Number of conversations, and of groups, whose replica is remembered.
-_REMEMBERED = 16_384
+# Number of conversations, and of groups, whose replica is stored.
+_MAX_STORED_REPLICAS = 16_384
 
 
 @dataclass(slots=True, eq=False)
@@ -68,20 +67,21 @@ class _Replica:
     """Requests of this iteration of the event loop."""
     partials: dict[str, Output] = field(default_factory=dict)
     """Reported tokens of unfinished requests, by id."""
-    others: int = 0
+    other_requests: int = 0
     """Number of requests of other clients and jobs."""
     pulses: int = 0
+    """The last reported progress counter of the engine."""
     last_progress: float = field(default_factory=time.monotonic)
     stopped_process: StoppedProcess | None = None
     closed: bool = False
     lost: str | None = None
-    """The reason why it cannot generate any more; None: it can."""
+    """Why the replica cannot generate any more; None: it can."""
 
     @property
     def load(self) -> int:
-        return self.others + len(self.waiting)
+        return self.other_requests + len(self.waiting)
 
-    def silence(self) -> str | None:
+    def describe_stall(self) -> str | None:
         """For hang detection: a description of the replica if it has requests and makes no progress, else None.
         Thread-safe."""
         seconds = time.monotonic() - self.last_progress
@@ -90,7 +90,8 @@ class _Replica:
         engine = ""
         if self.stopped_process is not None:
             engine = "; its engine's process (pid {}) is {}".format(*self.stopped_process)
-        return f"{self.handle}, whose engine has not moved for {seconds:.0f} s ({len(self.waiting)} requests{engine})"
+        requests = len(self.waiting)
+        return f"{self.handle}, whose engine made no progress for {seconds:.0f} s ({requests} requests{engine})"
 
 
 class EngineClient:
@@ -104,22 +105,22 @@ class EngineClient:
         client: str,
         loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[str], None],
-        first: int = 0,
-        vocabulary: int | None = None,
+        first_preferred: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         """`params` are defaults that the loop or its job may override. `client`: a unique name of this client.
-        `on_lost(reason)` is called when a replica is lost; its requests resume on others, or wait for `renew`.
-        `first`: number of the replica that is preferred first among equally loaded ones. `vocabulary`: its size; other
-        token ids are rejected.
+        `on_lost(reason)` is called when a replica is lost; its requests resume on other replicas, or wait for
+        `reconnect`. `first_preferred`: number of the replica that is chosen first among equally loaded ones. Token ids
+        outside of `vocab_size` are rejected.
         """
         self._params, self._max_model_len, self._client = params, max_model_len, client
-        self._loop, self._on_lost, self._vocabulary = loop, on_lost, vocabulary
-        self._home: OrderedDict[str, _Replica] = OrderedDict()
-        self._group_home: OrderedDict[str, _Replica] = OrderedDict()
+        self._loop, self._on_lost, self._vocab_size = loop, on_lost, vocab_size
+        self._replica_of_conversation: OrderedDict[str, _Replica] = OrderedDict()
+        self._replica_of_group: OrderedDict[str, _Replica] = OrderedDict()
         self._serial = itertools.count()
-        self._next_preferred = first
-        self._renewed = asyncio.Event()
-        """Set, and replaced, by `renew`."""
+        self._next_preferred = first_preferred
+        self._reconnected = asyncio.Event()
+        """Set, and replaced, by `reconnect`."""
         self._closed = False
         self._first_calls: dict[CallTrace, tuple[Request, _Replica]] = {}
         self.generating = 0
@@ -137,8 +138,8 @@ class EngineClient:
     ) -> TokenOutput:
         """Generate a continuation of `prompt_ids`.
 
-        `sampling_params`: fields of `SamplingParams`. The response is limited to the rest of `rollout.max_new_tokens`,
-        which counts from the first prompt of the context, and of `max_model_len`. If nothing is left, the response is
+        `sampling_params`: fields of `SamplingParams`. The response is limited by `rollout.max_new_tokens`, which counts
+        from the first prompt of the context, and by `max_model_len`. If a limit is already reached, the response is
         empty with finish reason `length`.
         """
         if image_data is not None or video_data is not None:
@@ -147,24 +148,27 @@ class EngineClient:
         self._check_tokens("prompt_ids", prompt_ids)
         trace = current_trace() or CallTrace(key=sample_keys(0, 0, request_id, 0))
         run_params = trace.params or self._params
-        params = self._merged(run_params, sampling_params)
-        room = self._max_model_len - len(prompt_ids)
+        params = self._override(run_params, sampling_params)
         context = trace.context_of(prompt_ids)
-        left = min(trace.remaining_tokens(context, run_params.max_new_tokens), params.max_new_tokens, room)
+        limit = min(
+            trace.remaining_tokens(context, run_params.max_new_tokens),
+            params.max_new_tokens,
+            self._max_model_len - len(prompt_ids),
+        )
         started = time.monotonic()
-        if left <= 0:
+        if limit <= 0:
             output = Output(finish_reason="length")
         else:
             params = replace(
                 params,
                 key=trace.next_key(),
-                max_new_tokens=left,
-                min_new_tokens=min(left, params.min_new_tokens),
+                max_new_tokens=limit,
+                min_new_tokens=min(limit, params.min_new_tokens),
             )
             request = Request(self._new_id(), prompt_ids, params, trace.group, trace.partial_for(prompt_ids))
             self.generating += 1
             try:
-                output = await self._output(request_id, request, trace)
+                output = await self._generate(request_id, request, trace)
             finally:
                 self.generating -= 1
         end_ids = params.eos_token_ids | params.stop_token_ids
@@ -173,7 +177,7 @@ class EngineClient:
 
     def first_outputs(self, traces: Iterable[CallTrace]) -> dict[CallTrace, Output]:
         """Return the last reported partial outputs of trajectories in their first model call, from which a request
-        resumes if its replica is lost. Later reports only append tokens, also after a loss and a weight sync.
+        resumes if its replica is lost. Later reports only append tokens, also after a lost replica or a weight sync.
 
         Later model calls are left out: they depend on the state of a loop and its tools, which cannot be restored.
         """
@@ -201,29 +205,29 @@ class EngineClient:
                 outputs[trace] = unfinished_part(output, calls[trace][0].params)
         return {trace: output for trace, output in outputs.items() if output.token_ids}
 
-    def renew(self, handles: Sequence[RankHandle]) -> None:
+    def reconnect(self, handles: Sequence[RankHandle]) -> None:
         """Reconnect to lost replicas, which were restarted; their requests resume. `handles`: one per replica."""
         self._replicas = [
             replica if replica.lost is None else self._successor(replica, handle)
             for replica, handle in zip(self._replicas, handles, strict=True)
         ]
-        self._renewed.set()
-        self._renewed = asyncio.Event()
+        self._reconnected.set()
+        self._reconnected = asyncio.Event()
 
     def close(self) -> None:
         """Cancel all requests; later ones fail with EngineLostError."""
         self._closed = True
         for replica in self._replicas:
             self._disconnect(replica)
-        self._renewed.set()
+        self._reconnected.set()
 
     # ---------------------------------------------------------------- requests
 
-    async def _output(self, request_id: str, request: Request, trace: CallTrace) -> Output:
+    async def _generate(self, request_id: str, request: Request, trace: CallTrace) -> Output:
         """The complete output of a request; if its replica is lost, the request resumes on another one."""
         is_first = request.params.key == trace.key
         while True:
-            replica = self._choose(request_id, trace.group)
+            replica = self._choose_replica(request_id, trace.group)
             if is_first and trace.prompt_ids in (None, request.prompt_ids):
                 self._first_calls[trace] = request, replica
             try:
@@ -240,7 +244,7 @@ class EngineClient:
             while all(replica.lost is not None for replica in self._replicas):
                 if self._closed:
                     raise EngineLostError("generation has ended")
-                await self._renewed.wait()
+                await self._reconnected.wait()
 
     async def _send(self, replica: _Replica, request: Request) -> Output:
         """Send a request to a replica and return its output. Cancelling the awaiting task aborts the request."""
@@ -264,48 +268,43 @@ class EngineClient:
         finally:
             replica.waiting.pop(request.id, None)
 
-    def _choose(self, request_id: str, group: str) -> _Replica:
-        """The replica of earlier turns. For a first turn, the least loaded replica, or that of its group (requests of a
-        group share their prompt) if it has at most `_GROUP_EXTRA_LOAD` more requests."""
-        home = self._home.get(request_id)
-        if home is not None and home.lost is None:
-            self._home.move_to_end(request_id)
-            return home
+    def _choose_replica(self, request_id: str, group: str) -> _Replica:
+        """The replica of earlier turns. For a first turn, the least loaded replica, or the replica of its group, whose
+        requests share the prompt, if it has at most `_GROUP_EXTRA_LOAD` more requests."""
+        replica = self._replica_of_conversation.get(request_id)
+        if replica is not None and replica.lost is None:
+            self._replica_of_conversation.move_to_end(request_id)
+            return replica
         alive = [replica for replica in self._replicas if replica.lost is None] or self._replicas
         order = [alive[(self._next_preferred + step) % len(alive)] for step in range(len(alive))]
         self._next_preferred += 1
         least_loaded = min(order, key=lambda replica: replica.load)
-        of_group = self._group_home.get(group, least_loaded)
+        of_group = self._replica_of_group.get(group, least_loaded)
         use_group = of_group.lost is None and of_group.load <= least_loaded.load + _GROUP_EXTRA_LOAD
-        home = self._home[request_id] = self._group_home[group] = of_group if use_group else least_loaded
-        for homes in (self._home, self._group_home):
-            if len(homes) > _REMEMBERED:
-                homes.popitem(last=False)
-        return home
+        replica = of_group if use_group else least_loaded
+        for key, stored in ((request_id, self._replica_of_conversation), (group, self._replica_of_group)):
+            stored[key] = replica
+            if len(stored) > _MAX_STORED_REPLICAS:
+                stored.popitem(last=False)
+        return replica
 
     def _new_id(self) -> str:
         return f"{self._client}/{next(self._serial)}"
 
-    def _merged(self, run_params: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
-        values: dict[str, Any] = {}
-        for name, value in overrides.items():
-            parameter = _ALIASES.get(name, name)
-            if parameter in _SETTABLE:
-                values[parameter] = _CONVERTERS[parameter](value) if parameter in _CONVERTERS else value
-            elif parameter not in _IGNORED:
-                raise ValueError(f"generate: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
+    def _override(self, run_params: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
+        values = parse_sampling_params("generate", overrides, _IGNORED_PARAMS)
         self._check_tokens("logit_bias", [token for token, _ in values.get("logit_bias", ())])
         return replace(run_params, **values)
 
     def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < (self._vocabulary or 2**31):
-            raise ValueError(f"generate: {name} has token ids outside of the vocabulary (size {self._vocabulary}).")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < (self._vocab_size or 2**31):
+            raise ValueError(f"generate: {name} has token ids outside of the vocabulary (size {self._vocab_size}).")
 
     # ---------------------------------------------------------------- replicas
 
     def _connect(self, handle: RankHandle, client: str) -> _Replica:
         replica = _Replica(handle, client)
-        add_peer(replica.silence)
+        add_peer(replica.describe_stall)
         threading.Thread(target=self._collect_outputs, args=(replica,), name="engine-client", daemon=True).start()
         return replica
 
@@ -317,7 +316,7 @@ class EngineClient:
 
     def _disconnect(self, replica: _Replica) -> None:
         if not replica.closed:
-            remove_peer(replica.silence)
+            remove_peer(replica.describe_stall)
         replica.closed = True
         replica.lost = replica.lost or "generation has ended"
         for future in list(replica.waiting.values()):
@@ -336,40 +335,40 @@ class EngineClient:
                         "host.collect_outputs", replica.client, _COLLECT_S, with_partials
                     )
                 except Exception as error:  # noqa: BLE001 - unfinished requests fail with it
-                    self._loop.call_soon_threadsafe(self._lose, replica, f"{type(error).__name__}: {error}")
+                    self._loop.call_soon_threadsafe(self._mark_lost, replica, f"{type(error).__name__}: {error}")
                     return
-                self._loop.call_soon_threadsafe(self._deliver, replica, collected)
+                self._loop.call_soon_threadsafe(self._on_outputs, replica, collected)
                 if collected.closed:
                     return
 
-    def _deliver(self, replica: _Replica, collected: CollectedOutputs) -> None:
+    def _on_outputs(self, replica: _Replica, collected: CollectedOutputs) -> None:
         if collected.pulses != replica.pulses:
             replica.pulses, replica.last_progress = collected.pulses, time.monotonic()
             pulse()
         replica.stopped_process = collected.stopped_process
         _add_partials(replica, collected.partials)
-        for output in collected.outputs:
-            self._resolve(replica, output)
-        replica.others = max(0, collected.unfinished - len(replica.waiting))
+        for result in collected.outputs:
+            self._resolve(replica, result)
+        replica.other_requests = max(0, collected.unfinished - len(replica.waiting))
         if collected.closed:
-            self._lose(replica, "the generation was ended")
+            self._mark_lost(replica, "generation has ended")
 
-    def _resolve(self, replica: _Replica, received: RequestOutput) -> None:
-        future = replica.waiting.pop(received.id, None)
-        if received.failed is not None:
-            self._lose(replica, received.failed)
+    def _resolve(self, replica: _Replica, result: RequestOutput) -> None:
+        future = replica.waiting.pop(result.id, None)
+        if result.failed is not None:
+            self._mark_lost(replica, result.failed)
         else:
-            replica.partials.pop(received.id, None)
+            replica.partials.pop(result.id, None)
         if future is None or future.done():
             return
-        if received.output is not None:
-            future.set_result(received.output)
-        elif received.refused is not None:
-            future.set_exception(ValueError(received.refused))
+        if result.output is not None:
+            future.set_result(result.output)
+        elif result.refused is not None:
+            future.set_exception(ValueError(result.refused))
         else:
-            future.set_exception(EngineLostError(received.failed))
+            future.set_exception(EngineLostError(result.failed))
 
-    def _lose(self, replica: _Replica, reason: str) -> None:
+    def _mark_lost(self, replica: _Replica, reason: str) -> None:
         if replica.lost is not None:
             return
         replica.lost = reason
@@ -380,8 +379,8 @@ class EngineClient:
 
 
 async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[str, Output]:
-    """The outputs so far of these requests; empty if the replica is lost (see `_collect_outputs`) or does not
-    respond."""
+    """The current outputs of these requests; empty if the replica does not respond or is lost, which
+    `_collect_outputs` handles."""
     call = asyncio.to_thread(replica.handle.call, "host.current_outputs", request_ids)
     try:
         return await asyncio.wait_for(call, _FETCH_S)
@@ -415,24 +414,3 @@ def _token_output(output: Output) -> TokenOutput:
     reason = "aborted" if output.finish_reason == "abort" else "completed"
     extra = {"versions": list(output.versions), "finish_reason": output.finish_reason}
     return TokenOutput(list(output.token_ids), list(output.log_probs), reason, output.preemptions, extra)
-
-
-def _token_set(value: int | Iterable[int] | None) -> frozenset[int]:
-    return frozenset([value] if isinstance(value, int) else value or ())
-
-
-def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
-
-
-def _biases(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value or ()
-    return tuple((int(token), float(bias)) for token, bias in pairs)
-
-
-_CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
-    "eos_token_ids": _token_set,
-    "stop_token_ids": _token_set,
-    "stop": _texts,
-    "logit_bias": _biases,
-}

@@ -95,9 +95,9 @@ class EngineHost(LoopHost):
     # ---------------------------------------------------------------- requests of EngineClients
 
     def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
-        """Queue requests; `collect_outputs` of the same client returns their results, also errors. Never raises."""
+        """Queue requests; `collect_outputs` of the same client returns their results or errors. Never raises."""
         if self._closed:
-            return  # `collect_outputs` reports it
+            return  # `collect_outputs` reports that the host is closed
         try:
             futures = self._rollout.submit(requests)
         except ValueError as error:
@@ -136,7 +136,7 @@ class EngineHost(LoopHost):
             )
 
     def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:
-        """Return the outputs so far of those of these requests that have tokens. Generation continues."""
+        """Return the current outputs of these requests; requests without tokens are left out. Generation continues."""
         return self._since(dict.fromkeys(ids, 0))
 
     def abort_requests(self, ids: Iterable[str]) -> None:
@@ -166,12 +166,12 @@ class EngineHost(LoopHost):
         """Called by the engine's thread."""
         with self._changed:
             self._futures.pop(request_id, None)
-            is_wanted = self._reported[client].pop(request_id, None) is not None
+            has_client = self._reported[client].pop(request_id, None) is not None
         if future.cancelled():
             return
         if (error := future.exception()) is not None:
             self._fail_request(client, request_id, error)
-        elif is_wanted:  # else `abort_clients` was called: the output would stay here
+        elif has_client:  # otherwise `abort_clients` was called, and no client would collect the output
             self._store(client, RequestOutput(request_id, replace(future.result(), raw_log_probs=[])))
 
     def _fail_request(self, client: str, request_id: str, error: BaseException) -> None:
@@ -196,7 +196,7 @@ class EngineHost(LoopHost):
         try:
             futures = self._rollout.submit([request for _, request in requests])
         except ValueError as error:
-            if not job.by_agents:
+            if not job.agent_columns:
                 raise
             if len(tasks) == 1:
                 self._on_finished(job, tasks[0], error)
@@ -214,13 +214,13 @@ class EngineHost(LoopHost):
         started = time.monotonic()
         for (task, request), future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._on_row_done, job, task, request.id, started))
-        self._abort(late)  # cancelled before there was a request to abort
+        self._abort(late)  # cancelled before the request was submitted
 
     def _request(self, job: RolloutJob, task: RolloutTask) -> Request | None:
         """The request of a row. None if the prompt leaves no room in the context: the row then finishes with an empty
         response."""
         limit = task.limit
-        if job.by_agents:
+        if job.agent_columns:
             limit = min(limit, self._config.max_model_len - len(task.trajectory.rows[0].prompt_ids))
             if limit <= 0:
                 self._on_finished(job, task, (Output(finish_reason="length"), 0.0))
@@ -256,7 +256,7 @@ class EngineHost(LoopHost):
             (output, seconds), error = task.result, None
             trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
         trajectory.rows[0].turns.append(_packed_turn(output))
-        if job.by_agents:
+        if job.agent_columns:
             metrics = _agent_metrics(output, seconds) | {"status": trajectory.status, "error": error}
             if error is not None:
                 metrics["failures"] = {"loop": 1}
@@ -286,7 +286,7 @@ class EngineHost(LoopHost):
     def _since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         try:
             pieces = self._rollout.since(positions)
-        except EngineDiedError:  # the engine's requests fail with this error: it is reported there
+        except EngineDiedError:  # the requests fail with this error, which reports it
             return {}
         return {name: replace(piece, raw_log_probs=[]) for name, piece in pieces.items()}
 
@@ -324,7 +324,7 @@ def _packed_turn(output: Output) -> Turn:
     turn = Turn.sampled(output)
     turn.token_ids = np.asarray(output.token_ids, np.int32)
     versions = output.versions
-    if versions and versions[0] == versions[-1]:  # they never decrease
+    if versions and versions[0] == versions[-1]:  # versions never decrease
         turn.versions = np.full(len(versions), versions[0], np.int64)
     return turn
 

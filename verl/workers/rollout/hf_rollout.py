@@ -123,9 +123,9 @@ class HFEngine:
         """Sample one token for waiting sequences, or, if none can start, for all running ones."""
         pulse()
         free = self._max_sequences - len(self._running)
-        joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        self._running += joining
-        sampled = self._runner.prefill(joining) if joining else self._runner.decode()
+        new_sequences = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        self._running += new_sequences
+        sampled = self._runner.prefill(new_sequences) if new_sequences else self._runner.decode()
         rows, tokens, log_probs, raw, as_sampled = (list(column) for column in zip(*sampled, strict=True))
         for sequence in rows:
             sequence.in_flight += 1
@@ -153,18 +153,18 @@ class HFEngine:
         self._runner.clear()
 
     def reset_prefix_cache(self) -> None:
-        """There is no prefix cache: only sequences that are prefilled together share a prompt."""
+        """No effect: there is no prefix cache. Only sequences that are prefilled together share a prompt."""
 
     def clear(self) -> None:
         self._waiting.clear()
         self._running = []
         self._runner.clear()
 
-    def _drop(self, leaving: set[Sequence]) -> None:
-        here = [sequence for sequence in self._running if sequence in leaving]
-        if here:
-            self._runner.leave(here)
-            self._running = [sequence for sequence in self._running if sequence not in leaving]
+    def _drop(self, removed: set[Sequence]) -> None:
+        running = [sequence for sequence in self._running if sequence in removed]
+        if running:
+            self._runner.remove(running)
+            self._running = [sequence for sequence in self._running if sequence not in removed]
 
 
 class HFRunner:
@@ -197,7 +197,7 @@ class HFRunner:
     """Sampling parameters of the rows."""
 
     @torch.inference_mode()
-    def prefill(self, joining: SequenceOf[Sequence]) -> SampledTokens:
+    def prefill(self, new_sequences: SequenceOf[Sequence]) -> SampledTokens:
         """Process the tokens of new sequences, add their rows, and sample the next token of each."""
         if self._device.type == "cuda":
             # The current device belongs to the thread, and every batch starts here.
@@ -206,16 +206,16 @@ class HFRunner:
         cached, last_tokens = [len(row) - 1 for row in rows], [row.output.token_ids[-1] for row in rows]
         parts = [] if self._cache is None else [(self._cache, self._live_rows())]
         sampled: SampledTokens = []
-        for chunk in self._chunks(joining):
+        for chunk in self._chunks(new_sequences):
             cache, owner, logits = self._run_prompts([sequence.token_ids for sequence in chunk])
             batch = SamplingBatch.from_params([sequence.request.params for sequence in chunk], self._device)
             lengths = [len(sequence) for sequence in chunk]
-            new = self._sample(logits.index_select(0, owner), chunk, batch, self._tensor(lengths))
-            sampled += new
+            first_tokens = self._sample(logits.index_select(0, owner), chunk, batch, self._tensor(lengths))
+            sampled += first_tokens
             parts.append((cache, owner))
             rows += chunk
             cached += lengths
-            last_tokens += [token for _, token, *_ in new]
+            last_tokens += [token for _, token, *_ in first_tokens]
         self._rebuild(parts, rows, cached, last_tokens)
         return sampled
 
@@ -234,9 +234,9 @@ class HFRunner:
         self._cached = self._cached + 1
         return self._sample(logits, self._rows, self._batch, self._cached)
 
-    def leave(self, leaving: SequenceOf[Sequence]) -> None:
+    def remove(self, sequences: SequenceOf[Sequence]) -> None:
         """Mark rows as finished; they are removed when `_COMPACT_SHARE` of all rows has finished."""
-        finished = set(leaving)
+        finished = set(sequences)
         self._rows = [None if row in finished else row for row in self._rows]
         live = [row for row in self._rows if row is not None]
         if not live:
@@ -294,10 +294,10 @@ class HFRunner:
         self._mask = _left_padded_mask(self._cached, width)
         self._batch = SamplingBatch.from_params([row.request.params for row in rows], self._device)
 
-    def _chunks(self, joining: SequenceOf[Sequence]) -> Iterator[list[Sequence]]:
+    def _chunks(self, new_sequences: SequenceOf[Sequence]) -> Iterator[list[Sequence]]:
         """Split into chunks of similar length, of at most `max_batched_tokens` padded tokens each."""
         chunk: list[Sequence] = []
-        for sequence in sorted(joining, key=len):
+        for sequence in sorted(new_sequences, key=len):
             if chunk and (len(chunk) + 1) * len(sequence) > self._max_batched_tokens:
                 yield chunk
                 chunk = []

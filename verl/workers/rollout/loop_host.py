@@ -70,7 +70,7 @@ class LoopHost(ABC):
         self._closed = False
         self._coalesce_s = _COALESCE_S
         self._last_job: RolloutJob | None = None
-        """Whose trajectories were collected last."""
+        """The job whose trajectories were collected last."""
         self._busy_since: float | None = None
         """Time at which the host last received rows while it was idle; None: it never had rows."""
         self._next_partials = time.monotonic() + _PARTIALS_S
@@ -169,7 +169,7 @@ class LoopHost(ABC):
                 self._jobs.pop(job, None)
 
     def reset(self) -> str:
-        """End all jobs and return a new id: calls for the old one, whose replies the caller lost, get nothing."""
+        """End all jobs and return a new id. Calls with the old id, whose replies the caller lost, get empty replies."""
         with self._changed:
             self.id = uuid.uuid4().hex
             self._changed.notify_all()
@@ -241,7 +241,7 @@ class LoopHost(ABC):
     def _batch_rows(self, job: RolloutJob, tasks: Sequence[RolloutTask], prompts: DataProto) -> DataProto:
         """Training rows of finished tasks, without `uid` and `sample_index`, which the caller has."""
         rows = job.pack([self._finished_trajectory(job, task) for task in tasks], self._no_experts())
-        # Names that the caller did not give are not unique among ranks.
+        # Without the caller's `uid` and `sample_index`, names are not unique among ranks.
         named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
         rows.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if named else ["trajectory"])])
         return rows
@@ -249,7 +249,7 @@ class LoopHost(ABC):
     # ---------------------------------------------------------------- for subclasses
 
     def raise_if_failed(self) -> None:
-        """Raise the error that prevents rows from finishing, if there is one: EngineLostError."""
+        """Raise EngineLostError if a failure prevents rows from finishing."""
         if self._failure is not None or self._lost_replica is not None:
             raise EngineLostError(self._failure or self._lost_replica)
 
@@ -287,10 +287,10 @@ class LoopHost(ABC):
             if len(job.finished) == 1 or not job.unfinished:  # otherwise the collector is already coalescing
                 self._changed.notify_all()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         """Report that this host cannot finish its rows."""
         with self._changed:
-            self._failure = self._failure or why
+            self._failure = self._failure or reason
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- waiting
@@ -301,7 +301,7 @@ class LoopHost(ABC):
         return BackgroundWork(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
 
     def _finished_job(self) -> RolloutJob | None:
-        """A job with finished trajectories: if several have some, not the one that was served last."""
+        """A job with finished trajectories; among several, not the job that was collected last."""
         jobs = [job for job in self._jobs.values() if job.finished]
         return next((job for job in jobs if job is not self._last_job), jobs[0] if jobs else None)
 

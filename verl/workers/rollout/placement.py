@@ -1,11 +1,13 @@
-"""`open_rollout`: the rollout engine of a rank, in this process, in its own process, or at a running server."""
+"""`open_rollout`: start the rollout engine of a rank in this process or in its own process, or connect to a server."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -17,13 +19,14 @@ from verl.config.extensions import read_user_declarations
 from verl.config.names import ROLLOUTS, rollout_traits
 from verl.single_controller.base.worker import RankInfo
 from verl.utils.device import resolve_dtype
+from verl.utils.liveness import activity
+from verl.utils.stacks import Stack, own_stacks
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout, FollowerRollout
-from verl.workers.rollout.engine_start import engine_start
 from verl.workers.rollout.process.messages import EngineSpec
 from verl.workers.rollout.process.process_rollout import ProcessRollout
 
-__all__ = ["open_rollout"]
+__all__ = ["engine_start", "open_rollout", "start_step"]
 
 
 def open_rollout(
@@ -61,7 +64,7 @@ def open_rollout(
 def _open_server(
     model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device
 ) -> BaseRollout:
-    """Connect to the server of this rank's replica; only the first of the ranks that share it does."""
+    """Connect to the server of this rank's replica; of the ranks that share a server, only the first connects."""
     from verl.workers.rollout.url_rollout import URLRollout
 
     size, urls = config.tensor_model_parallel_size, config.server_urls
@@ -83,8 +86,8 @@ _Placement = tuple[str, str]
 
 
 def _gather_placements(device: torch.device, size: int) -> tuple[int, list[_Placement]]:
-    """This rank, and the placements of all ranks. Without a process group, a rank has the devices from its own on. A
-    collective call."""
+    """This rank, and the placements of all ranks. Without a process group: rank 0, with this device and all following
+    ones. A collective call."""
     host = socket.gethostname()
     devices = _visible_devices()[device.index or 0 :] if device.type == "cuda" else [""] * size
     if not dist.is_initialized():
@@ -111,14 +114,66 @@ def _visible_devices() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _process_environment(at: str, config: RolloutConfig, device: torch.device, devices: list[str]) -> Mapping[str, str]:
-    """The complete environment of the engine's process: this process's, the engine's variables, and its devices."""
+def _process_environment(
+    class_path: str, config: RolloutConfig, device: torch.device, devices: list[str]
+) -> Mapping[str, str]:
+    """The complete environment of the engine's process: the environment of this process, variables that the engine
+    requires, and its devices."""
     rank_variables = RankInfo(0, 1, 0, 1, "", 0).environment()  # the engine is not a member of the process group
     inherited = {name: value for name, value in os.environ.items() if name not in rank_variables}
-    rollout_class: type[BaseRollout] = resolve_name(at)
+    rollout_class: type[BaseRollout] = resolve_name(class_path)
     required = rollout_class.process_environment(config, device)
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**inherited, **required, "PYTHONPATH": paths}
     if device.type == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return environment
+
+
+# ---------------------------------------------------------------- steps of a start
+
+# The step of an engine's start, by functions of vLLM and SGLang on its stack.
+_START_STEPS = {
+    "create_engine_config": "reading the model's configuration",
+    "init_device": "initialising the device",
+    "init_distributed_environment": "connecting its workers",
+    "wait_for_ready": "starting its worker processes",
+    "load_model": "loading weights",
+    "load_weights": "loading weights",
+    "profile_run": "profiling memory",
+    "determine_available_memory": "profiling memory",
+    "initialize_kv_cache": "allocating the KV cache",
+    "initialize_from_config": "allocating the KV cache",
+    "init_memory_pool": "allocating the KV cache",
+    "kernel_warmup": "warming up kernels",
+    "compile_or_warm_up_model": "warming up",
+    "capture_model": "capturing CUDA graphs",
+    "init_device_graphs": "capturing CUDA graphs",
+}
+_COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
+_IMPORT = "_find_and_load"
+
+
+@contextmanager
+def engine_start(name: str) -> Iterator[None]:
+    """Declare the start of the engine `name` by the calling thread as an activity, whose step is read from the thread's
+    stack."""
+    thread = threading.get_ident()
+
+    def step() -> str | None:
+        return start_step(own_stacks(thread).get(thread, ()))
+
+    with activity(f"starting the {name} engine", step):
+        yield
+
+
+def start_step(stack: Stack) -> str | None:
+    """The step of an engine's start with this stack; None: unknown."""
+    for frame in stack:
+        if frame.function != "<module>" and any(folder in frame.file for folder in _COMPILER):
+            return "compiling the model"
+        if frame.function in _START_STEPS:
+            return _START_STEPS[frame.function]
+        if frame.function == _IMPORT:
+            return "importing packages"
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,16 +19,23 @@ from verl.types.trajectory import Row, Trajectory
 from verl.utils.dataset.tokens import pad_left
 
 __all__ = [
-    "answer_limits",
     "new_request_id",
+    "parse_sampling_params",
     "prompt_rows",
+    "response_limits",
     "sampling_params",
     "trajectories_from_prompts",
     "with_row_names",
 ]
 
 _SERIAL = itertools.count()
-_ALIASES = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
+# Other names of sampling parameters: of `generate_sequences`, and of agents' requests.
+_ALIASES = {
+    "response_length": "max_new_tokens",
+    "eos_token_id": "eos_token_ids",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 _FROM_CONFIG = _SETTABLE & {field.name for field in fields(RolloutConfig)}
 
@@ -44,17 +51,43 @@ def sampling_params(
     if meta_info.get("eos_token_id") is not None:
         values["eos_token_ids"] = meta_info["eos_token_id"]
     values |= {name: meta_info[name] for name in _SETTABLE if meta_info.get(name) is not None}
-    for name, value in overrides.items():
+    return SamplingParams(**parse_sampling_params("generate_sequences", {**values, **overrides}))
+
+
+def parse_sampling_params(
+    method: str, values: Mapping[str, Any], ignored: Collection[str] = frozenset()
+) -> dict[str, Any]:
+    """`values` with the names and types of the fields of `SamplingParams`; `ignored` names are left out. ValueError,
+    which names `method`, for an unknown parameter."""
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
         parameter = _ALIASES.get(name, name)
-        if parameter not in _SETTABLE:
-            raise ValueError(f"generate_sequences: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
-        values[parameter] = value
-    for name in ("eos_token_ids", "stop_token_ids"):
-        ids = values[name]
-        values[name] = frozenset([ids] if isinstance(ids, int) else (int(i) for i in ids or ()))
-    stop = values["stop"]
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    return SamplingParams(**values)
+        if parameter in _SETTABLE:
+            parsed[parameter] = _PARSERS[parameter](value) if parameter in _PARSERS else value
+        elif parameter not in ignored:
+            raise ValueError(f"{method}: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
+    return parsed
+
+
+def _parse_token_ids(value: int | Iterable[int] | None) -> frozenset[int]:
+    return frozenset([value] if isinstance(value, int) else (int(token) for token in value or ()))
+
+
+def _parse_texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _parse_biases(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    return tuple((int(token), float(bias)) for token, bias in pairs)
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "eos_token_ids": _parse_token_ids,
+    "stop_token_ids": _parse_token_ids,
+    "stop": _parse_texts,
+    "logit_bias": _parse_biases,
+}
 
 
 def prompt_rows(
@@ -89,15 +122,15 @@ def trajectories_from_prompts(prompts: DataProto) -> list[Trajectory]:
     masks = prompts.batch["attention_mask"].cpu().numpy() != 0
     tokens = [ids[mask] for ids, mask in zip(prompts.batch["input_ids"].cpu().numpy(), masks, strict=True)]
     columns = prompts.non_tensor_batch
-    uids = [str(uid) for uid in columns["uid"]] if "uid" in columns else [_uid_of(ids) for ids in tokens]
-    numbers = columns["sample_index"] if "sample_index" in columns else _occurrence(uids)
+    uids = [str(uid) for uid in columns["uid"]] if "uid" in columns else [_prompt_hash(ids) for ids in tokens]
+    numbers = columns["sample_index"] if "sample_index" in columns else _count_earlier_equal(uids)
     return [
         Trajectory(uid, int(number), [Row(ids, [])]) for uid, number, ids in zip(uids, numbers, tokens, strict=True)
     ]
 
 
 def with_row_names(prompts: DataProto) -> DataProto:
-    """The rows with the columns `uid` and `sample_index`, by the rules of `trajectories_from_prompts`."""
+    """The rows with the columns `uid` and `sample_index`, added as in `trajectories_from_prompts` if one is missing."""
     if {"uid", "sample_index"} <= prompts.non_tensor_batch.keys():
         return prompts
     named, trajectories = prompts.select(), trajectories_from_prompts(prompts)
@@ -111,33 +144,33 @@ def new_request_id(name: str) -> str:
     return f"{name}#{next(_SERIAL)}"
 
 
-def answer_limits(prompts: DataProto, trajectories: Sequence[Trajectory], most: int) -> list[int]:
-    """Maximum number of response tokens of each row: its column `max_new_tokens`, but at most `most`."""
+def response_limits(prompts: DataProto, trajectories: Sequence[Trajectory], maximum: int) -> list[int]:
+    """Maximum number of response tokens of each row: its column `max_new_tokens`, but at most `maximum`."""
     limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
     pairs = zip(trajectories, limits, strict=True)
-    return [_limit(limit, trajectory.sample_index, most) for trajectory, limit in pairs]
+    return [_response_limit(limit, trajectory.sample_index, maximum) for trajectory, limit in pairs]
 
 
-def _limit(value: Any, index: int, most: int) -> int:
+def _response_limit(value: Any, index: int, maximum: int) -> int:
     """Maximum number of response tokens of sample number `index` of a prompt. `value`: the row's `max_new_tokens`, one
     number for all samples or one per sample."""
     if value is None:
-        return most
+        return maximum
     if isinstance(value, Sequence | np.ndarray):
         if index >= len(value):
             raise ValueError(
-                f"column 'max_new_tokens': a row has {len(value)} limits, but there is a sample number {index}. Give"
-                " one number, or as many as a prompt has samples."
+                f"column 'max_new_tokens': a row has {len(value)} limits, but the prompt has a sample number {index}."
+                " Use one number, or one per sample."
             )
         value = value[index]
-    return min(most, int(value))
+    return min(maximum, int(value))
 
 
-def _uid_of(token_ids: np.ndarray) -> str:
+def _prompt_hash(token_ids: np.ndarray) -> str:
     return hashlib.blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).hexdigest()
 
 
-def _occurrence(uids: list[str]) -> list[int]:
+def _count_earlier_equal(uids: list[str]) -> list[int]:
     """The number of equal entries before each entry."""
     counts: Counter[str] = Counter()
     numbers = []

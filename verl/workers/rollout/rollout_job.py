@@ -13,7 +13,7 @@ from verl.types.request import Output, Request, SamplingParams
 from verl.types.trajectory import Trajectory
 from verl.utils.counter_noise import sample_keys
 from verl.workers.rollout.output import rows_from_trajectories
-from verl.workers.rollout.prompts import answer_limits, new_request_id, trajectories_from_prompts
+from verl.workers.rollout.prompts import new_request_id, response_limits, trajectories_from_prompts
 
 __all__ = ["RolloutJob", "RolloutTask"]
 
@@ -23,9 +23,9 @@ class RolloutTask:
     """One row to generate."""
 
     trajectory: Trajectory
-    """The prompt; turns are added when it has finished."""
+    """The prompt; turns are added when the row has finished."""
     step: int
-    """The training step that its sampling noise depends on."""
+    """The training step, on which the sampling noise depends."""
     limit: int
     """Maximum number of response tokens of a context."""
     sampled: bool
@@ -33,7 +33,7 @@ class RolloutTask:
     columns: dict[str, Any] = field(default_factory=dict)
     """The row's object columns, for agent loops."""
     partial: Output | None = None
-    """An earlier partial output of its first model call, to resume from."""
+    """An earlier partial output of the first model call, to resume from."""
     reported: int = 0
     """Number of tokens of the first model call that were reported to the manager."""
     cancelled: bool = False
@@ -57,8 +57,8 @@ class RolloutJob:
     def __init__(self, name: str, meta: Mapping[str, Any], params: SamplingParams, seed: int, pad: int) -> None:
         self.name, self.meta, self.params, self.seed = name, meta, params, seed
         self.pad_token_id = pad if meta.get("pad_token_id") is None else int(meta["pad_token_id"])
-        self.by_agents = bool(meta.get("agent_columns"))
-        """All rows have the columns of agents (`num_turns`, `agent_metrics`, …), including single-turn rows."""
+        self.agent_columns = bool(meta.get("agent_columns"))
+        """Whether rows have the columns of agents (`num_turns`, `agent_metrics`, …), also single-turn rows."""
         self.unfinished: dict[str, RolloutTask] = {}
         self.finished: list[RolloutTask] = []
         self.prompt_width = 0
@@ -69,7 +69,7 @@ class RolloutJob:
         """The tasks of these rows; ValueError for a row with invalid columns. `with_columns`: tasks get the object
         columns, for agent loops."""
         trajectories = trajectories_from_prompts(rows)
-        limits = answer_limits(rows, trajectories, self.params.max_new_tokens)
+        limits = response_limits(rows, trajectories, self.params.max_new_tokens)
         columns, step = rows.non_tensor_batch, int(rows.meta_info.get("step", self.meta.get("step", 0)))
         sampled = columns.get("do_sample", [self.params.do_sample] * len(rows))
         self.prompt_width = max(self.prompt_width, rows.batch["input_ids"].shape[1])
@@ -89,7 +89,7 @@ class RolloutJob:
         uid, variant = task.trajectory.uid, (task.sampled, limit)
         if variant not in self._variants:
             minimum = self.params.min_new_tokens
-            minimum = min(limit, minimum) if self.by_agents else minimum
+            minimum = min(limit, minimum) if self.agent_columns else minimum
             self._variants[variant] = replace(
                 self.params, do_sample=task.sampled, max_new_tokens=limit, min_new_tokens=minimum
             )

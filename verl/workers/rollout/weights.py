@@ -1,5 +1,4 @@
-"""Weights on their way from the trainer to an engine: buckets as bytes, whole tensors, and the verified updates of
-third-party engines."""
+"""Weight updates of rollout engines: layout of buckets, assembly of whole tensors, updates of third-party engines."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from verl.utils.weight_fingerprint import fingerprints
 __all__ = [
     "BucketPiece",
     "CheckpointWeights",
-    "ReceivedWeights",
-    "WholeTensors",
+    "TensorAssembler",
     "bucket_layout",
     "checkpoint_tensors",
     "dtype_name",
@@ -78,8 +76,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class WholeTensors:
-    """Collects rows until their tensors are complete, for engines that only load whole tensors."""
+class TensorAssembler:
+    """Assembles whole tensors from their rows, for engines that only load whole tensors."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -109,31 +107,69 @@ class CheckpointWeights(ABC):
     """Base class of the `WeightStore`s of third-party engines, which load whole tensors by their names in a checkpoint.
 
     These engines merge, split and repack weights, so their tensors cannot be compared with the trainer's. Instead, the
-    tensors that they are sent are verified.
+    received tensors are verified before they are passed on: all weights must arrive, bit-identical to the trainer's.
+    Tied weights may arrive under any or all of their names, if the values are equal.
     """
 
     def __init__(self, skeleton: nn.Module, dtype: torch.dtype) -> None:
-        """`skeleton`: the transformers model on the meta device; `dtype`: that of the engine's weights."""
-        self._skeleton = skeleton
-        self._received = ReceivedWeights(skeleton, dtype)
+        """`skeleton`: the transformers model on the meta device; `dtype`: that of the engine's weights, in which
+        fingerprints are computed."""
+        self._skeleton, self._dtype = skeleton, dtype
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+        self._first_names = tied_names(skeleton)
+        self._fingerprints: dict[str, int] = {}
+        """Fingerprints of the tensors received since `begin`."""
 
     def check_manifest(self, manifest: Manifest | None) -> None:
-        self._received.check_manifest(manifest)
+        if manifest is not None:
+            for name, spec in manifest.items():
+                self._check_shape(name, tuple(spec.shape))
+            self._require_all(set(manifest), "is not in the trainer's manifest")
 
     def requested_rows(self) -> RequestedRows | None:
         return None
 
     def begin(self) -> None:
-        self._received.begin()
+        self._fingerprints = {}
         self._begin_update()
 
     def load(self, tensors: Bucket) -> None:
-        self._received.add(tensors)
+        for key, tensor in tensors.items():
+            if not isinstance(key, str):
+                raise WeightMismatchError(f"weights: received rows of {key.name!r}; this engine needs whole tensors.")
+            self._check_shape(key, tuple(tensor.shape))
+        self._fingerprints.update({str(key): total for key, total in fingerprints(tensors, self._dtype).items()})
         self._send(checkpoint_tensors(tensors, self._skeleton))
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        self._received.verify(expected)
+        received = self._fingerprints
+        self._require_all(set(received), "never arrived")
+        unchecked = sorted(set(received) - set(expected))
+        if unchecked:
+            raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
+        wrong = [name for name, total in expected.items() if received.get(name) != total]
+        wrong += [name for name, total in received.items() if received.get(self._first_names[name], total) != total]
+        if wrong:
+            name = wrong[0]
+            raise WeightMismatchError(
+                f"weights: {name!r} differs from the trainer's (fingerprint {received.get(name)} received,"
+                f" {expected[name]} sent; {len(wrong)} of {len(expected)} tensors differ). The weight sync lost or"
+                " changed data, or the trainer does not tie weights that the rollout ties."
+            )
         self._finish_update()
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._shapes:
+            raise WeightMismatchError(f"weights: the rollout's model has no {name!r}. Both must be the same model.")
+        if self._shapes[name] != shape:
+            expected = list(self._shapes[name])
+            raise WeightMismatchError(f"weights: {name!r} is {list(shape)} in the trainer and {expected} here.")
+
+    def _require_all(self, names: set[str], problem: str) -> None:
+        first_names = {self._first_names[name] for name in names}
+        for name in self._shapes:
+            if self._first_names[name] not in first_names:
+                raise WeightMismatchError(f"weights: {name!r} {problem}. The engine would mix two models.")
 
     @abstractmethod
     def _begin_update(self) -> None:
@@ -145,67 +181,7 @@ class CheckpointWeights(ABC):
 
     @abstractmethod
     def _finish_update(self) -> None:
-        """All tensors were sent: the engine may post-process them."""
-
-
-class ReceivedWeights:
-    """Verifies that all weights arrived, bit-identical to the trainer's. Tied weights may have any or all of their
-    names, if the values are equal."""
-
-    def __init__(self, skeleton: nn.Module, dtype: torch.dtype) -> None:
-        """`skeleton`: the transformers model on the meta device. Fingerprints are computed in `dtype`."""
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
-        self._first_names = tied_names(skeleton)
-        self._dtype = dtype
-        self._fingerprints: dict[str, int] = {}
-
-    def check_manifest(self, manifest: Manifest | None) -> None:
-        """Raise WeightMismatchError if the trainer's model is a different one."""
-        if manifest is not None:
-            for name, spec in manifest.items():
-                self._check(name, tuple(spec.shape))
-            self._require_all(set(manifest), "is not in the trainer's manifest")
-
-    def begin(self) -> None:
-        self._fingerprints = {}
-
-    def add(self, bucket: Bucket) -> None:
-        """Compute the fingerprints of received tensors."""
-        for key, tensor in bucket.items():
-            if not isinstance(key, str):
-                raise WeightMismatchError(f"weights: received rows of {key.name!r}; this engine needs whole tensors.")
-            self._check(key, tuple(tensor.shape))
-        self._fingerprints.update({str(key): total for key, total in fingerprints(bucket, self._dtype).items()})
-
-    def verify(self, expected: Mapping[str, int]) -> None:
-        """Raise WeightMismatchError unless every weight arrived with its expected fingerprint."""
-        received = self._fingerprints
-        self._require_all(set(received), "never arrived")
-        unchecked = sorted(set(received) - set(expected))
-        if unchecked:
-            raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
-        wrong = [name for name, total in expected.items() if received.get(name) != total]
-        wrong += [name for name, total in received.items() if received.get(self._first_names[name], total) != total]
-        if wrong:
-            name = wrong[0]
-            raise WeightMismatchError(
-                f"weights: {name!r} differs from the trainer's (fingerprint {received.get(name)} here,"
-                f" {expected[name]} there; {len(wrong)} of {len(expected)} tensors differ). The weight sync lost or"
-                " changed data, or the trainer does not tie weights that the rollout ties."
-            )
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._shapes:
-            raise WeightMismatchError(f"weights: the rollout's model has no {name!r}. Both must be the same model.")
-        if self._shapes[name] != shape:
-            here = list(self._shapes[name])
-            raise WeightMismatchError(f"weights: {name!r} is {list(shape)} in the trainer and {here} here.")
-
-    def _require_all(self, names: set[str], problem: str) -> None:
-        known = {self._first_names[name] for name in names}
-        for name in self._shapes:
-            if self._first_names[name] not in known:
-                raise WeightMismatchError(f"weights: {name!r} {problem}. The engine would mix two models.")
+        """All tensors were sent and verified: the engine may post-process them."""
 
 
 def checkpoint_tensors(bucket: Bucket, skeleton: Any) -> list[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, Ten
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.weights import BucketPiece, WholeTensors, bucket_layout, dtype_name, layout_bytes
+from verl.workers.rollout.weights import BucketPiece, TensorAssembler, bucket_layout, dtype_name, layout_bytes
 
 __all__ = ["BroadcastReceiver", "BroadcastSender", "InProcessTransfer", "SyncStats", "WeightSource"]
 
@@ -38,7 +38,7 @@ class InProcessTransfer:
         """
         start = time.perf_counter()
         rollout, manifest = self._rollout, self._engine.manifest()
-        sent, steps, whole = SentWeights(rollout.weight_dtype), StepsUntilError(), WholeTensors(manifest)
+        sent, steps, whole = SentWeights(rollout.weight_dtype), StepsUntilError(), TensorAssembler(manifest)
         accepts_rows = rollout.requested_rows() is not None
         steps.run(rollout.begin_update, version, manifest)
         begun = steps.error is None
@@ -159,7 +159,7 @@ class _Loader:
 
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._requested_rows = rollout, rollout.requested_rows()
-        self._whole = WholeTensors({})
+        self._whole = TensorAssembler({})
         self.begun = False
 
     def begin(self, header: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class _Loader:
             )
         specs = header["manifest"]
         manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
-        self._whole = WholeTensors(manifest)
+        self._whole = TensorAssembler(manifest)
         self._rollout.begin_update(header["version"], manifest)
         self.begun = True
 

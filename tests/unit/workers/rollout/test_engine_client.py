@@ -267,7 +267,7 @@ def test_a_loss_without_reported_tokens_keeps_what_the_request_was_resumed_from(
                 await until(lambda engine=engine: engine.requests)
                 before.die()
                 await until(lambda: client._replicas[0].lost)
-                client.renew([after])
+                client.reconnect([after])
             await until(lambda: engines[3].requests)
             engines[3].finish(engines[3].requests[0].id, tokens(11, 12, 13, 14))
             assert (await running).token_ids == [11, 12, 13, 14]
@@ -301,7 +301,7 @@ def test_reported_partial_outputs_are_what_a_lost_request_resumes_from():
     assert asyncio.run(check()) == [[11, 12], [11, 12, 93]]
 
 
-def test_requests_without_any_replica_wait_for_renew_and_late_outputs_are_ignored():
+def test_requests_without_any_replica_wait_for_reconnect_and_late_outputs_are_ignored():
     old, new = RequestEngine(lambda request: None), RequestEngine(lambda request: None)
     lost: list[str] = []
 
@@ -316,7 +316,7 @@ def test_requests_without_any_replica_wait_for_renew_and_late_outputs_are_ignore
             late = asyncio.create_task(generate(client, "b"))  # while no replica is left
             await asyncio.sleep(0.02)
             assert [running.done(), late.done()] == [False, False]
-            client.renew([HostHandle(new)])
+            client.reconnect([HostHandle(new)])
             await until(lambda: len(new.requests) == 2)
             # The restarted rank delivers a late output, under the old request id.
             client._deliver(previous, _collected(old.requests[0].id, tokens(66)))
@@ -379,7 +379,7 @@ def test_a_cancelled_task_aborts_its_request(gates: Any):
     asyncio.run(check())
 
 
-def test_requests_after_close_fail_also_those_that_wait_for_renew():
+def test_requests_after_close_fail_also_those_that_wait_for_reconnect():
     async def check() -> list[Any]:
         lost: list[str] = []
         handle = HostHandle(RequestEngine(lambda request: None))
@@ -458,5 +458,7 @@ def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pyte
 
     before, soon, late, after = asyncio.run(check())
     assert (before, soon, after) == (None, None, None)
-    where = r"rank 3 of rollout, whose engine has not moved for \d+ s \(1 requests; its engine's process \(pid 4799\)"
+    where = (
+        r"rank 3 of rollout, whose engine made no progress for \d+ s \(1 requests; its engine's process \(pid 4799\)"
+    )
     assert re.match(where, late or "")

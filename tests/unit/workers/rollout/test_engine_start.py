@@ -14,7 +14,7 @@ from verl.trainer.recovery.hang_diagnosis import diagnose_hang
 from verl.utils.liveness import Activity, activity, current_activity
 from verl.utils.progress import pulse_count
 from verl.utils.stacks import Frame
-from verl.workers.rollout.engine_start import engine_start, step_of
+from verl.workers.rollout.placement import engine_start, start_step
 
 VLLM = "/bundle/vllm/v1"
 INSIDE = Frame("/bundle/torch/nn/modules/module.py", 9, "_call_impl")
@@ -32,14 +32,14 @@ INSIDE = Frame("/bundle/torch/nn/modules/module.py", 9, "_call_impl")
     ],
 )
 def test_the_innermost_known_function_is_the_step(functions, step):
-    assert step_of((INSIDE, *(Frame(f"{VLLM}/x.py", 1, name) for name in functions))) == step
+    assert start_step((INSIDE, *(Frame(f"{VLLM}/x.py", 1, name) for name in functions))) == step
 
 
 def test_the_compiler_is_the_step_wherever_it_is_called():
     compiler = Frame("/v/torch/_inductor/compile_fx.py", 5, "compile_fx")
-    assert step_of((compiler, Frame(f"{VLLM}/x.py", 1, "profile_run"))) == "compiling the model"
+    assert start_step((compiler, Frame(f"{VLLM}/x.py", 1, "profile_run"))) == "compiling the model"
     imported = (compiler._replace(function="<module>"), Frame("<frozen importlib>", 1, "_find_and_load"))
-    assert step_of(imported) == "importing packages"
+    assert start_step(imported) == "importing packages"
 
 
 def load_model(inside: threading.Event, over: threading.Event) -> None:

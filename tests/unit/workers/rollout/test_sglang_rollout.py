@@ -73,7 +73,7 @@ def test_its_own_keys_go_before_ours_but_for_those_that_a_rollout_stands_on() ->
 
 def asked(resume_from: Output | None = None, **params: Any) -> SGLangRequest:
     sequence = Sequence(Request("r", [5, 6], SamplingParams(max_new_tokens=10, **params), resume_from=resume_from))
-    return SGLangRequest.of(sequence, "0", EOS)
+    return SGLangRequest.from_sequence(sequence, "0", EOS)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.url_server import expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.workers.rollout.trtllm_rollout import TRTLLMRollout, weights
+from verl.workers.rollout.trtllm_rollout import TRTLLMRollout, trtllm_rollout
 
 PROMPTS = [[10 + i, 20, 30 + i] for i in range(6)]
 
@@ -31,7 +31,7 @@ def start(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         monkeypatch.setitem(sys.modules, name, module)
     spec = importlib.machinery.ModuleSpec("tensorrt_llm", None)
     monkeypatch.setattr("verl.workers.rollout.trtllm_rollout.trtllm_rollout.find_spec", lambda _: spec)
-    monkeypatch.setattr(weights, "local_devices", lambda: {"here": torch.device("cpu")})
+    monkeypatch.setattr(trtllm_rollout, "local_devices", lambda: {"here": torch.device("cpu")})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: AsyncLLM.last.log.append(("synchronize",)))
     started: list[TRTLLMRollout] = []
 
@@ -134,7 +134,7 @@ def test_weights_go_by_handles_of_the_workers_device_and_then_the_end_is_said(st
     rollout.begin_update(2, None)
     with pytest.raises(WeightMismatchError, match="never arrived"):
         rollout.finish_update({})
-    monkeypatch.setattr(weights, "local_devices", dict)
+    monkeypatch.setattr(trtllm_rollout, "local_devices", dict)
     other = start()
     with pytest.raises(RuntimeError, match="a worker of TensorRT-LLM is on GPU-here"):
         other.update_weights(model.state_dict().items())

@@ -28,7 +28,7 @@ from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import die_with_parent, kill_tree_but_trackers
 from verl.utils.progress import pulse_count
 from verl.workers.rollout.base import BaseRollout, EngineBrokenError
-from verl.workers.rollout.engine_start import engine_start
+from verl.workers.rollout.placement import engine_start
 from verl.workers.rollout.process.messages import (
     EngineInfo,
     EngineSpec,
@@ -47,7 +47,7 @@ _PROGRESS_INTERVAL_S = 0.5
 # After these errors nothing can be computed any more; out-of-memory errors are not among them.
 _FATAL = (EngineBrokenError, torch.AcceleratorError)
 # Methods of the host; all others are methods of the engine.
-_OWN = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update", "close"})
+_HOST_METHODS = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update", "close"})
 # Methods that never block: executed by the receiving thread, in the order of the calls.
 _IMMEDIATE = frozenset({"submit", "cancel", "abort", "resume_generation"})
 # Methods that may block while others are called: executed in their own threads.
@@ -61,7 +61,7 @@ class EngineProcessHost:
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
         self._rollout: Any = None
-        """Set by `build`."""
+        """The engine; set by `build`."""
         self._device = torch.device("cpu")
         self._reader = BufferReader()
         self._futures: dict[int, Future[Output]] = {}
@@ -85,7 +85,7 @@ class EngineProcessHost:
     def build(self, spec: EngineSpec) -> EngineInfo:
         torch.set_num_threads(spec.threads)
         self._device = torch.device(spec.device)
-        rollout_class: Callable[..., BaseRollout] = resolve_name(spec.at)
+        rollout_class: Callable[..., BaseRollout] = resolve_name(spec.class_path)
         with engine_start(spec.config.name):
             rollout = rollout_class(spec.model_path, spec.model_config, spec.config, self._device)
         self._rollout = rollout
@@ -121,7 +121,7 @@ class EngineProcessHost:
 
     def _execute(self, call: MethodCall) -> None:
         try:
-            target = self if call.method in _OWN else self._rollout
+            target = self if call.method in _HOST_METHODS else self._rollout
             reply = MethodReply(call.number or 0, getattr(target, call.method)(*call.args))
         except Exception as error:  # noqa: BLE001 - raised in the calling process
             _exit_if_fatal(error)
@@ -154,7 +154,7 @@ class EngineProcessHost:
             self._finished.put((number, future))
 
     def _send_finished(self) -> None:
-        """Send finished requests; those that finish during a send are sent together."""
+        """Send finished requests; requests that finish during a send are sent together."""
         while True:
             finished = [self._finished.get()]
             while not self._finished.empty():
@@ -172,13 +172,12 @@ class EngineProcessHost:
 
 
 def _run_or_exit(run: Callable[[], None]) -> None:
-    """Run a thread that others depend on: if it fails, the process exits."""
+    """Main function of a thread without which the process cannot work: if `run` fails, the process exits."""
     try:
         run()
     except (EOFError, OSError):
-        kill_tree_but_trackers(
-            os.getpid()
-        )  # the rollout's process is gone; also end the processes that the engine started
+        # The rollout's process has ended: exit, together with the processes that the engine started.
+        kill_tree_but_trackers(os.getpid())
     except Exception as error:  # noqa: BLE001 - reported by the exit
         _fail("".join(traceback.format_exception(error)))
 
@@ -199,7 +198,7 @@ def _exit_if_fatal(error: BaseException) -> None:
 
 
 def _fail(reason: str) -> None:
-    """Exit at once. The processes that the engine started end with this one."""
+    """Exit at once; the processes that the engine started end with this process."""
     sys.stderr.write(f"{reason}\n")
     _exit(1)
 

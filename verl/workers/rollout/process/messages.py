@@ -34,8 +34,8 @@ __all__ = [
 class EngineSpec:
     """Arguments of `build`, the first call: the engine to create."""
 
-    at: str
-    """Its class, `module:Class`."""
+    class_path: str
+    """The engine's class, `module:Class`."""
     model_path: str
     model_config: ModelConfig
     config: RolloutConfig

@@ -78,7 +78,7 @@ class SGLangStepEngine(ServerStepEngine):
 class _Stream:
     """The task of a request, and its id in SGLang.
 
-    Ids are used once, and none is a prefix of another: SGLang aborts all requests whose id begins with the given one.
+    Ids are used once, and none is a prefix of another: SGLang aborts all requests whose id begins with an aborted id.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,8 @@ class SGLangServer:
     def start(self, sequences: Iterable[Sequence]) -> None:
         cache_key = str(self._cache_key)
         requests = {
-            sequence.request.id: SGLangRequest.of(sequence, cache_key, self._eos_token_ids) for sequence in sequences
+            sequence.request.id: SGLangRequest.from_sequence(sequence, cache_key, self._eos_token_ids)
+            for sequence in sequences
         }
 
         async def start_all() -> None:
@@ -171,8 +172,8 @@ class SGLangServer:
         self._thread.close()
 
     async def _pause(self) -> None:
-        """SGLang replies in order: its reply to a later call comes after every token that it sampled before the
-        pause."""
+        """SGLang replies in order: its reply to `get_internal_state` arrives after every token that was sampled before
+        the pause."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._thread.manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
@@ -240,7 +241,7 @@ class SGLangRequest:
     prompt_log_probs: bool
 
     @classmethod
-    def of(cls, sequence: Sequence, cache_key: str, eos_token_ids: frozenset[int]) -> SGLangRequest:
+    def from_sequence(cls, sequence: Sequence, cache_key: str, eos_token_ids: frozenset[int]) -> SGLangRequest:
         """The request that continues a sequence from its tokens to its end. `eos_token_ids`: see `sampling_arguments`.
 
         SGLang's `min_new_tokens` needs a tokenizer. Instead, end tokens are banned by logit biases in a first phase of

@@ -1,6 +1,7 @@
-"""TRTLLMRollout: TensorRT-LLM as a rollout. Its workers compute and sample; our thread drives its engine.
+"""TRTLLMRollout: TensorRT-LLM as a rollout. Its workers compute and sample; this process sends requests and weights.
 
-Written against its documented LLM API (`AsyncLLM`, PyTorch backend, Ray orchestrator). It has never been run.
+Written against the documented LLM API (`AsyncLLM`, PyTorch backend, Ray orchestrator). It has never been run with
+TensorRT-LLM, only with a fake of this API.
 """
 
 from __future__ import annotations
@@ -8,32 +9,34 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.names import rollout_traits
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, read_hf_config
+from verl.inference.sequence import Sequence as TokenSequence
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
+from verl.utils.counter_noise import engine_seed
 from verl.utils.device import resolve_dtype
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
 from verl.workers.rollout.server_step_engine import OnChunks
-from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
-from verl.workers.rollout.third_party_tokens import check_reported_log_probs
-from verl.workers.rollout.trtllm_rollout.source import TRTLLMSource
-from verl.workers.rollout.trtllm_rollout.weights import TRTLLMMemory, TRTLLMWeights
-from verl.workers.rollout.weights import dtype_name
+from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamEvent, StreamingServer, params_after
+from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
+from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
-__all__ = ["TRTLLMRollout", "engine_arguments"]
+__all__ = ["TRTLLMMemory", "TRTLLMRollout", "TRTLLMSource", "TRTLLMWeights", "engine_arguments"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ _POLL_INTERVAL_S = 1.0
 
 @register_rollout("trtllm", package="tensorrt_llm", install="pip install tensorrt-llm", reports=("drawn",))
 class TRTLLMRollout(EmbeddedRollout):
-    """An engine in `dtype` on the devices of this process; its workers are Ray actors that it starts."""
+    """An engine in `dtype` on the devices of this process. TensorRT-LLM starts its workers as Ray actors."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class TRTLLMRollout(EmbeddedRollout):
     def process_environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
         variables = {
             "TLLM_LOG_LEVEL": "ERROR",
-            # Its workers are Ray actors: they must see the devices of this process, not those that Ray assigns.
+            # The workers (Ray actors) must see the devices of this process, not those that Ray assigns.
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         }
         return {name: value for name, value in variables.items() if name not in os.environ}
@@ -148,7 +151,7 @@ def engine_arguments(
         ),
         "cuda_graph_config": None if config.enforce_eager else CudaGraphConfig(**graphs),
         "sleep_config": SleepConfig(),
-        # Its own all-reduce relies on the order of the devices, which ranks of other replicas share.
+        # TensorRT-LLM's own all-reduce relies on the order of the devices, which other replicas share.
         "allreduce_strategy": "NCCL",
     }
     return merge_engine_arguments("trtllm", config, defaults, fixed)
@@ -172,3 +175,215 @@ def watch_actors(on_end: Callable[[str], None]) -> None:
             threading.Event().wait(_POLL_INTERVAL_S)
 
     threading.Thread(target=run, name="watch-actors", daemon=True).start()
+
+
+# ---------------------------------------------------------------- tokens
+
+_FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
+# Id of no token. The end tokens of a request are passed as stop tokens, which are reported.
+_NO_TOKEN = -1
+
+
+class TRTLLMSource:
+    """TensorRT-LLM's `AsyncLLM` as a `TokenSource`; its coroutines run in the event loop of the streams. A pause aborts
+    running requests, which are sent again afterwards."""
+
+    def __init__(self, llm: Any, max_sequences: int, vocab_size: int) -> None:
+        """`llm`: an `AsyncLLM`."""
+        self.max_streams = 2 * max_sequences
+        self._llm, self._vocab_size = llm, vocab_size
+        self._running: set[Any] = set()
+        self._cache_salt = 0
+        """Namespace of the prefix cache."""
+
+    def build_request(self, sequence: TokenSequence) -> tuple[list[int], dict[str, Any]]:
+        return list(sequence.token_ids), sampling_arguments(sequence, self._vocab_size)
+
+    async def stream(
+        self, request: tuple[list[int], dict[str, Any]], generated: list[int]
+    ) -> AsyncGenerator[StreamEvent | None, None]:
+        prompt, arguments = request
+        yield None
+        result = self._llm.generate_async(
+            {"prompt_token_ids": prompt + generated},
+            _sampling_params(params_after(arguments, len(generated))),
+            streaming=True,
+            cache_salt=str(self._cache_salt),
+        )
+        self._running.add(result)
+        received = 0
+        try:
+            async for output in result:
+                completion = output.outputs[0]
+                # `completion` has all tokens so far.
+                tokens, entries = completion.token_ids[received:], (completion.logprobs or [])[received:]
+                received = len(completion.token_ids)
+                log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+                reason = completion.finish_reason
+                yield list(tokens), log_probs, None if reason is None else _FINISH_REASONS.get(reason, "error")
+        finally:
+            self._running.discard(result)
+            if not result.finished:
+                result.abort()
+
+    def pause(self) -> None:
+        for result in list(self._running):
+            result.abort()
+
+    def resume(self) -> None: ...
+
+    def reset_prefix_cache(self) -> None:
+        self._cache_salt += 1
+
+    async def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
+        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
+        params = _sampling_params({"temperature": temperature, "top_k": max(0, top_k), "max_tokens": 1, "end_id": -1})
+        params.logprobs = PROBE_TOP_TOKENS
+        output = await self._llm.generate_async({"prompt_token_ids": list(PROBE_PROMPT)}, params)
+        (log_probs,) = output.outputs[0].logprobs
+        return {token: entry.logprob for token, entry in log_probs.items()}
+
+    async def close(self) -> None:
+        self._llm.shutdown()
+
+
+def sampling_arguments(sequence: TokenSequence, vocab_size: int) -> dict[str, Any]:
+    """Arguments of `SamplingParams` that continue a sequence from its tokens to its end."""
+    params, generated = sequence.params, len(sequence.output.token_ids)
+    if params.greedy:
+        sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 1}
+    else:
+        sampling = {
+            "temperature": params.temperature,
+            "top_k": max(0, params.top_k),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed": engine_seed(params.key, generated),
+        }
+    return sampling | {
+        "end_id": _NO_TOKEN,
+        "pad_id": _NO_TOKEN,
+        "max_tokens": sequence.max_length - len(sequence.token_ids),
+        "min_tokens": max(0, min(sequence.min_length, sequence.max_length) - len(sequence.token_ids)),
+        "stop_token_ids": sorted(params.ends) or None,
+        "include_stop_str_in_output": True,
+        "repetition_penalty": params.repetition_penalty,
+        "embedding_bias": _bias_tensor(params.logit_bias, vocab_size),
+        # 0: of the sampled token only.
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def _bias_tensor(biases: tuple[tuple[int, float], ...], vocab_size: int) -> torch.Tensor | None:
+    if not biases:
+        return None
+    tensor = torch.zeros(vocab_size)
+    for token, value in biases:
+        tensor[token] = value
+    return tensor
+
+
+def _sampling_params(arguments: dict[str, Any]) -> Any:
+    from tensorrt_llm import SamplingParams
+    from tensorrt_llm.sampling_params import LogprobMode
+
+    # Processed: at the temperature, after top-k, top-p and min-p.
+    return SamplingParams(logprobs_mode=LogprobMode.PROCESSED, **arguments)
+
+
+# ---------------------------------------------------------------- weights and memory
+
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine of the engine and returns its result."""
+
+# The engine's names of our memory tags, in different versions.
+_TAGS = {"weights": ("MODEL_WEIGHTS", "MODEL_ENGINE_MAIN"), "kv_cache": ("KV_CACHE",)}
+
+
+class TRTLLMWeights(CheckpointWeights):
+    """The `WeightStore` of TensorRT-LLM: buckets are passed to its workers by CUDA IPC."""
+
+    def __init__(
+        self, llm: Any, call: RunCoroutine, skeleton: nn.Module, dtype: torch.dtype, memory: TRTLLMMemory
+    ) -> None:
+        super().__init__(skeleton, dtype)
+        self._llm, self._call, self._memory = llm, call, memory
+        self._bytes = sum(tensor.numel() for tensor in skeleton.parameters()) * dtype.itemsize
+        self._devices: dict[str, torch.device] = {}
+        """Devices of TensorRT-LLM's workers, by the ids with which the workers look up handles."""
+
+    def _begin_update(self) -> None:
+        if not self._devices:
+            self._devices = self._devices_of_workers()
+
+    def _send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        # A worker opens the handles of its own device. The copies must live until all workers have replied.
+        copies = {
+            uuid: [(name, tensor.detach().to(device).contiguous()) for name, tensor in tensors]
+            for uuid, device in self._devices.items()
+        }
+        handles = {uuid: [(name, reduce_tensor(tensor)) for name, tensor in own] for uuid, own in copies.items()}
+        torch.cuda.synchronize()
+        self._call(self._llm.update_weights(handles))
+
+    def _finish_update(self) -> None:
+        self._call(self._llm.update_weights(None))  # ends the update: incomplete layers are processed
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if "weights" in self._memory.released else self._bytes
+
+    def offload(self) -> None:
+        self._memory.release("weights")
+
+    def onload(self) -> None:
+        self._memory.restore("weights")
+
+    def _devices_of_workers(self) -> dict[str, torch.device]:
+        local, devices = local_devices(), {}
+        for uuid in self._call(self._llm.collective_rpc("report_device_id")):
+            device = local.get(str(uuid).removeprefix("GPU-"))
+            if device is None:
+                raise RuntimeError(
+                    f"weights: a worker of TensorRT-LLM is on {uuid}, which is not a device of this process:"
+                    f" {sorted(local)}."
+                )
+            devices[uuid] = device
+        return devices
+
+
+class TRTLLMMemory:
+    """Releases and restores device memory by tag; with the default tag, the `KVStore` of TensorRT-LLM."""
+
+    held_bytes = 0
+    """Unknown: the KV cache takes a share of the free memory."""
+
+    def __init__(self, llm: Any, call: RunCoroutine) -> None:
+        self._llm, self._call = llm, call
+        self.released: set[str] = set()
+
+    def release(self, tag: str = "kv_cache") -> None:
+        if tag not in self.released:
+            self._call(self._llm.release([self._memory_type(tag)]))
+            self.released.add(tag)
+
+    def restore(self, tag: str = "kv_cache") -> None:
+        if tag in self.released:
+            self._call(self._llm.resume([self._memory_type(tag)]))
+            self.released.discard(tag)
+
+    def _memory_type(self, tag: str) -> Any:
+        from tensorrt_llm.llmapi import ExecutorMemoryType
+
+        for name in _TAGS[tag]:
+            if hasattr(ExecutorMemoryType, name):
+                return getattr(ExecutorMemoryType, name)
+        known = [member.name for member in ExecutorMemoryType]
+        raise RuntimeError(f"rollout: this TensorRT-LLM has no memory tag {' or '.join(_TAGS[tag])}, only {known}.")
+
+
+def local_devices() -> dict[str, torch.device]:
+    """The devices of this process by UUID."""
+    count = torch.cuda.device_count()
+    return {str(torch.cuda.get_device_properties(i).uuid): torch.device("cuda", i) for i in range(count)}

@@ -11,16 +11,18 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import torch
 from torch import nn
 
+from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence as TokenSequence
 from verl.utils.concurrency import run_in_thread
 from verl.utils.transfer_group import TransferLostError
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Time in which a server that is restarted, or a network that hangs, must be back.
+# Maximum time until a restarted server, or one behind an interrupted network, replies again.
 RECONNECT_TIMEOUT_S = 120.0
 _REPLY_TIMEOUT_S = 60.0
 _RETRY_INTERVAL_S = 1.0
@@ -97,9 +99,9 @@ class ControlClient:
         try:
             return self._http.get(self.url + path).is_success
         except httpx.HTTPError as error:
-            raise ServerLostError(f"rollout.server_urls: {self.url} does not reply: {_message(error)}.") from error
+            raise ServerLostError(f"rollout.server_urls: {self.url} does not reply: {_describe(error)}.") from error
 
-    def wait_until_back(self) -> None:
+    def wait_for_reply(self) -> None:
         """Wait until the server replies again; ServerLostError after `RECONNECT_TIMEOUT_S`."""
         deadline = time.monotonic() + RECONNECT_TIMEOUT_S
         while True:
@@ -108,7 +110,7 @@ class ControlClient:
                     return
                 problem = "it reports that it is not healthy"
             except ServerLostError as error:
-                problem = _message(error.__cause__ or error)
+                problem = _describe(error.__cause__ or error)
             if time.monotonic() > deadline or self._closed.wait(_RETRY_INTERVAL_S):
                 raise ServerLostError(
                     f"rollout.server_urls: {self.url} has not replied for {RECONNECT_TIMEOUT_S:.0f} s: {problem}. See"
@@ -116,7 +118,7 @@ class ControlClient:
                 )
 
     def close(self) -> None:
-        """Close the client; `wait_until_back` returns."""
+        """Close the client; a running `wait_for_reply` raises."""
         self._closed.set()
         self._http.close()
 
@@ -125,7 +127,7 @@ class ControlClient:
             reply = self._http.request(method, self.url + path, **options)
         except httpx.HTTPError as error:
             raise ServerLostError(
-                f"rollout.server_urls: {self.url}{path} does not reply: {_message(error)}."
+                f"rollout.server_urls: {self.url}{path} does not reply: {_describe(error)}."
             ) from error
         if not reply.is_success:
             raise ServerError(
@@ -137,49 +139,91 @@ class ControlClient:
             return None
 
 
-def _message(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
 # ---------------------------------------------------------------- tokens
 
 
-class ServerAPI(Protocol):
+class ServerAPI(ABC):
     """The HTTP API of one kind of server."""
 
-    client: ControlClient
     path: str
     """Endpoint of generation requests."""
+    after_truncation: bool
+    """Whether reported log-probs are after top-k, top-p and min-p."""
+
+    # Set by `connect`.
+    engine: str
+    """Name and version of the engine."""
+    device: torch.device
+    dtype: torch.dtype
     max_streams: int
     """Maximum number of open streams: enough to keep the server busy."""
     expected_label: str | None
     """The label of the server's weights when it was connected, or since the last weight sync."""
 
-    def connect(self) -> None:
-        """Read the server's configuration; ServerError if it is not suitable for this run."""
+    def __init__(self, client: ControlClient, model_path: str, config: RolloutConfig, hf_config: Any) -> None:
+        """Connect; ServerError, with the right command line, if the server is not suitable for this run."""
+        self.client = client
+        self._config, self._hf_config = config, hf_config
+        self._command = self._server_command(urlsplit(client.url), model_path)
+        self.connect()
 
+    @abstractmethod
+    def connect(self) -> None:
+        """Read the server's configuration; ServerError if the server is not suitable for this run."""
+
+    @abstractmethod
     def build_request(self, sequence: TokenSequence) -> dict[str, Any]:
         """The request that continues a sequence after its tokens."""
 
+    @abstractmethod
     def continue_request(self, request: dict[str, Any], generated: list[int]) -> dict[str, Any]:
         """The request that continues `request` after these generated tokens."""
 
     def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
-        """Parse an event of a stream, of which `received` tokens came before."""
+        """Parse an event of a stream after `received` tokens of the stream. ServerError if the event is an error."""
+        if "error" in data:
+            raise ServerError(f"{self.client.url}: {data['error']}")
+        return self._parse_tokens(data, received)
 
+    @abstractmethod
+    def _parse_tokens(self, data: dict[str, Any], received: int) -> StreamEvent: ...
+
+    @abstractmethod
     def pause(self) -> None: ...
 
+    @abstractmethod
     def resume(self) -> None: ...
 
+    @abstractmethod
     def reset_prefix_cache(self) -> None: ...
 
+    @abstractmethod
+    def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
+        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
+
+    @abstractmethod
     def weight_label(self) -> str | None:
         """The label of the server's current weights; None: unknown."""
 
+    @abstractmethod
+    def _server_command(self, url: SplitResult, model_path: str) -> str:
+        """The command line that starts a suitable server at `url`."""
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ServerError(
+                f"rollout.server_urls: {self.client.url} is not suitable for this run: {problem}. Start it with\n"
+                f"{self._command}"
+            )
+
 
 class HTTPTokenSource:
-    """A `TokenSource` with one HTTP connection per request. An interrupted request continues where it was, if the
-    server comes back with the same weights."""
+    """A `TokenSource` with one HTTP connection per request. An interrupted request continues after its last token, if
+    the server replies again with the same weights."""
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
@@ -226,19 +270,19 @@ class HTTPTokenSource:
             raise ServerError(f"{self._api.client.url} answered {reply.status_code}: {text[:2000]}")
 
     async def _reconnect(self, error: Exception) -> None:
-        """Wait until the server is back; all interrupted streams share one wait."""
+        """Wait until the server replies again; all interrupted streams share one wait."""
         if self._reconnecting is None or self._reconnecting.done():
             logger.warning(
                 "rollout: the connection to %s was interrupted (%s). Waiting up to %.0f s for the server.",
                 self._api.client.url,
-                _message(error),
+                _describe(error),
                 RECONNECT_TIMEOUT_S,
             )
             self._reconnecting = asyncio.create_task(asyncio.to_thread(self._wait_for_same_weights))
         await asyncio.shield(self._reconnecting)
 
     def _wait_for_same_weights(self) -> None:
-        self._api.client.wait_until_back()
+        self._api.client.wait_for_reply()
         label, expected = self._api.weight_label(), self._api.expected_label
         if label is None or label != expected:
             raise ServerLostError(

@@ -9,7 +9,7 @@ import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 import torch
 
@@ -21,7 +21,13 @@ from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.workers.rollout.sglang_rollout.server import sampling_arguments
 from verl.workers.rollout.streaming_server import StreamEvent
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
-from verl.workers.rollout.url_rollout.server import ControlClient, ServerError, local_address, run_both_sides
+from verl.workers.rollout.url_rollout.server import (
+    ControlClient,
+    ServerAPI,
+    ServerError,
+    local_address,
+    run_both_sides,
+)
 from verl.workers.rollout.weights import dtype_name
 
 __all__ = ["SGLangServerAPI", "SGLangTransport"]
@@ -34,8 +40,8 @@ _MAX_CHECKED_ELEMENTS = 1 << 20
 _VOCAB_MULTIPLE = 64
 
 
-class SGLangServerAPI:
-    """A `ServerAPI`: token ids in and out by SGLang's own `/generate`."""
+class SGLangServerAPI(ServerAPI):
+    """Token ids are sent and received by SGLang's own `/generate`."""
 
     path = "/generate"
     after_truncation = False
@@ -48,15 +54,11 @@ class SGLangServerAPI:
         hf_config: Any,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """ServerError, with the right command line, if the server is not suitable for this run. `eos_token_ids`: tokens
-        at which SGLang ends every response of this model."""
-        self.client = client
+        """`eos_token_ids`: tokens at which SGLang ends every response of this model."""
         self._eos_token_ids = eos_token_ids
-        self._command = _server_command(client, model_path, config)
-        self._config, self._hf_config = config, hf_config
         # Namespace of the prefix cache: changes with the weights, and differs from those of earlier runs.
         self._cache_key = uuid.uuid4().hex
-        self.connect()
+        super().__init__(client, model_path, config, hf_config)
 
     def connect(self) -> None:
         config, hf_config = self._config, self._hf_config
@@ -103,9 +105,7 @@ class SGLangServerAPI:
             "extra_key": self._cache_key,
         }
 
-    def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
-        if "error" in data:
-            raise ServerError(f"{self.client.url}: {data['error']}")
+    def _parse_tokens(self, data: dict[str, Any], received: int) -> StreamEvent:
         meta = data["meta_info"]
         # Depending on its options, SGLang reports all tokens or new ones only; the new ones are the last.
         new = meta["completion_tokens"] - received
@@ -125,7 +125,6 @@ class SGLangServerAPI:
         self._cache_key = uuid.uuid4().hex
 
     def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
-        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
         body = {
             "input_ids": list(PROBE_PROMPT),
             "sampling_params": {"temperature": temperature, "top_k": top_k, "max_new_tokens": 1, "ignore_eos": True},
@@ -153,20 +152,12 @@ class SGLangServerAPI:
             raise ServerError(f"rollout.server_urls: {self.client.url}{path} failed: {reply['message']}")
         return reply
 
-    def _require(self, condition: bool, problem: str) -> None:
-        if not condition:
-            raise ServerError(
-                f"rollout.server_urls: {self.client.url} is not suitable for this run: {problem}. Start it with\n"
-                f"{self._command}"
-            )
-
-
-def _server_command(client: ControlClient, model_path: str, config: RolloutConfig) -> str:
-    url = urlsplit(client.url)
-    words = ["python", "-m", "sglang.launch_server", "--model-path", model_path, "--host", url.hostname or ""]
-    words += ["--port", str(url.port or 80), "--dtype", config.dtype, "--context-length", str(config.max_model_len)]
-    words += ["--max-running-requests", str(config.max_num_seqs), "--stream-interval", "1"]
-    return f"SGLANG_RETURN_ORIGINAL_LOGPROB=0 {shlex.join(words)}"
+    def _server_command(self, url: SplitResult, model_path: str) -> str:
+        config = self._config
+        words = ["python", "-m", "sglang.launch_server", "--model-path", model_path, "--host", url.hostname or ""]
+        words += ["--port", str(url.port or 80), "--dtype", config.dtype, "--context-length", str(config.max_model_len)]
+        words += ["--max-running-requests", str(config.max_num_seqs), "--stream-interval", "1"]
+        return f"SGLANG_RETURN_ORIGINAL_LOGPROB=0 {shlex.join(words)}"
 
 
 class SGLangTransport:
@@ -181,7 +172,7 @@ class SGLangTransport:
         """SHA-256 of sent tensors, by name."""
         self._large: set[str] = set()
         self._comparable = True
-        """Whether SGLang's checksums are of the same kind."""
+        """Whether SGLang's checksums are SHA-256 of tensors; set to False if none matches at the first update."""
 
     def reset(self) -> None:
         self._group = None
@@ -257,7 +248,7 @@ class SGLangTransport:
                 self._large.add(name)
 
     def _compare_checksums(self) -> None:
-        """Compare the weights that SGLang has under the names by which they were sent, unmerged."""
+        """Compare the checksums of weights that SGLang did not merge or rename."""
         skipped = sorted(self._large) if self._updates else []
         reply = self._api.command("/weights_checker", action="checksum", skip_tensor_list=skipped)
         reported: dict[str, str] = reply["ranks"][0]["checksums"]
@@ -266,12 +257,12 @@ class SGLangTransport:
         if not self._updates and len(wrong) == len(shared):
             self._comparable = False
             logger.warning(
-                "rollout: the checksums of %s are of another kind than SHA-256 of the tensors: its weights are only"
-                " verified through its log-probs.",
+                "rollout: the checksums of %s are not SHA-256 of the tensors: its weights are only verified through its"
+                " log-probs.",
                 self._api.client.url,
             )
         elif wrong:
             raise WeightMismatchError(
-                f"weights: {wrong[0]!r} at {self._api.client.url} differs from what was sent ({len(wrong)} of"
+                f"weights: {wrong[0]!r} at {self._api.client.url} differs from the sent tensor ({len(wrong)} of"
                 f" {len(shared)} checksums differ). The weight sync lost or changed data."
             )

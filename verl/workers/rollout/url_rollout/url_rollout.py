@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class URLRollout(EmbeddedRollout):
-    """One server is one replica, whatever its parallelism. Only this process may generate with it."""
+    """One server is one replica, independent of its parallelism. Only this process may send requests to it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class URLRollout(EmbeddedRollout):
         self._vocab_size, self._log_probs_checked = int(text_config.vocab_size), False
         super().__init__(
             config,
-            torch.device("cpu"),  # nothing of it is on a device of this process
+            torch.device("cpu"),  # the server uses no device of this process
             api.dtype,
             loop=AsyncEngine(
                 self._step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
@@ -79,13 +79,13 @@ class URLRollout(EmbeddedRollout):
 
     def restart_if_dead(self) -> bool:
         """Wait until the server replies; return whether it was restarted and lost its weights."""
-        self._api.client.wait_until_back()
+        self._api.client.wait_for_reply()
         self._transport.reset()
         if self._api.weight_label() == self._api.expected_label:
             self._api.resume()  # it may have been paused when the connection was lost
             return False
         self._api.connect()
-        self._unfit = "Its server was restarted: a weight update must come first."
+        self._unusable_reason = "The server was restarted: a weight sync must come first."
         self._log_probs_checked = False
         return True
 
@@ -103,7 +103,7 @@ def connect(
     device: torch.device,
 ) -> tuple[VllmServerAPI | SGLangServerAPI, VllmTransport | SGLangTransport]:
     """The API of the server at a URL, and the transport of weights from `device`. ServerError, with cause and remedy,
-    if it is not suitable for this run. `eos_token_ids`: the model's end tokens."""
+    if the server is not suitable for this run. `eos_token_ids`: the model's end tokens."""
     client = ControlClient(url)
     kind = "sglang" if client.has_endpoint("/model_info") else "vllm" if client.has_endpoint("/version") else None
     if kind is None:

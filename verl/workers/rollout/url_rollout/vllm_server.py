@@ -7,11 +7,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 import torch
 
-from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence as TokenSequence
 from verl.types.weights import Bucket, WeightMismatchError
 from verl.utils.device import resolve_dtype
@@ -19,7 +18,7 @@ from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.streaming_server import StreamEvent, params_after
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
-from verl.workers.rollout.url_rollout.server import ControlClient, ServerError, local_address, run_both_sides
+from verl.workers.rollout.url_rollout.server import ServerAPI, ServerError, local_address, run_both_sides
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, device_name
 from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
@@ -38,18 +37,11 @@ _MODEL_FIELDS = (
 )
 
 
-class VllmServerAPI:
-    """A `ServerAPI`: token ids in and out by the completions API, the rest by development endpoints."""
+class VllmServerAPI(ServerAPI):
+    """Token ids are sent and received by the completions API; control calls use development endpoints."""
 
     path = "/v1/completions"
     after_truncation = True
-
-    def __init__(self, client: ControlClient, model_path: str, config: RolloutConfig, hf_config: Any) -> None:
-        """ServerError, with the right command line, if the server is not suitable for this run."""
-        self.client = client
-        self._command = _server_command(client, model_path, config)
-        self._config, self._hf_config = config, hf_config
-        self.connect()
 
     def connect(self) -> None:
         config = self._config
@@ -61,7 +53,7 @@ class VllmServerAPI:
         )
         server_config = self.client.get("/server_info", config_format="json")["vllm_config"]
         self.model = server_config["model_config"]
-        self.dtype: torch.dtype = getattr(torch, self.model["dtype"].removeprefix("torch."))
+        self.dtype = getattr(torch, self.model["dtype"].removeprefix("torch."))
         self.device = torch.device(server_config["device_config"]["device"])
         self.max_streams = 2 * int(server_config["scheduler_config"]["max_num_seqs"])
         self._require(
@@ -100,9 +92,7 @@ class VllmServerAPI:
     def continue_request(self, request: dict[str, Any], generated: list[int]) -> dict[str, Any]:
         return params_after(request, len(generated)) | {"prompt": request["prompt"] + generated}
 
-    def parse_event(self, data: dict[str, Any], received: int) -> StreamEvent:
-        if "error" in data:
-            raise ServerError(f"{self.client.url}: {data['error']}")
+    def _parse_tokens(self, data: dict[str, Any], received: int) -> StreamEvent:
         choice = data["choices"][0]
         tokens = choice["token_ids"] or []
         return tokens, choice["logprobs"]["token_logprobs"] if tokens else [], choice["finish_reason"]
@@ -120,7 +110,6 @@ class VllmServerAPI:
             )
 
     def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
-        """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
         body = {
             "model": self._model_name,
             "prompt": list(PROBE_PROMPT),
@@ -158,21 +147,13 @@ class VllmServerAPI:
                     theirs[name] == ours[name], f"its model has {name} {theirs[name]}, the trainer's has {ours[name]}"
                 )
 
-    def _require(self, condition: bool, problem: str) -> None:
-        if not condition:
-            raise ServerError(
-                f"rollout.server_urls: {self.client.url} is not suitable for this run: {problem}. Start it with\n"
-                f"{self._command}"
-            )
-
-
-def _server_command(client: ControlClient, model_path: str, config: RolloutConfig) -> str:
-    url = urlsplit(client.url)
-    words = ["vllm", "serve", model_path, "--host", url.hostname or "", "--port", str(url.port or 80)]
-    words += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
-    words += ["--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", _LOG_PROBS_MODE]
-    words += ["--worker-extension-cls", SERVER_EXTENSION]
-    return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
+    def _server_command(self, url: SplitResult, model_path: str) -> str:
+        config = self._config
+        words = ["vllm", "serve", model_path, "--host", url.hostname or "", "--port", str(url.port or 80)]
+        words += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
+        words += ["--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", _LOG_PROBS_MODE]
+        words += ["--worker-extension-cls", SERVER_EXTENSION]
+        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
 
 
 class VllmTransport:

@@ -13,7 +13,7 @@ from verl.types.weights import TensorSlice, TensorSpec
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process import shared_buffer
 from verl.workers.rollout.process.shared_buffer import BufferHandle, BufferReader, SharedBuffer
-from verl.workers.rollout.weights import WholeTensors
+from verl.workers.rollout.weights import TensorAssembler
 
 READER = """
 import pickle, sys
@@ -62,7 +62,7 @@ def test_a_reader_follows_to_a_larger_buffer_and_keeps_no_other():
 
 
 def test_rows_of_several_buckets_become_whole_tensors():
-    whole, part = torch.arange(12.0).view(6, 2), WholeTensors({"w": TensorSpec((6, 2), torch.float32)})
+    whole, part = torch.arange(12.0).view(6, 2), TensorAssembler({"w": TensorSpec((6, 2), torch.float32)})
     assert part.add({TensorSlice("w", 4, 6): whole[4:]}) == {}
     found = part.add({TensorSlice("w", 0, 4): whole[:4], "x": torch.ones(1)})
     assert torch.equal(found["w"], whole)
