@@ -107,7 +107,7 @@ class Name(str):
 
 
 def test_finished_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_REMEMBERED", 4)
+    monkeypatch.setattr(module, "_MAX_STORED_REPLICAS", 4)
     names, groups = ([Name(f"{kind}{number}") for number in range(100)] for kind in "ng")
     alive = [weakref.ref(name) for name in (*names, *groups)]
 
@@ -319,8 +319,8 @@ def test_requests_without_any_replica_wait_for_reconnect_and_late_outputs_are_ig
             client.reconnect([HostHandle(new)])
             await until(lambda: len(new.requests) == 2)
             # The restarted rank delivers a late output, under the old request id.
-            client._deliver(previous, _collected(old.requests[0].id, tokens(66)))
-            client._deliver(client._replicas[0], _collected(old.requests[0].id, tokens(66)))
+            client._on_outputs(previous, _collected(old.requests[0].id, tokens(66)))
+            client._on_outputs(client._replicas[0], _collected(old.requests[0].id, tokens(66)))
             assert client._replicas[0].client != previous.client
             for request in new.requests:
                 new.finish(request.id, tokens(21, 22))
@@ -458,7 +458,5 @@ def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pyte
 
     before, soon, late, after = asyncio.run(check())
     assert (before, soon, after) == (None, None, None)
-    where = (
-        r"rank 3 of rollout, whose engine made no progress for \d+ s \(1 requests; its engine's process \(pid 4799\)"
-    )
-    assert re.match(where, late or "")
+    stall = r"rank 3 of rollout, whose engine made no progress for \d+ s \(1 requests; its engine's process \(pid 4799"
+    assert re.match(stall, late or "")
