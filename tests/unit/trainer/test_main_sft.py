@@ -22,7 +22,7 @@ from verl.trainer.supervised import launch
 from verl.trainer.supervised.sft import SFTTrainer, create_sft_dataset, prompt_response_batch
 from verl.trainer.supervised.trainer import train_loader
 from verl.utils.fs import resolve_model_path
-from verl.workers.roles.supervised import SFTWorker, token_mean_loss
+from verl.workers.roles.supervised import SFTWorker, micro_batching, token_mean_loss
 
 ROWS = [
     {"prompt": f"{'please ' * (i % 3)}add {i} and {j}", "response": f"{i}+{j}={i + j}" + "!" * (j % 4)}
@@ -105,7 +105,9 @@ def plain_loss(model, rows):
 def test_loss_and_gradient_equal_a_plain_transformers_loop(model_path, files, cutting):
     config = make_config(model_path, "data.shuffle=False", *cutting)
     worker = started_worker(config)
-    found = worker.engine.forward_backward(first_batch(config), token_mean_loss, ["log_probs"], micro=worker._micro())
+    found = worker.engine.forward_backward(
+        first_batch(config), token_mean_loss, ["log_probs"], micro=micro_batching(worker.config)
+    )
     model = AutoModelForCausalLM.from_pretrained(model_path)
     loss = plain_loss(model, ROWS[:5])
     loss.backward()
@@ -127,7 +129,7 @@ def test_a_token_counts_by_its_weight(model_path, files, cutting):
     (files / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = make_config(model_path, "data.shuffle=False", "data.max_token_len_per_gpu=70", cutting)
     worker, batch = started_worker(config), first_batch(config)
-    found = worker.engine.forward_backward(batch, token_mean_loss, ["log_probs"], micro=worker._micro())
+    found = worker.engine.forward_backward(batch, token_mean_loss, ["log_probs"], micro=micro_batching(worker.config))
     model = AutoModelForCausalLM.from_pretrained(model_path)
     weights = (1, 0.5, 1, 1, 0.25)
     sizes = [weight * (len(row["response"]) + 1) for weight, row in zip(weights, ROWS, strict=False)]

@@ -73,7 +73,7 @@ def test_parts_of_every_cut_add_up_to_the_gradient_of_the_whole(items, micro, ra
             part_loss, _ = loss(output, micro_batch, Counts(weight, weight))
             found += torch.autograd.grad(part_loss, scores)[0].float()
     torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
-    kept = loss.of(rows.batch[INDEX_COLUMN])
+    kept = loss.scores_of(rows.batch[INDEX_COLUMN])
     torch.testing.assert_close(kept, given_scores[rows.batch[INDEX_COLUMN]].detach().float())
 
 

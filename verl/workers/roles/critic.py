@@ -22,6 +22,7 @@ from verl.workers.roles.training import (
     mini_batches_of_call,
     run_epochs,
     start_engine,
+    update_micro_batching,
 )
 
 
@@ -48,10 +49,10 @@ class ValueLoss:
             )
             loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
-        part = (loss.detach(), None)  # a term of the step's loss, which `run_epochs` sums
+        term = (loss.detach(), None)  # of the step's loss, which `run_epochs` sums
         metrics = {
-            "loss": part,
-            "value_loss": part,
+            "loss": term,
+            "value_loss": term,
             "vf_clipfrac": (clipfrac * tokens, tokens),
             "vpred_mean": (masked_mean(output["values"].detach(), mask) * tokens, tokens),
         }
@@ -74,7 +75,7 @@ class CriticWorker(CheckpointedWorker):
         self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
-    @phase_memory("values", at="critic")
+    @phase_memory("values", config_root="critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` [batch, response] and, if meta_info requests it, `last_value` [batch] after each row."""
         config = self.config
@@ -86,7 +87,7 @@ class CriticWorker(CheckpointedWorker):
             return infer_columns(self.engine, data, {name: name for name in fields}, 1.0, micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
-    @phase_memory("update_critic", at="critic")
+    @phase_memory("update_critic", config_root="critic")
     def update_critic(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
@@ -102,9 +103,7 @@ class CriticWorker(CheckpointedWorker):
                 ValueLoss(config),
                 ["values"],
                 temperature=1.0,
-                micro=MicroBatching.from_config(
-                    config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
-                ),
+                micro=update_micro_batching(config),
                 mini_batches=mini_batches,
                 epochs=config.ppo_epochs if ppo_epochs is None else ppo_epochs,
                 prefix="critic",

@@ -11,29 +11,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_config
+from verl.config import ActorRolloutRefConfig, RolloutConfig, as_config
 from verl.config.engine import CheckpointConfig
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, MeshPlace, make_nd_compute_dataproto_dispatch_fn, register
-from verl.types.schema import COLUMNS
 from verl.utils.device import resolve_dtype
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
-from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.policy_loss import ROW, PolicyLoss
+from verl.workers.roles.policy_loss import ROW, PolicyLoss, require_experts
 from verl.workers.roles.training import (
     CheckpointedWorker,
     infer_columns,
+    log_prob_micro_batching,
     mini_batches_of_call,
     run_epochs,
     start_engine,
+    update_micro_batching,
 )
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineDiedError
-from verl.workers.rollout.output import empty_experts
+from verl.workers.rollout.output import empty_experts, with_object_columns
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
@@ -90,27 +90,28 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         if "actor" in self.parts:
             self._init_actor()
         if "ref" in self.parts and not self._actor_is_reference:
-            self._init_reference()
+            config = self.config
+            self.ref_engine = start_engine(self, "ref", self.model_path, "causal_lm", config.model, config.ref)
+            self.ref_engine.offload()
         if "rollout" in self.parts:
             self._init_rollout()
 
     # ---------------------------------------------------------------- training
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    @phase_memory("old_log_prob", at="actor_rollout_ref")
+    @phase_memory("old_log_prob", config_root="actor_rollout_ref")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return `old_log_probs` and `entropys` [batch, response], at the sampling temperature."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
         if self.config.actor.router_replay.mode == "R2":
             columns["routed_experts"] = "routed_experts"
-        self._require_experts(data, ("R3",))
+        require_experts(self.config.actor, data, ("R3",))
         with self.engine.on_device(optimizer=False):
-            return infer_columns(
-                self.engine, data, columns, self._temperature(data), _log_prob_micro(self.config.rollout)
-            )
+            micro = log_prob_micro_batching(self.config.rollout)
+            return infer_columns(self.engine, data, columns, self._temperature(data), micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    @phase_memory("update_actor", at="actor_rollout_ref")
+    @phase_memory("update_actor", config_root="actor_rollout_ref")
     def update_actor(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
@@ -134,7 +135,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             data.batch[ROW] = torch.arange(len(data))
         self._actor_changed = True
         # With its own old log-probs, mode R2 would replay the experts of the same pass.
-        self._require_experts(data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
+        require_experts(actor, data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
         with self.engine.on_device():
             result = run_epochs(
                 self.engine,
@@ -142,9 +143,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 loss,
                 loss.outputs,
                 temperature=self._temperature(data),
-                micro=MicroBatching.from_config(
-                    actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
-                ),
+                micro=update_micro_batching(actor),
                 mini_batches=mini_batches,
                 epochs=epochs,
                 prefix="actor",
@@ -154,12 +153,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             return DataProto.from_dict({"old_log_probs": loss.old_log_probs(len(data))}, meta_info=result.meta_info)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
-    @phase_memory("ref", at="actor_rollout_ref")
+    @phase_memory("ref", config_root="actor_rollout_ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` [batch, response] under the reference policy: with LoRA, the actor without adapters."""
         engine, columns = self.ref_engine, {"log_probs": "ref_log_prob"}
         with engine.on_device(optimizer=False), engine.base_weights():
-            return infer_columns(engine, data, columns, self._temperature(data), _log_prob_micro(self.config.ref))
+            micro = log_prob_micro_batching(self.config.ref)
+            return infer_columns(engine, data, columns, self._temperature(data), micro)
 
     def mesh_place(self, name: str) -> MeshPlace:
         if name == "ref" and name not in self._meshes:
@@ -172,7 +172,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     # ---------------------------------------------------------------- generation
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
-    @phase_memory("gen", at="actor_rollout_ref")
+    @phase_memory("gen", config_root="actor_rollout_ref")
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
         """Generate one batch: one response per row. `sampling` overrides the configured sampling parameters
         (`temperature=0.7`).
@@ -189,13 +189,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             with fields_as_keys("actor_rollout_ref.rollout", RolloutConfig):
                 generated = self.rollout.generate_sequences(prompts, **sampling)
             self.check_cancelled()
-            return _keep_object_columns(generated, prompts)
+            return with_object_columns(generated, prompts)
         finally:
             # Also after a failure: the run may continue, and all ranks that share an engine must release.
             self._release_kv()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("gen", at="actor_rollout_ref")
+    @phase_memory("gen", config_root="actor_rollout_ref")
     def begin_generation(self) -> str:
         """Open `host`, which executes rollout jobs and requests of EngineClients until `end_generation`; return its id.
 
@@ -208,7 +208,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return self.host.id
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("gen", at="actor_rollout_ref")
+    @phase_memory("gen", config_root="actor_rollout_ref")
     def end_generation(self) -> None:
         """Close `host`; raise the error of the engine, if it has failed."""
         try:
@@ -227,7 +227,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def overrides_generate_sequences(self) -> bool:
-        """Whether this class, or that of the rollout, overrides `generate_sequences`: the trainer then calls it."""
+        """Whether this class or the rollout's class overrides `generate_sequences`: the trainer then calls it."""
         own = type(self).generate_sequences is not ActorRolloutRefWorker.generate_sequences
         return own or type(self.rollout).generate_sequences is not BaseRollout.generate_sequences
 
@@ -253,7 +253,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_rollout_weights(self, version: int, kv: str = "recompute") -> None:
-        """Copy the trainer's weights to the engine of the same process, unless it has this version already.
+        """Copy the trainer's weights to the engine of the same process, unless the engine has this version already.
 
         Running requests are paused meanwhile, and continue with the new weights. `kv`: whether their KV is recomputed
         (`recompute`) or kept (`keep`).
@@ -263,7 +263,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     def _sync_rollout(self, version: int, kv: str = "recompute") -> None:
         self._free_device_cache()
-        with self._kv_of_requests(kv), self.engine.on_device(optimizer=False):
+        with self._weight_update(kv), self.engine.on_device(optimizer=False):
             self._transfer.sync(version)
         self._rollout_version = self._policy_version = version
         self._actor_changed = False
@@ -281,12 +281,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self._free_device_cache()
         self.rollout.restart_if_dead()
         if self.host is not None and self.host.failed and not self.host.closed:
-            with suppress(Exception):  # the error of the engine that is gone
+            with suppress(Exception):  # the error of the ended engine
                 self.host.close()
             self.host = self._new_host()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    @phase_memory("gen", at="actor_rollout_ref")
+    @phase_memory("gen", config_root="actor_rollout_ref")
     def raise_engine_error(self) -> None:
         """Raise the error of the engine, if it has failed while generation is open."""
         if self.host is not None and not self.host.closed:
@@ -336,14 +336,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def receive_weights(self, version: int, kv: str = "recompute") -> None:
         """The engine's part of a weight sync between processes; `kv` as in `update_rollout_weights`."""
         assert self._receiver is not None, "join_transfer comes first"
-        with self._kv_of_requests(kv):
+        with self._weight_update(kv):
             self._receiver.receive(self.rollout)
         self._rollout_version = version
 
     @contextmanager
-    def _kv_of_requests(self, kv: str) -> Iterator[None]:
-        """Context of a weight update. With kv="keep", running requests are paused so that they keep their KV; otherwise
-        the update recomputes it."""
+    def _weight_update(self, kv: str) -> Iterator[None]:
+        """Context of a weight update. With kv="keep", running requests are paused and keep their KV; otherwise the
+        update recomputes their KV."""
         if kv != "keep" or self.host is None or self.host.closed:
             yield
             return
@@ -378,11 +378,6 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.register_mesh_place("ref", self.engine.dp_rank, collect=self.engine.collects)
         self.engine.offload()
 
-    def _init_reference(self) -> None:
-        config = self.config
-        self.ref_engine = start_engine(self, "ref", self.model_path, "causal_lm", config.model, config.ref)
-        self.ref_engine.offload()
-
     def _free_device_cache(self) -> None:
         """Release torch's cached memory for the rollout engine's own process on the same devices."""
         if self.device.type == "cuda" and "actor" in self.parts and runs_in_own_process(self.config.rollout):
@@ -414,34 +409,5 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """Whether the actor without adapters is the reference policy (LoRA)."""
         return "actor" in self.parts and self.config.model.lora_rank > 0
 
-    def _require_experts(self, data: DataProto, modes: tuple[str, ...]) -> None:
-        """Raise ValueError if the mode is one of `modes` and the batch has no experts to replay."""
-        mode = self.config.actor.router_replay.mode
-        if mode in modes and "routed_experts" not in data.batch.keys():
-            source = "compute_log_prob" if mode == "R2" else "a rollout engine that reports experts"
-            raise ValueError(
-                f"actor_rollout_ref.actor.router_replay.mode = {mode}: the batch has no column routed_experts. Pass the"
-                f" column of {source}, or set the mode to disabled."
-            )
-
     def _temperature(self, data: DataProto) -> float:
-        return (
-            float(data.meta_info["temperature"]) if "temperature" in data.meta_info else self.config.rollout.temperature
-        )
-
-
-def _keep_object_columns(generated: DataProto, prompts: DataProto) -> DataProto:
-    """The generated rows, one per prompt, with the object columns of the prompts, except those that only generation
-    reads."""
-    if len(generated) == len(prompts):
-        for name, array in prompts.non_tensor_batch.items():
-            if name not in COLUMNS or COLUMNS[name].read_by != ("generate",):
-                generated.non_tensor_batch.setdefault(name, array)
-    return generated
-
-
-def _log_prob_micro(block: RolloutConfig | RefConfig) -> MicroBatching:
-    """Return the micro-batch limit of a log-prob pass of the policy or the reference."""
-    return MicroBatching.from_config(
-        block.log_prob_use_dynamic_bsz, block.log_prob_micro_batch_size_per_gpu, block.log_prob_max_token_len_per_gpu
-    )
+        return float(data.meta_info.get("temperature", self.config.rollout.temperature))

@@ -154,3 +154,14 @@ class PolicyLoss:
 def _loss_term(value: torch.Tensor) -> tuple[torch.Tensor, None]:
     """Return the metric of a term of the step's loss, which `run_epochs` sums over micro-batches and ranks."""
     return value.detach(), None
+
+
+def require_experts(actor: ActorConfig, data: DataProto, modes: tuple[str, ...]) -> None:
+    """Raise ValueError if `router_replay.mode` is one of `modes` and the batch has no experts to replay."""
+    mode = actor.router_replay.mode
+    if mode in modes and "routed_experts" not in data.batch.keys():
+        source = "compute_log_prob" if mode == "R2" else "a rollout engine that reports experts"
+        raise ValueError(
+            f"actor_rollout_ref.actor.router_replay.mode = {mode}: the batch has no column routed_experts. Pass the"
+            f" column of {source}, or set the mode to disabled."
+        )

@@ -44,7 +44,7 @@ class RewardModelWorker(Worker):
         self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
-    @phase_memory("reward", at="reward_model")
+    @phase_memory("reward", config_root="reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` [batch, response]: the score of each response at its last token.
 
@@ -105,14 +105,15 @@ class RewardTexts:
         return DataProto.from_dict({**columns, "position_ids": compute_position_id_with_mask(mask)})
 
     def _conversations(self, data: DataProto) -> list[Messages]:
-        by_agents: list[Any] = [None] * len(data)
+        agent_messages: list[Any] = [None] * len(data)
         if AGENT_MESSAGES in data.non_tensor_batch:
-            by_agents = list(data.non_tensor_batch[AGENT_MESSAGES])
-        if all(messages is not None for messages in by_agents):
-            return by_agents
+            agent_messages = list(data.non_tensor_batch[AGENT_MESSAGES])
+        if all(messages is not None for messages in agent_messages):
+            return agent_messages
         pairs = zip(self._prompts(data), self._responses(data), strict=True)
-        plain = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
-        return [other if messages is None else messages for messages, other in zip(by_agents, plain, strict=True)]
+        single_turns = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
+        rows = zip(agent_messages, single_turns, strict=True)
+        return [single_turn if messages is None else messages for messages, single_turn in rows]
 
     def _prompts(self, data: DataProto) -> list[Messages]:
         if MESSAGES not in data.non_tensor_batch:

@@ -15,7 +15,7 @@ from verl.utils.http_server.server import Limits, serve_in_thread
 from verl.utils.network import own_address
 from verl.workers.roles.memory import phase_memory
 
-# Of all scorer processes together.
+# Connections of all scorer processes together.
 _MAX_CONNECTIONS = 8192
 
 
@@ -30,7 +30,7 @@ class ServedRewardModelWorker(Worker):
         self._key = secrets.token_hex(16)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("judge", at="reward_model")
+    @phase_memory("judge", config_root="reward_model")
     def init_model(self) -> None:
         """Load the model and serve it until the process ends."""
         if self._address:
@@ -72,7 +72,7 @@ class ServedRewardModelWorker(Worker):
             self._offloaded = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("judge", at="reward_model")
+    @phase_memory("judge", config_root="reward_model")
     def onload(self) -> None:
         """Allocate the device memory again and serve waiting requests."""
         if self._offloaded:

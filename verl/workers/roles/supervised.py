@@ -59,9 +59,6 @@ class SupervisedWorker(CheckpointedWorker):
     def checkpoint(self) -> CheckpointConfig:
         return self.config.checkpoint
 
-    def _micro(self) -> MicroBatching:
-        return micro_batching(self.config)
-
 
 SumAndCount = tuple[torch.Tensor, torch.Tensor]
 # Model settings that are passed to the rollout engine.
@@ -99,16 +96,16 @@ class SFTWorker(SupervisedWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
-        """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
+        """Take one optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
         expect(len(data))
-        losses = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
+        losses = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=micro_batching(self.config))
         metrics = {f"train/{name}": value for name, value in losses.items()} | self._step_metrics()
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def evaluate(self, data: DataProto) -> DataProto:
-        """Return the same loss without training, as metric `val/loss`; filler rows have mask 0."""
-        result = infer_columns(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
+        """Return the loss of `train_batch` without training, as metric `val/loss`; filler rows have mask 0."""
+        result = infer_columns(self.engine, data, {"log_probs": "log_probs"}, 1.0, micro_batching(self.config))
         if not self.engine.collects:
             return result
         total, tokens = negative_log_likelihood(result.batch["log_probs"], data)
@@ -178,18 +175,18 @@ class PreferenceLoss:
         scores = output["scores"].double()
         self._rows.append(data.batch[INDEX_COLUMN])
         self._scores.append(scores.detach())
-        pairs = pairs_among(data.batch[PAIRS_COLUMN], data.batch[INDEX_COLUMN])
+        pairs = pairs_in_micro_batch(data.batch[PAIRS_COLUMN], data.batch[INDEX_COLUMN])
         loss = preference_loss(scores, pairs, self._centering, counts.tokens)
         return (loss + (scores * data.batch[GRADIENT_COLUMN]).sum()).float(), {}
 
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the recorded scores of these `INDEX_COLUMN`s."""
+    def scores_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the recorded scores of the responses with these values of `INDEX_COLUMN`."""
         index = {int(row): at for at, row in enumerate(torch.cat(self._rows).tolist())}
         return torch.cat(self._scores).float().cpu()[[index[row] for row in rows.tolist()]]
 
 
-def pairs_among(compared: torch.Tensor, rows: torch.Tensor) -> Pairs:
-    """Return the pairs of a micro-batch that contains both responses of each; absent pairs have weight 0.
+def pairs_in_micro_batch(compared: torch.Tensor, rows: torch.Tensor) -> Pairs:
+    """Return the pairs of a micro-batch, which contains both responses of each pair; absent pairs have weight 0.
 
     The number of pairs is not read from the device, which would require a synchronisation.
     """
@@ -217,7 +214,7 @@ class RewardTrainingWorker(SupervisedWorker):
     @phase_memory("sft")
     def evaluate(self, data: DataProto) -> DataProto:
         """Return `scores` [rows] and the columns of the batch other than tokens."""
-        result = infer_columns(self.engine, data, {"scores": "scores"}, 1.0, self._micro())
+        result = infer_columns(self.engine, data, {"scores": "scores"}, 1.0, micro_batching(self.config))
         others = [name for name in data.batch.keys() if name not in TOKENS]
         return result.union(data.select(batch_keys=others)) if self.engine.collects else result
 
@@ -231,8 +228,8 @@ class RewardTrainingWorker(SupervisedWorker):
         expect(len(data))
         loss, weight = PreferenceLoss(self.config.centering_coef), data.meta_info["weight"]
         counts = Counts(tokens=weight, sequences=weight)
-        self.engine.forward_backward(data, loss, ["scores"], micro=self._micro(), counts=counts)
+        self.engine.forward_backward(data, loss, ["scores"], micro=micro_batching(self.config), counts=counts)
         meta_info = {"metrics": self._step_metrics()}
         if not self.engine.collects:
             return DataProto(meta_info=meta_info)
-        return DataProto.from_dict({"scores": loss.of(data.batch[INDEX_COLUMN])}, meta_info=meta_info)
+        return DataProto.from_dict({"scores": loss.scores_of(data.batch[INDEX_COLUMN])}, meta_info=meta_info)

@@ -10,9 +10,9 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
-from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.base import TrainEngine
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import infer_columns, start_engine
+from verl.workers.roles.training import infer_columns, log_prob_micro_batching, start_engine
 
 
 class TeacherWorker(Worker):
@@ -35,19 +35,14 @@ class TeacherWorker(Worker):
             self._engines[name].offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("teacher"))
-    @phase_memory("teacher", at="distillation")
+    @phase_memory("teacher", config_root="distillation")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Return `teacher_log_prob` [batch, response] under the teacher `meta_info["teacher"]`.
 
         For a loss over the teacher's most likely tokens also `teacher_top_ids` and `teacher_top_log_probs`
         [batch, response, K].
         """
-        block, engine = self.config.teacher, self._engines[data.meta_info["teacher"]]
-        micro = MicroBatching.from_config(
-            block.log_prob_use_dynamic_bsz,
-            block.log_prob_micro_batch_size_per_gpu,
-            block.log_prob_max_token_len_per_gpu,
-        )
+        engine, micro = self._engines[data.meta_info["teacher"]], log_prob_micro_batching(self.config.teacher)
         loss, columns = self.config.distillation_loss, {"log_probs": "teacher_log_prob"}
         top_k = loss.topk if loss.over_top_tokens else 0
         if top_k:

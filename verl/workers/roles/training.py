@@ -1,4 +1,4 @@
-"""What roles share: starting an engine, inference, epochs of mini-batches, checkpoints."""
+"""Functions that roles share: start of an engine, inference, epochs of mini-batches, checkpoints."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: Train
     """
     uids = np.asarray(data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else np.arange(len(data)) // n)
     starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]]
-    most, fewest = (max_over_ranks(count, engine.device) for count in (len(starts), -len(starts)))
-    parts = max(1, min(-fewest, most * engine.dp_size // prompts))
+    most, minus_fewest = (max_over_ranks(count, engine.device) for count in (len(starts), -len(starts)))
+    parts = max(1, min(-minus_fewest, most * engine.dp_size // prompts))
     bounds = [*(starts[len(starts) * part // parts] for part in range(parts)), len(data)]
     return np.diff(bounds).tolist()
 
@@ -128,7 +128,7 @@ def start_engine(
     grad_clip: float | None = None,
     router_replay: bool = False,
 ) -> TrainEngine:
-    """Start the engine of `block.strategy` and register this rank's place in `mesh`, over which calls are dispatched.
+    """Start the engine of `block.strategy`, and register this rank's position in `mesh`, which dispatches calls.
 
     Without `optim` the model is frozen. `router_replay`: routers use the experts in the column `routed_experts`.
     """
@@ -138,6 +138,20 @@ def start_engine(
     )
     worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)
     return engine
+
+
+def log_prob_micro_batching(block: Any) -> MicroBatching:
+    """Return the micro-batch limit of a log-prob pass of the policy, the reference or a teacher."""
+    return MicroBatching.from_config(
+        block.log_prob_use_dynamic_bsz, block.log_prob_micro_batch_size_per_gpu, block.log_prob_max_token_len_per_gpu
+    )
+
+
+def update_micro_batching(block: Any) -> MicroBatching:
+    """Return the micro-batch limit of an update of the actor or the critic."""
+    return MicroBatching.from_config(
+        block.use_dynamic_bsz, block.ppo_micro_batch_size_per_gpu, block.ppo_max_token_len_per_gpu
+    )
 
 
 def infer_columns(
@@ -186,6 +200,6 @@ class CheckpointedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Load what `save_checkpoint` wrote."""
+        """Load a checkpoint written by `save_checkpoint`."""
         with self.engine.on_device():
             self.engine.load(path, self.checkpoint.load_contents)

@@ -30,7 +30,7 @@ from verl.utils.progress import pulse
 from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
 from verl.workers.rollout.errors import EngineLostError
-from verl.workers.rollout.partial_outputs import join_outputs, resumable, unfinished_part
+from verl.workers.rollout.partial_outputs import join_outputs, output_to_resume, unfinished_part
 from verl.workers.rollout.prompts import parse_sampling_params
 
 __all__ = ["EngineClient"]
@@ -185,7 +185,7 @@ class EngineClient:
         for trace in traces:
             request, replica = self._first_calls.get(trace, (None, None))
             if request is not None and replica is not None:
-                output = _resume_point(request, replica.partials.get(request.id))
+                output = output_to_resume(request, replica.partials.get(request.id))
                 if output.token_ids:
                     outputs[trace] = output
         return outputs
@@ -233,7 +233,7 @@ class EngineClient:
             try:
                 return await self._send(replica, request)
             except EngineLostError:
-                resume_point = _resume_point(request, replica.partials.pop(request.id, None))
+                resume_point = output_to_resume(request, replica.partials.pop(request.id, None))
             finally:
                 if is_first:
                     self._first_calls.pop(trace, None)
@@ -387,15 +387,6 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
     except (WorkerError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
         logger.warning("partial outputs of %s could not be read: %r", replica.handle, error)
         return {}
-
-
-def _resume_point(request: Request, reported: Output | None) -> Output:
-    """The output that a lost request resumes from: its own `resume_from`, then the reported tokens except the last,
-    which may have ended the response."""
-    parts = [resumable(reported or Output())]
-    if request.resume_from is not None:
-        parts.insert(0, request.resume_from)
-    return join_outputs(parts, len(request.prompt_ids))
 
 
 def _flush(replica: _Replica) -> None:

@@ -18,7 +18,7 @@ from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 
-__all__ = ["empty_experts", "rows_from_trajectories", "trajectories_from_rows"]
+__all__ = ["empty_experts", "rows_from_trajectories", "trajectories_from_rows", "with_object_columns"]
 
 
 def rows_from_trajectories(
@@ -47,14 +47,14 @@ def rows_from_trajectories(
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     prompt_sizes, sizes = [len(row.prompt_ids) for row in rows], [row.response_length for row in rows]
     _check_lengths(owners, np.add(prompt_sizes, sizes), max_model_len)
-    in_prompt = np.flip(_places("prompt_length", prompt_sizes, prompt_length), axis=1)
-    in_response = _places("response_length", sizes, response_length)
+    in_prompt = np.flip(_valid_columns("prompt_length", prompt_sizes, prompt_length), axis=1)
+    in_response = _valid_columns("response_length", sizes, response_length)
     turns = [turn for row in rows for turn in row.turns]
-    prompts = _table(in_prompt, _joined((row.prompt_ids for row in rows), np.int64), pad_token_id)
-    responses = _table(in_response, _joined((turn.token_ids for turn in turns), np.int64), pad_token_id)
+    prompts = _fill_table(in_prompt, _concatenate((row.prompt_ids for row in rows), np.int64), pad_token_id)
+    responses = _fill_table(in_response, _concatenate((turn.token_ids for turn in turns), np.int64), pad_token_id)
     turn_sizes = [len(turn.token_ids) for turn in turns]
     by_model = np.repeat(np.array([turn.source == "model" for turn in turns], np.bool_), turn_sizes)
-    sampled = _table(in_response, by_model, False)
+    sampled = _fill_table(in_response, by_model, False)
     attention_mask = torch.from_numpy(np.concatenate([in_prompt, in_response], axis=1).astype(np.int64))
     columns = {
         "prompts": prompts,
@@ -62,21 +62,21 @@ def rows_from_trajectories(
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": (sampled & _finished(owners)).astype(np.int64),
+        "response_mask": (sampled & _finished_mask(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
     known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), no_experts)
     if with_experts and known is not None:
         columns["routed_experts"] = _routed_experts(rows, known, prompts.shape[1], attention_mask.shape[1])
-    by_agents = any(trajectory.extra for trajectory in trajectories)
-    if by_agents or any(turn.reward is not None for turn in turns):
+    has_agent_columns = any(trajectory.extra for trajectory in trajectories)
+    if has_agent_columns or any(turn.reward is not None for turn in turns):
         columns["turn_rewards"] = _turn_rewards(trajectories, sampled)
     objects: dict[str, list[Any]] = {
         "uid": [owner.uid for owner in owners],
         "sample_index": [owner.sample_index for owner in owners],
         "trajectory": [owner.name for owner in owners],
         "finish_reason": [row.finish_reason for row in rows],
-        **(_agent_columns(owners, rows) if by_agents else {}),
+        **(_agent_columns(owners, rows) if has_agent_columns else {}),
     }
     return DataProto.from_dict(
         {name: torch.as_tensor(column) for name, column in columns.items()},
@@ -91,19 +91,17 @@ def trajectories_from_rows(batch: DataProto) -> list[Trajectory]:
     """
     columns = batch.non_tensor_batch
     width = batch.batch["responses"].shape[1]
-    real = batch.batch["attention_mask"].bool().numpy()
+    mask = batch.batch["attention_mask"].bool().numpy()
     arrays = {name: batch.batch[name].numpy() for name in _BY_TOKEN if name in batch.batch.keys()}
     trajectories: list[Trajectory] = []
     for number, name in enumerate(columns["trajectory"]):
-        in_prompt, in_response = (
-            real[number, :-width] if width else real[number],
-            real[number, len(real[number]) - width :],
-        )
+        prompt_width = mask.shape[1] - width
+        in_prompt, in_response = mask[number, :prompt_width], mask[number, prompt_width:]
         tokens = {column: values[number][in_response] for column, values in arrays.items()}
         turns = _turns_from_row(tokens, columns["agent_turns"][number] if "agent_turns" in columns else None)
         _restore_end(turns, columns["finish_reason"][number])
         if "routed_experts" in batch.batch.keys():
-            turns[-1].routed_experts = batch.batch["routed_experts"].numpy()[number][real[number]]
+            turns[-1].routed_experts = batch.batch["routed_experts"].numpy()[number][mask[number]]
         messages = columns["agent_messages"][number] if "agent_messages" in columns else None
         row = Row(batch.batch["prompts"].numpy()[number][in_prompt], turns, messages)
         uid, _, index = str(name).rpartition("/")
@@ -148,6 +146,16 @@ def _extra_from_row(columns: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**known, **(columns["extra_fields"][number] or {})}
 
 
+def with_object_columns(generated: DataProto, prompts: DataProto) -> DataProto:
+    """Add the object columns of `prompts` to the generated rows, if there is one per prompt; without columns that only
+    generation reads."""
+    if len(generated) == len(prompts):
+        for name, array in prompts.non_tensor_batch.items():
+            if name not in COLUMNS or COLUMNS[name].read_by != ("generate",):
+                generated.non_tensor_batch.setdefault(name, array)
+    return generated
+
+
 def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | None:
     """An empty array [0, layers, k] of the dtype of `routed_experts`; None if the rollout does not return experts."""
     if not rollout.return_routed_experts:
@@ -172,7 +180,9 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
             [unknown] * len(turn.token_ids) if value is None else value
             for turn, value in zip(turns, values, strict=True)
         )
-        columns[name] = _table(sampled, _joined(known, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0)
+        columns[name] = _fill_table(
+            sampled, _concatenate(known, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0
+        )
     return columns
 
 
@@ -180,36 +190,36 @@ def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, wi
     """[rows, width, layers, k]: the experts of each token in the forward pass that sampled the next token; the largest
     value of the dtype where they are unknown."""
     table = unknown_experts(like, len(rows) * width).reshape(len(rows), width, *like.shape[1:])
-    for place, row in zip(table, rows, strict=True):
+    for row_table, row in zip(table, rows, strict=True):
         experts, start = None, len(row.prompt_ids)
         for turn in row.turns:
             experts = combine_calls(experts, turn.routed_experts, start)
             start += len(turn.token_ids)
         if experts is not None:
             first = prompt_width - len(row.prompt_ids)
-            place[first : first + min(start, len(experts))] = experts[:start]
+            row_table[first : first + min(start, len(experts))] = experts[:start]
     return table
 
 
-def _finished(owners: Sequence[Trajectory]) -> np.ndarray:
+def _finished_mask(owners: Sequence[Trajectory]) -> np.ndarray:
     """[rows, 1] bool: whether the trajectory of each row is finished."""
     return np.array([owner.status == "finished" for owner in owners], dtype=np.bool_).reshape(-1, 1)
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory], sampled: np.ndarray) -> np.ndarray:
-    """[rows, response]: the reward of each turn, on the last token that the model sampled up to its end, in any row of
-    the trajectory; if there is none yet, on the first token that the model samples."""
+    """[rows, response]: the reward of each turn, at the last token that the model has sampled until the end of the turn
+    (in any row of the trajectory), or at the first sampled token if the model has sampled none."""
     table = np.zeros(sampled.shape, dtype=np.float32)
     if all(turn.reward is None for trajectory in trajectories for row in trajectory.rows for turn in row.turns):
         return table
     first = 0
     for trajectory in trajectories:
         last = first + len(trajectory.rows)
-        places, count = np.argwhere(sampled[first:last]) + [first, 0], 0
+        positions, count = np.argwhere(sampled[first:last]) + [first, 0], 0
         for turn in (turn for row in trajectory.rows for turn in row.turns):
             count += len(turn.token_ids) if turn.source == "model" else 0
-            if turn.reward is not None and len(places):
-                table[tuple(places[max(0, count - 1)])] += turn.reward
+            if turn.reward is not None and len(positions):
+                table[tuple(positions[max(0, count - 1)])] += turn.reward
         first = last
     return table
 
@@ -239,7 +249,7 @@ def _check_lengths(owners: Sequence[Trajectory], lengths: np.ndarray, max_model_
         )
 
 
-def _places(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:
+def _valid_columns(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:
     """[rows, width] bool: True in the first `lengths` columns of each row."""
     longest = max(lengths, default=0)
     width = longest if width is None else width
@@ -248,12 +258,12 @@ def _places(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:
     return np.arange(width) < np.reshape(lengths, (-1, 1))
 
 
-def _table(places: np.ndarray, values: np.ndarray, fill: float) -> np.ndarray:
-    """An array with the values, in row-major order, where `places` is True, and `fill` elsewhere."""
-    table = np.full(places.shape, fill, dtype=values.dtype)
-    table[places] = values
+def _fill_table(mask: np.ndarray, values: np.ndarray, fill: float) -> np.ndarray:
+    """An array with the values, in row-major order, where `mask` is True, and `fill` elsewhere."""
+    table = np.full(mask.shape, fill, dtype=values.dtype)
+    table[mask] = values
     return table
 
 
-def _joined(parts: Iterable[Any], dtype: Any) -> np.ndarray:
+def _concatenate(parts: Iterable[Any], dtype: Any) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl.types.request import Output, SamplingParams
+from verl.types.request import Output, Request, SamplingParams
 from verl.types.routed_experts import join_pieces
 
-__all__ = ["join_outputs", "output_since", "resumable", "unfinished_part"]
+__all__ = ["join_outputs", "output_since", "output_to_resume", "resumable", "unfinished_part"]
 
 
 def join_outputs(parts: Sequence[Output], prompt_length: int | None = None) -> Output:
@@ -77,3 +77,12 @@ def resumable(output: Output) -> Output:
     if output.routed_experts is not None and part.token_ids:
         part.routed_experts = output.routed_experts[:-1]
     return part
+
+
+def output_to_resume(request: Request, reported: Output | None) -> Output:
+    """The output from which a lost request resumes: its `resume_from`, then the reported tokens except the last, which
+    may have ended the response."""
+    parts = [resumable(reported or Output())]
+    if request.resume_from is not None:
+        parts.insert(0, request.resume_from)
+    return join_outputs(parts, len(request.prompt_ids))

@@ -41,13 +41,13 @@ class Critic(Worker):
         self.config, self.engine = config, FullDevice(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("update_critic", at="critic")
+    @phase_memory("update_critic", config_root="critic")
     def update_critic(self):
         """Runs out of memory."""
         self.engine.infer()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("values", at="critic")
+    @phase_memory("values", config_root="critic")
     def compute_values(self):
         """Does not."""
         return 7
@@ -90,7 +90,7 @@ class Actor(Worker):
         self.config, self.engine = config, FullDevice(MESSAGE)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("update_actor", at="actor_rollout_ref")
+    @phase_memory("update_actor", config_root="actor_rollout_ref")
     def update_actor(self):
         """Runs out of memory."""
         self.engine.infer()
@@ -186,7 +186,7 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
         config = as_config(CriticConfig, {"ppo_micro_batch_size_per_gpu": 8, "use_dynamic_bsz": False})
         device = torch.device("cpu")
 
-        @phase_memory("update_critic", at="critic")
+        @phase_memory("update_critic", config_root="critic")
         def run(self) -> torch.Tensor:
             return torch.empty(1 << 60, dtype=torch.uint8)
 
