@@ -18,7 +18,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _MAX_REMEDIES = 14
-# Roles with other names in the configuration, or several parts there.
+# Names in the configuration of roles that have another name, or several blocks, in the configuration.
 _CONFIG_NAMES = {
     "actor_rollout": ("actor", "rollout"),
     "actor_rollout_ref": ("actor", "rollout", "ref"),

@@ -77,7 +77,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """Start the engines of this worker's parts with the model at `model_path` (default:
         `actor_rollout_ref.model.path`).
 
-        A collective, except for a rank that is a rollout replica of its own: it is started and restarted independently.
+        A collective, except for a rank that is a whole rollout replica: it is started and restarted independently.
         """
         independent = self.parts == {"rollout"} and self.config.rollout.tensor_model_parallel_size == 1
         if independent and self.rollout is not None:
@@ -328,14 +328,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> None:
         """The trainer's part of a weight sync between processes."""
-        assert self._sender is not None, "join_transfer comes first"
+        assert self._sender is not None, "requires join_transfer"
         with self.engine.on_device(optimizer=False):
             self._sender.send(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, kv: str = "recompute") -> None:
         """The engine's part of a weight sync between processes; `kv` as in `update_rollout_weights`."""
-        assert self._receiver is not None, "join_transfer comes first"
+        assert self._receiver is not None, "requires join_transfer"
         with self._weight_update(kv):
             self._receiver.receive(self.rollout)
         self._rollout_version = version

@@ -37,7 +37,7 @@ class PolicyLoss:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.config, self.distillation, self.correction = config, distillation, correction
-        # Entropy takes time: computed only if it is part of the loss, or not measured by another pass.
+        # Entropy is expensive: computed only if it is part of the loss, or if no other pass measures it.
         self.outputs = ("log_probs", "entropy") if config.entropy_coeff or own_old_log_probs else ("log_probs",)
         if distillation is not None and distillation.over_top_tokens:
             self.outputs = (*self.outputs, "other_log_probs")
@@ -99,7 +99,7 @@ class PolicyLoss:
     def _importance_weights(
         self, old_log_prob: torch.Tensor, output: dict[str, torch.Tensor], data: DataProto
     ) -> torch.Tensor | None:
-        """Return the weights in the batch or, with `correction`, those of the current policy."""
+        """Return the weights in the batch or, with `correction`, the weights under the current policy."""
         columns, mask = data.batch, data.batch["response_mask"]
         if self.correction is None or self.correction.rollout_is is None:
             return columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None

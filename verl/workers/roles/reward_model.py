@@ -64,7 +64,7 @@ class RewardModelWorker(Worker):
 
 
 def on_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Return [batch, response]: each score [batch] at the last position with mask 1; rows without one are 0."""
+    """Return [batch, response]: each score [batch] at the last position with mask 1; 0 in rows without mask 1."""
     placed = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.arange(response_mask.shape[1]).expand_as(response_mask)
     last = torch.where(response_mask.bool(), positions, -1).max(dim=1).values

@@ -162,7 +162,7 @@ class BaseRollout(ABC):
 
     @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
-        """Update all weights from (HF name, tensor) pairs. `version` defaults to the current one plus 1."""
+        """Update all weights from (HF name, tensor) pairs. `version` defaults to the current version plus 1."""
         self.begin_update(self.version + 1 if version is None else version, None)
         sums: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
@@ -222,7 +222,7 @@ class FollowerRollout(BaseRollout):
         self.eos_token_ids, self.pad_token_id = frozenset(), 0
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this one.")
+        raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this rank.")
 
     def requested_rows(self) -> RequestedRows:
         return {}

@@ -107,7 +107,7 @@ class CallTrace:
     prompt_ids: list[int] | None = None
     """The row's prompt: only a first call with this prompt can be resumed by another process. None: any prompt."""
     params: SamplingParams | None = None
-    """Sampling parameters of the trajectory's job; None: those of the client."""
+    """Sampling parameters of the trajectory's job; None: the client's parameters."""
     rendered_messages: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
     """Messages that the loop rendered with `apply_chat_template`, by the resulting token ids."""
     _contexts: _Contexts = field(default_factory=_Contexts, init=False, repr=False)

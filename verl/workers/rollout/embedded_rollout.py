@@ -174,7 +174,7 @@ class EmbeddedRollout(BaseRollout):
         except Exception as error:
             self.fail_update(error)
             raise
-        assert self._pending_version is not None, "begin_update comes first"
+        assert self._pending_version is not None, "requires begin_update"
         self._loop.invalidate_kv_cache(running=not self._keep_kv)
         self._loop.version, self._pending_version = self._pending_version, None
         self._unusable_reason = None
@@ -258,8 +258,8 @@ def _checked_tags(tags: Iterable[str]) -> set[str]:
 def merge_engine_arguments(
     engine: str, config: RolloutConfig, defaults: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a third-party engine: `defaults`, overridden by `engine_kwargs.<engine>`, and `fixed` ones, which a
-    user cannot set."""
+    """Arguments of a third-party engine: `defaults`, overridden by `engine_kwargs.<engine>`, and `fixed` arguments,
+    which a user cannot set."""
     overrides = dict(config.engine_kwargs[engine] if engine in config.engine_kwargs else {})
     conflicts = sorted(overrides.keys() & fixed.keys())
     if conflicts:

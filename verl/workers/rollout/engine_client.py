@@ -110,7 +110,7 @@ class EngineClient:
     ) -> None:
         """`params` are defaults that the loop or its job may override. `client`: a unique name of this client.
         `on_lost(reason)` is called when a replica is lost; its requests resume on other replicas, or wait for
-        `reconnect`. `first_preferred`: number of the replica that is chosen first among equally loaded ones. Token ids
+        `reconnect`. `first_preferred`: number of the replica that is chosen first if all are equally loaded. Token ids
         outside of `vocab_size` are rejected.
         """
         self._params, self._max_model_len, self._client = params, max_model_len, client
@@ -215,7 +215,7 @@ class EngineClient:
         self._reconnected = asyncio.Event()
 
     def close(self) -> None:
-        """Cancel all requests; later ones fail with EngineLostError."""
+        """Cancel all requests; later requests fail with EngineLostError."""
         self._closed = True
         for replica in self._replicas:
             self._disconnect(replica)
@@ -224,7 +224,7 @@ class EngineClient:
     # ---------------------------------------------------------------- requests
 
     async def _generate(self, request_id: str, request: Request, trace: CallTrace) -> Output:
-        """The complete output of a request; if its replica is lost, the request resumes on another one."""
+        """The complete output of a request; if its replica is lost, the request resumes on another replica."""
         is_first = request.params.key == trace.key
         while True:
             replica = self._choose_replica(request_id, trace.group)

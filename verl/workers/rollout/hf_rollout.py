@@ -88,7 +88,7 @@ class HFRollout(EmbeddedRollout):
 
 class HFEngine:
     """A `StepEngine`: at most `max_sequences` run at a time, in order of arrival. New sequences are prefilled before
-    running ones continue."""
+    running sequences continue."""
 
     def __init__(self, runner: HFRunner, max_sequences: int, max_length: int) -> None:
         self.version = 0
@@ -200,7 +200,7 @@ class HFRunner:
     def prefill(self, new_sequences: SequenceOf[Sequence]) -> SampledTokens:
         """Process the tokens of new sequences, add their rows, and sample the next token of each."""
         if self._device.type == "cuda":
-            # The current device belongs to the thread, and every batch starts here.
+            # The current device is a property of the thread, and every batch starts with a prefill.
             torch.cuda.set_device(self._device)
         rows = [row for row in self._rows if row is not None]
         cached, last_tokens = [len(row) - 1 for row in rows], [row.output.token_ids[-1] for row in rows]
@@ -257,7 +257,7 @@ class HFRunner:
         return [(row, *values) for row, *values in zip(rows, *columns, strict=True) if row is not None]
 
     def _run_prompts(self, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor, torch.Tensor]:
-        """Run the model on prompts, equal ones only once. Returns the cache, the row of each prompt in it [prompts] and
+        """Run the model on prompts, equal prompts only once. Returns the cache, the row of each prompt in it [prompts] and
         the logits after the last token [distinct prompts, vocab]."""
         distinct = {tokens: row for row, tokens in enumerate(dict.fromkeys(map(tuple, prompts)))}
         owner = self._tensor([distinct[tuple(tokens)] for tokens in prompts])
@@ -313,7 +313,7 @@ class HFRunner:
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values with spare columns, so that a new token is appended without copying the old ones."""
+    """Keys and values with spare columns, so that a new token is appended without copying the old tokens."""
 
     keys: torch.Tensor
     values: torch.Tensor

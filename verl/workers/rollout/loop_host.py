@@ -31,7 +31,7 @@ from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
 
 __all__ = ["LoopHost"]
 
-# After the first trajectory has finished, `collect` waits this long for others, to report them together. The wait grows
+# After the first trajectory has finished, `collect` waits this long for more, to report them together. The wait grows
 # with the packing time, up to the maximum, so that packing takes at most this share of the thread's time: engine and
 # event loop share its CPU.
 _COALESCE_S, _MAX_COALESCE_S = 0.02, 0.25

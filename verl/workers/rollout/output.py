@@ -33,7 +33,7 @@ def rows_from_trajectories(
 ) -> DataProto:
     """The generated batch, on the CPU: trajectories in order, the rows of each adjacent.
 
-    Prompts are left-padded to the longest one or to `prompt_length`, responses right-padded to the longest one or to
+    Prompts are left-padded to the longest prompt or to `prompt_length`, responses right-padded to the longest or to
     `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (including end tokens) in finished
     trajectories; `attention_mask` also on tokens of the environment. Unknown log-probs of sampled tokens are NaN,
     unknown versions -1; on other tokens they are 0 and -1.
@@ -131,7 +131,7 @@ def _turns_from_row(tokens: Mapping[str, np.ndarray], described: Sequence[Any] |
 
 
 def _restore_end(turns: list[Turn], finish_reason: str | None) -> None:
-    """Set the finish reason of the last model turn; a row without a model turn gets an empty one."""
+    """Set the finish reason of the last model turn; a row without a model turn gets an empty model turn."""
     last = next((turn for turn in reversed(turns) if turn.source == "model"), None)
     if last is None:
         last = Turn("model", [], [], [])

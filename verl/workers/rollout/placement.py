@@ -73,7 +73,7 @@ def _open_server(
     ranks = max(ranks, size)
     if len(urls) * size != ranks:
         raise ValueError(
-            f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share one."
+            f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share a server."
             f" Set {ranks // size} URLs, or tensor_model_parallel_size={ranks // len(urls)}."
         )
     if rank % size:
@@ -87,7 +87,7 @@ _Placement = tuple[str, str]
 
 def _gather_placements(device: torch.device, size: int) -> tuple[int, list[_Placement]]:
     """This rank, and the placements of all ranks. Without a process group: rank 0, with this device and all following
-    ones. A collective call."""
+    devices. A collective call."""
     host = socket.gethostname()
     devices = _visible_devices()[device.index or 0 :] if device.type == "cuda" else [""] * size
     if not dist.is_initialized():

@@ -27,7 +27,7 @@ _MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
     """Serve the metrics of a replica in a thread until the rollout is garbage-collected. Returns the port; `port=0`
-    chooses a free one."""
+    chooses a free port."""
     try:
         address = bind_socket("0.0.0.0", port)
     except ValueError as error:

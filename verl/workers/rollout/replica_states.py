@@ -1,11 +1,11 @@
-"""The state machine of rollout replicas: which may get requests, and how a dead one is readmitted. No processes here.
+"""The state machine of rollout replicas: which replicas may get requests, and how a dead replica is readmitted.
 
     restarting ── started ──► stale ── verified ──► healthy ◄── responded ── suspect
         ▲                       ▲                    │  │                       ▲
         └── restart ── dead     └──── new version ───┘  └───── unresponsive ────┘
 
 `died` leads from every state to dead, and only `restart` leads out of dead. A replica gets requests only while it is
-healthy: its process responds, and its weights were verified to be those of the current version.
+healthy: its process responds, and its weights were verified to have the current version.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Replicas:
         incarnation: int | None = None,
         version: int | None = None,
     ) -> None:
-        """Apply an event to these replicas (None: all). `incarnation`: the one that the event belongs to (None: the
-        present one); `version`: the verified version."""
+        """Apply an event to these replicas (None: all). `incarnation`: of the event (None: the current
+        incarnation); `version`: the verified version."""
         with self._lock:
             for number in range(len(self._replicas)) if numbers is None else numbers:
                 replica = self._replicas[number]

@@ -59,7 +59,7 @@ class TokenServer(Protocol):
         """Continue after `sequence.token_ids` (prompt and generated tokens) up to `sequence.max_length`."""
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Abort requests; no chunk of them is reported after it returns. Never raises, even if the server is gone."""
+        """Abort requests; no chunk of them is reported after it returns. Never raises, even if the server has ended."""
 
     def pause(self) -> None:
         """Stop sampling; return when all sampled tokens have been reported."""
@@ -75,7 +75,7 @@ class TokenServer(Protocol):
 
 
 class ServerStepEngine:
-    """A `StepEngine` whose step takes the chunks that a server has reported since the last one."""
+    """A `StepEngine` whose step accepts the chunks that a server has reported since the last step."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class ServerStepEngine:
         return self._take_chunks()
 
     def preempt_all(self) -> None:
-        """Restart running sequences from their tokens, before waiting ones."""
+        """Restart running sequences from their tokens, before waiting sequences."""
         running = list(self._running.values())
         self._stop(list(self._running))
         self._waiting = running + self._waiting
@@ -216,7 +216,7 @@ class ServerStepEngine:
         if chunk.finished and error is None:
             error = (
                 f"the engine ended it after {len(sequence)} of at most {sequence.max_length} tokens, without an end"
-                " token. Check the engine's own length limit, and whether another client aborts requests there."
+                " token. Check the engine's own length limit, and whether another client aborts requests."
             )
         if error is None:
             return False

@@ -42,7 +42,7 @@ class TokenSource(Protocol):
         Yields None whenever the request is sent. Closing the generator aborts the request."""
 
     def pause(self) -> None:
-        """Abort running requests and hold new ones; streams end after their last sampled token."""
+        """Abort running requests and hold new requests; streams end after their last sampled token."""
 
     def resume(self) -> None: ...
 

@@ -45,7 +45,7 @@ it is equal, 0 if the token was certain, NaN if the value is unknown."""
 def accept_reported(
     sequence: Sequence, tokens: Iterable[int], log_probs: Iterable[float], version: int, after_truncation: bool
 ) -> bool:
-    """Append tokens up to the one that ends the sequence; return whether it has ended.
+    """Append tokens up to the end of the sequence; return whether it has ended.
 
     `log_probs` are at the request's temperature (greedy: at 1), after penalties, biases and bans. `after_truncation`:
     also after top-k, top-p and min-p.
@@ -151,7 +151,7 @@ def _check_temperature(
 
 
 def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: int, setting: str) -> None:
-    """The probabilities of all `candidates` add up to 1; an unreported one is at most the smallest reported one."""
+    """The probabilities of all `candidates` add up to 1; an unreported probability is at most the smallest reported one."""
     reported = sum(math.exp(value) for value in log_probs.values())
     unreported = (candidates - len(log_probs)) * math.exp(min(log_probs.values()))
     if not 1 - unreported - _TOLERANCE <= reported <= 1 + _TOLERANCE:

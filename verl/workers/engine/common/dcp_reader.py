@@ -1,7 +1,7 @@
 """Read folders of torch.distributed.checkpoint without executing anything in them.
 
-torch's own reader unpickles `.metadata` and the objects in data files. This one reads the pickle as plain data, checks
-every field, builds torch's metadata from it, and reads nothing but tensors, from files inside the folder.
+torch's own reader unpickles `.metadata` and the objects in data files. This module reads the pickle as plain data,
+checks every field, builds torch's metadata from it, and reads only tensors, from files inside the folder.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TensorsOnlyReader(dcp.FileSystemReader):
         try:
             tensors = read_folder(self._folder)
         except (ValueError, OSError) as error:
-            # Some versions of torch drop errors raised here; set_up_storage_reader is called next and raises it.
+            # Some versions of torch drop errors of this method; `set_up_storage_reader`, called next, raises it.
             self._failure, tensors = error, {}
         chunks = {
             MetadataIndex(name, chunk.offsets): chunk

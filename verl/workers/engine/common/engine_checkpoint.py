@@ -88,7 +88,7 @@ class NamedWeights(Protocol):
     ) -> Callable[[str], torch.Tensor | None]:
         """Return a function from the name of a weight to the full tensor in host memory of rank 0, None elsewhere.
 
-        The function is a collective of `group`. `local_tensors` are those of this method, or a snapshot of them.
+        The function is a collective of `group`. `local_tensors`: the result of `local_tensors()`, or a snapshot of it.
         """
 
 

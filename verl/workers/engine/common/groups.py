@@ -31,7 +31,7 @@ class NodeGroup:
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Join the process group that the environment describes (as torchrun sets it), or create one with a single rank."""
+    """Join the process group that the environment describes (as torchrun sets it), or create a group of one rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
@@ -64,13 +64,13 @@ def node_group() -> NodeGroup:
         return NodeGroup((0,), None)
     hosts: list[str] = [""] * world
     dist.all_gather_object(hosts, socket.gethostname())
-    mine, nodes = hosts[dist.get_rank()], list(dict.fromkeys(hosts))
+    own_host, nodes = hosts[dist.get_rank()], list(dict.fromkeys(hosts))
     members = {node: tuple(rank for rank, host in enumerate(hosts) if host == node) for node in nodes}
     if len(nodes) == 1:
-        return NodeGroup(members[mine], None)
+        return NodeGroup(members[own_host], None)
     # Every rank must take part in creating every group.
     groups = {node: dist.new_group(list(ranks)) for node, ranks in members.items()}
-    return NodeGroup(members[mine], groups[mine])
+    return NodeGroup(members[own_host], groups[own_host])
 
 
 def background_group() -> dist.ProcessGroup | None:

@@ -233,7 +233,7 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file: length of the header, header, and the tensors without gaps.
 
-    `specs`: shape and dtype by name, wide elements first. Consumes as many of `tensors` as there are `specs`.
+    `specs`: shape and dtype by name, wide elements first. Consumes one tensor of `tensors` per spec.
     """
     unknown = sorted({str(value.dtype) for value in specs.values() if value.dtype not in DTYPE_NAMES})
     if unknown:

@@ -52,7 +52,7 @@ class HostSnapshot:
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Allocate memory for tensors of these sizes in the background; nothing is copied yet."""
-        with suppress(OSError):  # not enough memory: `take` raises, if it is ever called
+        with suppress(OSError):  # not enough memory: a later `take` raises
             self._allocate(_offsets(sizes)[-1])
         self._untouched = iter(range(0, self.size, _BUFFER))
         self._touching = [run_in_thread("snapshot memory", self._touch) for _ in range(_THREADS)]

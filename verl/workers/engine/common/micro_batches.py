@@ -49,7 +49,7 @@ def micro_batches(
 
 
 def with_last(parts: Iterator[_Part]) -> Iterator[tuple[_Part, bool]]:
-    """Yield each part with whether it is the last."""
+    """Yield (part, whether this is the last part)."""
     previous = next(parts, None)
     for part in parts:
         if previous is not None:
@@ -152,7 +152,7 @@ def _split_sets(
 
 
 def _split_by_budget(lengths: Sequence[int], budget: int, costs: Sequence[float], at_least: int) -> list[list[int]]:
-    """Return parts of equal cost if all are within the budget, else of equal tokens, else those of best-fit packing."""
+    """Return parts of equal cost if all are within the budget, else of equal tokens, else the best-fit packing."""
     packed = _best_fit(lengths, budget)
     count = max(len(packed), at_least)
     for weights in (costs, lengths):
@@ -235,6 +235,6 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[
     order = [row for rows in batch_idx_list for row in rows]
     if len(order) != len(data):
         raise ValueError(
-            f"restore_dynamic_batch: {len(data)} results for {len(order)} rows. Concatenate those of all micro-batches."
+            f"restore_dynamic_batch: {len(data)} results for {len(order)} rows. Pass the results of all micro-batches."
         )
     return data[get_reverse_idx(order)]

@@ -74,7 +74,7 @@ class LayerRouter:
         self._counts: torch.Tensor | None = None
 
     def select(self, routes: Routes, own: torch.Tensor) -> torch.Tensor:
-        """Return the experts [tokens, k] to use: replayed ones where given, otherwise `own`, the router's choice."""
+        """Return the experts [tokens, k] to use: replayed experts where known, otherwise `own`, the router's choice."""
         selected = own
         if routes.replayed is not None:
             replayed = routes.replayed[:, self.layer].long()

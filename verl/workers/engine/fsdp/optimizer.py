@@ -44,7 +44,7 @@ class ShardedAdamW:
         return [local_shard(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
 
     def gather_gradients(self) -> None:
-        """Gradients are complete after the last backward pass; RuntimeError if there are none."""
+        """No effect, since gradients are complete after the last backward pass; RuntimeError without gradients."""
         if not self.gradients():
             raise RuntimeError("optimizer_step: no gradients. Call forward_backward first.")
 
@@ -127,7 +127,7 @@ class ShardedAdamW:
         return tensors
 
     def allocate_state(self, stored: set[str]) -> dict[str, torch.Tensor]:
-        """Replace the state by an empty one for the `stored` names; return its tensors."""
+        """Replace the state by zeros for the parameters with `stored` state; return the new tensors."""
         self.adamw.state.clear()
         for name in self._shards:
             if f"{name}/step" in stored:

@@ -126,8 +126,8 @@ def load_weights(
     """Materialise a sharded meta `model` on `device` with the weights of the node leader's `source`. A collective.
 
     The leader broadcasts one full tensor at a time to its node, and every rank keeps its shard. Buffers are sent too,
-    because checkpoints lack some of them (rotary frequencies). `source` has no adapters; those of `model` are
-    initialised.
+    because checkpoints lack some of them (rotary frequencies). `source` has no adapters; the
+    adapters of `model` are initialised.
     """
     model.to_empty(device=device)
     source_tensors = _all_tensors(source) if source is not None else {}
@@ -165,5 +165,5 @@ def _copy_into(target: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def _all_tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return parameters and all buffers; tied ones once."""
+    """Return parameters and all buffers; tied tensors once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

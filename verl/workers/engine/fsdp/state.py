@@ -71,7 +71,7 @@ class FSDPState:
                 self.weights.write_adapter(trained, folder / ADAPTER_FOLDER, self.source, group)
             if "optimizer" in contents and self.optimizer is not None:
                 save_tensors(snapshot.moments, folder / "optimizer", recorder, group)
-            # Rank 0 writes its own files after the last collective: if that fails, no other rank is inside one.
+            # Rank 0 writes its own files after the last collective: if that fails, no other rank waits in a collective.
             if dist.get_rank() == 0:
                 snapshot.write_unsharded(recorder)
         if export is not None:

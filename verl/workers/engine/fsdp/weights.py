@@ -46,7 +46,7 @@ class ModelWeights:
         return {name: value for name, value in self._hf.state_dict().items() if self._tied.get(name, name) == name}
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint: those that are trained."""
+        """Return the tensors that a checkpoint stores: the trained tensors."""
         return self.trained(self.local_tensors())
 
     def trained(self, local_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Conversion of weights between Hugging Face and Megatron-Core by Megatron-Bridge, one full weight at a time.
 
 The bridge's own distribution of weights over ranks is not used: it does not pad vocabularies, and its collectives on
-Core's groups must not run during training, as those of an export do.
+Core's groups must not run during training, when an export runs in the background.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WholeWeight(nn.Module):
 
 
 class Bridge:
-    """The bridge of one model. The head of a value model or classifier, which it does not support, is copied."""
+    """The bridge of one model. It does not support heads of value models and classifiers, which are copied."""
 
     def __init__(self, arch: CoreArchitecture, kind: ModelKind, hf_config: Any) -> None:
         from megatron.bridge.models.conversion.param_mapping import AutoMapping

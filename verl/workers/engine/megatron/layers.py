@@ -70,7 +70,7 @@ class PackedTokens(PackedSeqParams):
     """
 
     def __init__(self, packing: Packing, routes: Any = None) -> None:
-        """`routes`: those of a mixture-of-experts model (`routers.Routes`)."""
+        """`routes`: the expert routes of a mixture-of-experts model (`routers.Routes`)."""
         super().__init__(qkv_format="sbhd")
         self.packing = packing
         self.routes = routes

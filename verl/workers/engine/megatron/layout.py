@@ -108,7 +108,7 @@ class CoreLayout:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which Core uses this layout; the previous one is restored at exit."""
+        """Context in which Core uses this layout; the previous layout is restored at exit."""
         with CoreLayout._lock:
             previous, previous_state = CoreLayout._active, _globals()
             if previous is self:

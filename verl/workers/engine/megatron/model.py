@@ -58,7 +58,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="ta
 
 
 class MegatronModel(LanguageModule):
-    """The layers of one (virtual) pipeline stage; the first has the embedding, the last has the head.
+    """The layers of one (virtual) pipeline stage; the first stage has the embedding, the last stage has the head.
 
     Parameters have the names of Core's GPTModel; the head of a value model or classifier is `score`.
     """

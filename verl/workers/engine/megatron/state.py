@@ -2,8 +2,8 @@
 
 Core's own distributed checkpoints use Core's names for weights, and buffer positions for a sharded optimizer: other
 engines cannot read them, and they cannot be written during training from a copy. Therefore weights and moments are
-written under Hugging Face names by the ranks that hold them, and can be loaded on any layout and by the FSDP engine,
-whose checkpoints can be loaded here.
+written under Hugging Face names by the ranks that hold them, and can be loaded on any layout and by the FSDP engine.
+Checkpoints of the FSDP engine can be loaded by this engine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MegatronState:
                 save_chunks(self._weight_chunks(snapshot.weights), folder / "model", recorder, group)
             if "optimizer" in contents and self.optimizer is not None:
                 save_chunks(self._moment_chunks(snapshot.moments), folder / "optimizer", recorder, group)
-            # Rank 0 writes its own files after the last collective: if that fails, no other rank is inside one.
+            # Rank 0 writes its own files after the last collective: if that fails, no other rank waits in a collective.
             if dist.get_rank() == 0:
                 snapshot.write_unsharded(recorder)
         if export is not None:
@@ -192,7 +192,7 @@ class MegatronState:
 
 
 def is_core_checkpoint(folder: Path) -> bool:
-    """Return whether Megatron-Core wrote the checkpoint (`dist_checkpointing`); ours has a subfolder for the model."""
+    """Return whether Megatron-Core wrote the checkpoint (by `dist_checkpointing`), not `MegatronState.write`."""
     return folder.is_dir() and bool(dist_checkpointing.check_is_distributed_checkpoint(str(folder)))
 
 

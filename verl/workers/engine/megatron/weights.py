@@ -230,7 +230,7 @@ class HFFiles:
         return {name: file for file in self._files for name in file.keys()}
 
     def name_of(self, name: str) -> str | None:
-        """Return the stored name; weights of a model without head have no prefix. None if it is not stored."""
+        """Return the name in the files, without the prefix `model.` if the files have no head; None if not stored."""
         bare = name.removeprefix("model.")
         return name if name in self._names else bare if bare in self._names else None
 

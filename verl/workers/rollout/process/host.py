@@ -46,11 +46,11 @@ __all__ = ["main"]
 _PROGRESS_INTERVAL_S = 0.5
 # After these errors nothing can be computed any more; out-of-memory errors are not among them.
 _FATAL = (EngineBrokenError, torch.AcceleratorError)
-# Methods of the host; all others are methods of the engine.
+# Methods of the host; all other methods are methods of the engine.
 _HOST_METHODS = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update", "close"})
 # Methods that never block: executed by the receiving thread, in the order of the calls.
 _IMMEDIATE = frozenset({"submit", "cancel", "abort", "resume_generation"})
-# Methods that may block while others are called: executed in their own threads.
+# Methods that may block while other methods are called: executed in their own threads.
 _CONCURRENT = frozenset({"pause_generation", "wait_idle", "load", "since"})
 
 
@@ -211,7 +211,7 @@ def _exit(code: int) -> None:
 
 
 def main() -> None:
-    """Serve the process that started this one."""
+    """Execute the calls of the parent process."""
     end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     end.set_inheritable(False)
     die_with_parent()

@@ -57,11 +57,11 @@ class ProcessRollout(BaseRollout):
 
     def __init__(self, spec: EngineSpec, environment: Mapping[str, str], device: torch.device) -> None:
         """`environment`: the complete environment of the process. Buckets are shared on `device`, the engine's first
-        one."""
+        device."""
         self.config = spec.config
         self._spec, self._environment, self._device = spec, dict(environment), device
         self._buffers: list[SharedBuffer] = []
-        """The last one is in use; the engine's processes may still have the others open."""
+        """The last buffer is in use; the engine's processes may still have earlier buffers open."""
         self._start()
 
     def _start(self) -> None:
@@ -199,12 +199,12 @@ class EngineProcess:
         """Set when the process has ended."""
         self._step: str | None = "starting its process"
         file, self.log = tempfile.mkstemp(prefix="verl-engine-", suffix=".log")
-        ours, theirs = socket.socketpair()
-        self._channel = MessageChannel(ours)
+        own_end, process_end = socket.socketpair()
+        self._channel = MessageChannel(own_end)
         started: Future[None] = Future()
-        with theirs, os.fdopen(file, "wb") as log:
-            command = [sys.executable, "-m", _HOST_MODULE, str(theirs.fileno()), str(os.getpid())]
-            options = {"env": dict(environment), "pass_fds": [theirs.fileno()], "stdout": log, "stderr": log}
+        with process_end, os.fdopen(file, "wb") as log:
+            command = [sys.executable, "-m", _HOST_MODULE, str(process_end.fileno()), str(os.getpid())]
+            options = {"env": dict(environment), "pass_fds": [process_end.fileno()], "stdout": log, "stderr": log}
             self._start_thread(self._run_process, started, command, options)
             started.result()
         add_helper(self.pid, lambda: bool(self._replies or self._outputs))

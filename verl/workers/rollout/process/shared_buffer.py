@@ -150,7 +150,7 @@ class BufferReader:
         return self.open(handle.buffer).bucket(handle)
 
     def open(self, handle: BufferHandle) -> SharedBuffer:
-        """Open a buffer and close the previous one."""
+        """Open a buffer and close the previous buffer."""
         if self._buffer is None or self._buffer.handle != handle:
             self.close()
             self._buffer = SharedBuffer.attach(handle)

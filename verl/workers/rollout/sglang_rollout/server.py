@@ -212,7 +212,7 @@ class SGLangServer:
         received, is_last_phase = 0, sampling is request.phases[-1]
         async for reply in self._thread.manager.generate_request(generate_request):
             meta, is_first = reply["meta_info"], received == 0
-            # Depending on its options, SGLang reports all tokens or new ones only; the new ones are the last.
+            # Depending on its options, SGLang reports all tokens or only new tokens; new tokens are the last.
             new, received = meta["completion_tokens"] - received, meta["completion_tokens"]
             tokens = reply["output_ids"][-new:] if new else []
             log_probs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new else []

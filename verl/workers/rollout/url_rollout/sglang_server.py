@@ -56,7 +56,7 @@ class SGLangServerAPI(ServerAPI):
     ) -> None:
         """`eos_token_ids`: tokens at which SGLang ends every response of this model."""
         self._eos_token_ids = eos_token_ids
-        # Namespace of the prefix cache: changes with the weights, and differs from those of earlier runs.
+        # Namespace of the prefix cache: changes with the weights, and is unique to this run.
         self._cache_key = uuid.uuid4().hex
         super().__init__(client, model_path, config, hf_config)
 
@@ -107,7 +107,7 @@ class SGLangServerAPI(ServerAPI):
 
     def _parse_tokens(self, data: dict[str, Any], received: int) -> StreamEvent:
         meta = data["meta_info"]
-        # Depending on its options, SGLang reports all tokens or new ones only; the new ones are the last.
+        # Depending on its options, SGLang reports all tokens or only new tokens; new tokens are the last.
         new = meta["completion_tokens"] - received
         tokens = data["output_ids"][-new:] if new else []
         log_probs = [entry[0] for entry in meta["output_token_logprobs"][-new:]] if new else []

@@ -97,7 +97,7 @@ class VllmStepEngine:
         return rejected + self._take_outputs()
 
     def _start_waiting(self) -> list[Sequence]:
-        """Pass waiting sequences to vLLM; return those that it rejects."""
+        """Pass waiting sequences to vLLM; return the rejected sequences."""
         waiting, self._waiting, rejected = self._waiting, [], []
         for sequence in waiting:
             params = self._sampling_params(**sampling_arguments(sequence), detokenize=False)
