@@ -257,8 +257,8 @@ class HFRunner:
         return [(row, *values) for row, *values in zip(rows, *columns, strict=True) if row is not None]
 
     def _run_prompts(self, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor, torch.Tensor]:
-        """Run the model on prompts, equal prompts only once. Returns the cache, the row of each prompt in it [prompts] and
-        the logits after the last token [distinct prompts, vocab]."""
+        """Run the model on prompts, equal prompts only once. Returns the cache, the row of each prompt in it [prompts],
+        and the logits after the last token [distinct prompts, vocab]."""
         distinct = {tokens: row for row, tokens in enumerate(dict.fromkeys(map(tuple, prompts)))}
         owner = self._tensor([distinct[tuple(tokens)] for tokens in prompts])
         width = max(len(tokens) for tokens in distinct)

@@ -73,7 +73,7 @@ def _open_server(
     ranks = max(ranks, size)
     if len(urls) * size != ranks:
         raise ValueError(
-            f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share a server."
+            f"server_urls: {len(urls)} servers for {ranks} ranks, tensor_model_parallel_size={size} ranks per server."
             f" Set {ranks // size} URLs, or tensor_model_parallel_size={ranks // len(urls)}."
         )
     if rank % size:

@@ -59,7 +59,7 @@ class TokenServer(Protocol):
         """Continue after `sequence.token_ids` (prompt and generated tokens) up to `sequence.max_length`."""
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Abort requests; no chunk of them is reported after it returns. Never raises, even if the server has ended."""
+        """Abort requests: none of their chunks is reported afterwards. Never raises, even if the server has ended."""
 
     def pause(self) -> None:
         """Stop sampling; return when all sampled tokens have been reported."""
@@ -84,14 +84,15 @@ class ServerStepEngine:
         after_truncation: bool,
         reports_details: bool = False,
     ) -> None:
-        """`connect` returns the server that reports to its argument. `after_truncation`: see `accept_reported`.
-        `reports_details`: the server reports top and prompt log-probs, at the request's temperature."""
+        """`connect(on_chunks)` returns the server, which reports to `on_chunks`. `after_truncation`: see
+        `accept_reported`. `reports_details`: the server reports top and prompt log-probs, at the request's
+        temperature."""
         self.version = 0
         self._max_length = max_length
         self._after_truncation = after_truncation
         self._reports_details = reports_details
         self._chunks: list[TokenChunk] = []
-        """Reported and not taken yet."""
+        """Reported chunks that no step has accepted yet."""
         self._chunk_reported = threading.Condition()
         self._waiting: list[Sequence] = []
         self._running: dict[str, Sequence] = {}

@@ -151,7 +151,7 @@ def _check_temperature(
 
 
 def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: int, setting: str) -> None:
-    """The probabilities of all `candidates` add up to 1; an unreported probability is at most the smallest reported one."""
+    """The probabilities of all `candidates` add up to 1; unreported ones are at most the smallest reported."""
     reported = sum(math.exp(value) for value in log_probs.values())
     unreported = (candidates - len(log_probs)) * math.exp(min(log_probs.values()))
     if not 1 - unreported - _TOLERANCE <= reported <= 1 + _TOLERANCE:

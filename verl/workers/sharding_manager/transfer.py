@@ -38,7 +38,7 @@ class InProcessTransfer:
         """
         start = time.perf_counter()
         rollout, manifest = self._rollout, self._engine.manifest()
-        sent, steps, whole = SentWeights(rollout.weight_dtype), StepsUntilError(), TensorAssembler(manifest)
+        sent, steps, assembler = SentWeights(rollout.weight_dtype), StepsUntilError(), TensorAssembler(manifest)
         accepts_rows = rollout.requested_rows() is not None
         steps.run(rollout.begin_update, version, manifest)
         begun = steps.error is None
@@ -46,7 +46,7 @@ class InProcessTransfer:
             raise steps.error
         try:
             for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._requested_rows):
-                steps.run(rollout.load_bucket, bucket if accepts_rows else whole.add(bucket))
+                steps.run(rollout.load_bucket, bucket if accepts_rows else assembler.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
             if begun:
@@ -65,8 +65,9 @@ class BroadcastSender:
 
     The controller calls `send` on every trainer rank and `receive` on every rollout rank at the same time. Rank 0
     broadcasts a header before each bucket; the last header contains the fingerprints, or the error that ended the
-    transfer, so that no side waits in vain. Then all members exchange whether they have succeeded. If a member is lost,
-    the calls of the others raise TransferLostError; the trainer is unchanged and may send again over a new group.
+    transfer, so that no side waits for further data. Then all members exchange whether they have succeeded. If a member
+    is lost, the calls of the others raise TransferLostError; the trainer is unchanged and may send again over a new
+    group.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class BroadcastSender:
             return SyncStats(0, 0, time.perf_counter() - start)
         group = self.group
         try:
-            group.broadcast_json({"version": version, "dtype": dtype_name(self.dtype), "manifest": _plain(manifest)})
+            group.broadcast_json(
+                {"version": version, "dtype": dtype_name(self.dtype), "manifest": _manifest_json(manifest)}
+            )
             for bucket in buckets:
                 self._send_bucket(group, bucket)
                 sent.add(bucket)
@@ -159,7 +162,7 @@ class _Loader:
 
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._requested_rows = rollout, rollout.requested_rows()
-        self._whole = TensorAssembler({})
+        self._assembler = TensorAssembler({})
         self.begun = False
 
     def begin(self, header: dict[str, Any]) -> None:
@@ -172,15 +175,15 @@ class _Loader:
             )
         specs = header["manifest"]
         manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
-        self._whole = TensorAssembler(manifest)
+        self._assembler = TensorAssembler(manifest)
         self._rollout.begin_update(header["version"], manifest)
         self.begun = True
 
     def load(self, bucket: Bucket) -> None:
         if self._requested_rows is None:
-            bucket = self._whole.add(bucket)
+            bucket = self._assembler.add(bucket)
         else:
-            bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._requested_rows}
+            bucket = {key: tensor for key, tensor in bucket.items() if _weight_name(key) in self._requested_rows}
         self._rollout.load_bucket(bucket)
 
     def finish(self, header: dict[str, Any]) -> None:
@@ -194,16 +197,17 @@ class _Loader:
             raise WeightMismatchError(f"weights: the trainer failed while sending: {header['error']}")
 
 
-def _name(key: str | TensorSlice) -> str:
+def _weight_name(key: str | TensorSlice) -> str:
     return key if isinstance(key, str) else key.name
 
 
-def _plain(manifest: Manifest) -> list[tuple[str, list[int], str]]:
+def _manifest_json(manifest: Manifest) -> list[tuple[str, list[int], str]]:
+    """(name, shape, dtype) of every weight, for a JSON header."""
     return [(name, list(spec.shape), dtype_name(spec.dtype)) for name, spec in manifest.items()]
 
 
 class WeightSource(Protocol):
-    """The part of a TrainEngine that a weight sync uses. Both are collectives of the training ranks."""
+    """The part of a TrainEngine that a weight sync uses. Both methods are collectives of the training ranks."""
 
     def manifest(self) -> Manifest: ...
 
@@ -235,14 +239,14 @@ class SentWeights:
         places: dict[str | TensorSlice, Placement]
         places = {key: Placement.of_shard(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
         for key, value in fingerprints(bucket, self.dtype, places).items():
-            name = key.name if isinstance(key, TensorSlice) else key
+            name = _weight_name(key)
             total = self.fingerprint.get(name, 0) + value
             self.fingerprint[name] = (total + 2**63) % 2**64 - 2**63  # wraps like 64-bit sums on a device
         self.bytes += sum(tensor.nbytes for tensor in bucket.values())
 
 
 class StepsUntilError:
-    """Runs steps until one fails and skips the rest, so that collectives with other ranks can be completed."""
+    """Runs steps until one fails, and skips later steps, so that collectives with other ranks can be completed."""
 
     error: Exception | None = None
 
@@ -254,12 +258,12 @@ class StepsUntilError:
                 self.error = error
 
 
-def requests_of_ranks(mine: RequestedRows | None, manifest: Callable[[], Manifest]) -> list[RequestedRows] | None:
+def requests_of_ranks(own: RequestedRows | None, manifest: Callable[[], Manifest]) -> list[RequestedRows] | None:
     """Return the requests of the rollouts of all training ranks; None if all request everything. A collective."""
-    requests: list[RequestedRows | None] = [mine]
+    requests: list[RequestedRows | None] = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
         requests = [None] * dist.get_world_size()
-        dist.all_gather_object(requests, mine)
+        dist.all_gather_object(requests, own)
     if all(request is None for request in requests):
         return None
     # Equal requests share one object, so that engines process each distinct request once.
@@ -267,9 +271,9 @@ def requests_of_ranks(mine: RequestedRows | None, manifest: Callable[[], Manifes
     result: list[RequestedRows] = []
     for request in requests:
         rows = all_rows(manifest()) if request is None else request
-        same = next((other for other in distinct if other == rows), None)
-        distinct += [rows] if same is None else []
-        result.append(rows if same is None else same)
+        equal = next((other for other in distinct if other == rows), None)
+        distinct += [rows] if equal is None else []
+        result.append(rows if equal is None else equal)
     return result
 
 

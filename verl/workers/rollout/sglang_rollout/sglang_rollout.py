@@ -33,7 +33,7 @@ __all__ = ["ReleasableMemory", "SGLangKV", "SGLangRollout", "SGLangWeights", "en
     "sglang", package="sglang", install="make setup-sglang, or pip install -e .[sglang]", reports=("full",)
 )
 class SGLangRollout(EmbeddedRollout):
-    """An engine in `dtype` on `device` and, with several ranks, the following devices. SGLang starts a process per rank."""
+    """An engine in `dtype` on `device` and, with several ranks, the following devices. SGLang starts its processes."""
 
     def __init__(
         self,
