@@ -45,7 +45,7 @@ class RequestEngine:
     def finish(self, request_id: str, output: Output) -> None:
         self.unfinished.pop(request_id).set_result(output)
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         known = {name: self.partials[name] for name in positions if name in self.partials and name in self.unfinished}
         return {name: tail for name, output in known.items() if (tail := _tail(output, positions[name])).token_ids}
 
@@ -61,7 +61,7 @@ class ScriptedRollout:
     config, eos_token_ids, pad_token_id = RequestEngine.config, (), 0
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.submit, self.since, self.abort = engine.submit, engine.since, engine.abort
+        self.submit, self.tokens_since, self.abort = engine.submit, engine.tokens_since, engine.abort
 
 
 class HostHandle(RankHandle):

@@ -100,7 +100,7 @@ class ScriptedEngine:
                 if request_id in self._running:
                     self._end(request_id, "abort")
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         with self._lock:
             outputs = {name: self._running[name].output for name in positions if name in self._running}
             return {

@@ -104,7 +104,7 @@ class AsyncEngine:
         finally:
             sequence.future.cancel()
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         """Return the new outputs of unfinished requests by id, each from its position in `positions` on; empty ones are
         left out."""
         with self._changed:

@@ -216,7 +216,7 @@ def test_pieces_of_an_answer_have_the_experts_of_their_tokens():
     while not sequence.done:
         for _ in range(3):
             versions.engine.step()
-        for piece in engine.since({"a": told}).values():
+        for piece in engine.tokens_since({"a": told}).values():
             pieces.append(piece.routed_experts)
             told += len(piece.token_ids)
         if told == 3:

@@ -87,7 +87,7 @@ class BaseRollout(ABC):
         """Abort these requests (None: all) at the next token; their outputs have the tokens so far and finish reason
         `abort`."""
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         """Return the new tokens of unfinished requests: `positions` maps request ids to the first token to return.
 
         Requests without new tokens are left out. Engines that only return finished outputs return nothing.

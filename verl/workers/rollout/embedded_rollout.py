@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from verl.config import RolloutConfig
+from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
+from verl.inference.engine import StepEngine
 from verl.inference.tensor_parallel import FollowerEngine
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
 
-__all__ = ["EmbeddedRollout", "KVStore", "WeightStore", "merge_engine_arguments"]
+__all__ = ["EmbeddedRollout", "KVStore", "WeightStore", "merge_engine_arguments", "request_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +116,8 @@ class EmbeddedRollout(BaseRollout):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._loop.abort(ids)
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        return {} if isinstance(self._loop, FollowerEngine) else self._loop.since(positions)
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        return {} if isinstance(self._loop, FollowerEngine) else self._loop.tokens_since(positions)
 
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         for name, value, known in (("mode", mode, PAUSE_MODES), ("kv", kv, KV_MODES)):
@@ -253,6 +256,11 @@ def _checked_tags(tags: Iterable[str]) -> set[str]:
     if isinstance(tags, str) or not set(tags) <= set(RELEASE_TAGS):
         raise ValueError(f"release/resume: tags {tags!r} are unknown. Use a list of {RELEASE_TAGS}.")
     return set(tags)
+
+
+def request_loop(engine: StepEngine, model_path: str, model_config: ModelConfig) -> AsyncEngine:
+    """The request loop of a step engine; it loads the model's tokenizer when a request needs it."""
+    return AsyncEngine(engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code))
 
 
 def merge_engine_arguments(

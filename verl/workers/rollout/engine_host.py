@@ -71,7 +71,7 @@ class RequestEngine(Protocol):
 
     def abort(self, ids: Iterable[str] | None = None) -> None: ...
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]: ...
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]: ...
 
 
 class EngineHost(LoopHost):
@@ -137,7 +137,7 @@ class EngineHost(LoopHost):
 
     def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:
         """Return the current outputs of these requests; requests without tokens are left out. Generation continues."""
-        return self._since(dict.fromkeys(ids, 0))
+        return self._tokens_since(dict.fromkeys(ids, 0))
 
     def abort_requests(self, ids: Iterable[str]) -> None:
         """Abort these requests at the next token."""
@@ -155,7 +155,7 @@ class EngineHost(LoopHost):
         with self._changed:
             reported = self._reported[client]
             positions = dict(reported)
-        partials = self._since(positions)
+        partials = self._tokens_since(positions)
         with self._changed:
             for name, piece in partials.items():
                 if name in reported:
@@ -268,7 +268,7 @@ class EngineHost(LoopHost):
     def _new_partials(self, job: RolloutJob) -> dict[str, Output]:
         with self._changed:
             tasks = {self._requests[task].id: task for task in job.unfinished.values() if task in self._requests}
-        pieces = self._since({request_id: task.reported for request_id, task in tasks.items()})
+        pieces = self._tokens_since({request_id: task.reported for request_id, task in tasks.items()})
         for request_id, piece in pieces.items():
             tasks[request_id].reported += len(piece.token_ids)
         return {tasks[request_id].name: piece for request_id, piece in pieces.items()}
@@ -283,9 +283,9 @@ class EngineHost(LoopHost):
             if request.id in outputs
         }
 
-    def _since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+    def _tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         try:
-            pieces = self._rollout.since(positions)
+            pieces = self._rollout.tokens_since(positions)
         except EngineDiedError:  # the requests fail with this error, which reports it
             return {}
         return {name: replace(piece, raw_log_probs=[]) for name, piece in pieces.items()}

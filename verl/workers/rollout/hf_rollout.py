@@ -9,7 +9,6 @@ import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, load_module, read_hf_config
 from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.sequence import Sequence, accept_tokens
@@ -26,9 +24,8 @@ from verl.inference.weights import EngineWeights, pack_module
 from verl.types.request import Request, check_request
 from verl.utils.device import resolve_dtype
 from verl.utils.progress import pulse
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import register_rollout
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
 
 __all__ = ["HFEngine", "HFRollout", "HFRunner"]
 
@@ -75,10 +72,7 @@ class HFRollout(EmbeddedRollout):
             config,
             device,
             dtype,
-            loop=AsyncEngine(
-                HFEngine(runner, config.max_num_seqs, config.max_model_len),
-                partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
-            ),
+            loop=request_loop(HFEngine(runner, config.max_num_seqs, config.max_model_len), model_path, model_config),
             weights=weights,
             kv=None,
             eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,

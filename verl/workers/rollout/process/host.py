@@ -51,7 +51,7 @@ _HOST_METHODS = frozenset({"build", "submit", "cancel", "open_buffer", "load_buc
 # Methods that never block: executed by the receiving thread, in the order of the calls.
 _IMMEDIATE = frozenset({"submit", "cancel", "abort", "resume_generation"})
 # Methods that may block while other methods are called: executed in their own threads.
-_CONCURRENT = frozenset({"pause_generation", "wait_idle", "load", "since"})
+_CONCURRENT = frozenset({"pause_generation", "wait_idle", "load", "tokens_since"})
 
 
 class EngineProcessHost:

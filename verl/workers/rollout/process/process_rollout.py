@@ -91,8 +91,8 @@ class ProcessRollout(BaseRollout):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._engine.send_call("abort", None if ids is None else list(ids))
 
-    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        return self._engine.call("since", dict(positions)) if positions else {}
+    def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        return self._engine.call("tokens_since", dict(positions)) if positions else {}
 
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         self._engine.call("pause_generation", mode, kv)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,15 +12,13 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
 from verl.workers.rollout.sglang_rollout.server import SGLangServer, SGLangStepEngine
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
@@ -61,9 +58,7 @@ class SGLangRollout(EmbeddedRollout):
             config,
             device,
             dtype,
-            loop=AsyncEngine(
-                self.step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
-            ),
+            loop=request_loop(self.step_engine, model_path, model_config),
             weights=SGLangWeights(thread, skeleton, dtype, ranks, ReleasableMemory(thread, "weights", device)),
             kv=SGLangKV(thread, self.step_engine.server, ReleasableMemory(thread, "kv_cache", device), ranks),
             eos_token_ids=eos_token_ids,

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,16 +20,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.names import rollout_traits
-from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, read_hf_config
 from verl.inference.sequence import Sequence as TokenSequence
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.utils.counter_noise import engine_seed
 from verl.utils.device import resolve_dtype
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import register_rollout
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
 from verl.workers.rollout.server_step_engine import OnChunks
 from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamEvent, StreamingServer, params_after
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
@@ -78,9 +75,7 @@ class TRTLLMRollout(EmbeddedRollout):
             config,
             device,
             dtype,
-            loop=AsyncEngine(
-                self._step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
-            ),
+            loop=request_loop(self._step_engine, model_path, model_config),
             weights=TRTLLMWeights(self._llm, call, skeleton, dtype, memory),
             kv=memory,
             eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,

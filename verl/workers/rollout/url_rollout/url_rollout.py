@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
 from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
 from verl.workers.rollout.third_party_tokens import check_reported_log_probs
 from verl.workers.rollout.url_rollout.server import ControlClient, HTTPTokenSource, ServerError, ServerWeights
@@ -56,9 +54,7 @@ class URLRollout(EmbeddedRollout):
             config,
             torch.device("cpu"),  # the server uses no device of this process
             api.dtype,
-            loop=AsyncEngine(
-                self._step_engine, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
-            ),
+            loop=request_loop(self._step_engine, model_path, model_config),
             weights=ServerWeights(self._transport, skeleton, api.dtype),
             kv=None,
             eos_token_ids=eos_token_ids,

@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,15 +14,13 @@ import numpy as np
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
-from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
 from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
 from verl.workers.rollout.vllm_rollout.weights import WORKER_EXTENSION, SleepMode, VllmKV, VllmWeights
 from verl.workers.rollout.weights import dtype_name
@@ -64,10 +61,7 @@ class vLLMRollout(EmbeddedRollout):
             config,
             device,
             dtype,
-            loop=AsyncEngine(
-                VllmStepEngine(self._engine, device),
-                partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
-            ),
+            loop=request_loop(VllmStepEngine(self._engine, device), model_path, model_config),
             weights=VllmWeights(self._engine, skeleton, dtype, device, self._memory),
             kv=VllmKV(self._engine, self._memory),
             eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
