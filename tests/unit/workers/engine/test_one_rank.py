@@ -469,7 +469,7 @@ def test_only_the_named_contents_are_loaded(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     make_engine(tiny_model()).save(tmp_path, ["model"])
-    with pytest.raises(ValueError, match="num_hidden_layers is 3 here and 2 there"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 3 in the model and 2 in the checkpoint"):
         make_engine(tiny_model(num_hidden_layers=3)).load(tmp_path, ["model"])
 
 
