@@ -32,7 +32,7 @@ from _shapes import save_random_model, shape_config
 
 from verl.config import PPOConfig, load_config
 from verl.config.devices import gpu_memory, host_memory_available
-from verl.config.schema import put
+from verl.config.schema import set_path
 from verl.planning.advice import cheapest_changes
 from verl.planning.host import HostMemory
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
@@ -149,7 +149,7 @@ def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, Memory
     changes, fits = cheapest_changes(config, plan_of)
     for change in changes:
         print(f"{case.shape}: {change}{'' if fits else ' (still does not fit)'}", flush=True)
-        put(config, change.key, change.value)
+        set_path(config, change.key, change.value)
     return config, plan_of(config)
 
 

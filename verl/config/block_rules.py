@@ -13,7 +13,7 @@ from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
 from verl.config.problems import Report, show
 from verl.config.rollout import GeneratorConfig
-from verl.config.schema import Block, entries, join, pick
+from verl.config.schema import Block, entries, get_path, join
 from verl.config.trainer import RunConfig
 
 _EXTERNAL_ENGINES = tuple(name for name, row in names.ROLLOUTS.items() if row.third_party)
@@ -73,7 +73,7 @@ def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
     row = names.rollout_traits(rollout.name)
     if not rollout.server_urls and not is_installed(row.package):
         why, fix = f"{row.package} is not installed", f"Run {row.install}; or set {path}.name=native"
-        report.broken(f"{path}.name", rollout.name, why, f"{fix}, which is built in")
+        report.invalid(f"{path}.name", rollout.name, why, f"{fix}, which is built in")
 
 
 ALL_LINEAR = "all-linear"
@@ -129,7 +129,7 @@ def values_present(block: Block, path: str, report: Report) -> None:
                 values_present(value, key_path, report)
         elif entry.key.required is not None:
             if not value:
-                report.broken(key_path, value, "is required", f"Set it, e.g. {key_path}={entry.key.required}")
+                report.invalid(key_path, value, "is required", f"Set it, e.g. {key_path}={entry.key.required}")
         elif value is None and not entry.optional and entry.key.follows is None:
             report.problem(key_path, value, "must have a value", "Set one, or leave the key out for its default")
 
@@ -142,7 +142,7 @@ def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
 
 def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
     """Report a Ulysses size at `path` that requires packed tokens, which the block at `model` disables."""
-    if size > 1 and not pick(config, f"{model}.use_remove_padding"):
+    if size > 1 and not get_path(config, f"{model}.use_remove_padding"):
         why = f"it requires packed tokens, and {model}.use_remove_padding = False"
         fix = f"Set {model}.use_remove_padding=True"
         report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))

@@ -44,7 +44,7 @@ class Converter:
             values = {**defaults, "enable": False} if "enable" in entries(cls) else defaults
         if not isinstance(values, Mapping):
             known = ", ".join(entries(cls))
-            self.report.broken(path, values, "is a block of keys, not a value", f"Set keys below it ({known})")
+            self.report.invalid(path, values, "is a block of keys, not a value", f"Set keys below it ({known})")
             values = defaults
         for name in values:
             if name not in entries(cls):
@@ -64,7 +64,7 @@ class Converter:
         """Convert a mapping of user-defined names to blocks; keys that are not set are null."""
         if values is not None and not isinstance(values, Mapping):
             known = ", ".join(entries(cls))
-            self.report.broken(
+            self.report.invalid(
                 path, values, "must be a mapping of names to blocks", f"Set {path}.<name>.<key> ({known})"
             )
             values = {}
@@ -77,7 +77,7 @@ class Converter:
         try:
             return parse_value(entry, value, self.extended)
         except InvalidValue as error:
-            self.report.broken(path, value, error.why, error.fix)
+            self.report.invalid(path, value, error.why, error.fix)
             return parse_value(entry, default, self.extended)
 
     def _is_old_key(self, path: str, value: Any) -> bool:

@@ -12,7 +12,7 @@ from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
 from verl.config.load import EVAL, GENERATION, PPO, RM, SFT, Root
 from verl.config.old_keys import FIXED, OBSOLETE
-from verl.config.schema import Block, Entry, alias_table, entries, join, pick
+from verl.config.schema import Block, Entry, alias_table, entries, get_path, join
 
 _INTRO = """# Configuration
 
@@ -109,7 +109,7 @@ def _blocks(root: Root, cls: type[Block], path: str, doc: str = "", heading: str
 
 def _row(root: Root, path: str, name: str, entry: Entry) -> str:
     # Blocks with user-defined names are not in the YAML files: all of their keys are null.
-    default = _default(None if "<name>" in path else pick(default_tree(root=root.yaml), path))
+    default = _default(None if "<name>" in path else get_path(default_tree(root=root.yaml), path))
     cells = (f"`{name}`", _type(entry.type), default, _meaning(root, path, entry))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -14,7 +14,7 @@ from verl.config.layout import BLOCK_OF_ROLE
 from verl.config.megatron import model_layout_rules, roles_on_megatron
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import Block, pick
+from verl.config.schema import Block, get_path
 from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -92,8 +92,8 @@ def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
         must_exist("actor_rollout_ref.rollout.agent.agent_loop_config_path", agent.agent_loop_config_path, report)
     for role in roles_on_megatron(config):
         key = f"{BLOCK_OF_ROLE[role]}.megatron_config.dist_checkpointing_path"
-        if pick(config, key):
-            must_exist(key, pick(config, key), report)
+        if get_path(config, key):
+            must_exist(key, get_path(config, key), report)
     check_resume(config.trainer, report)
 
 

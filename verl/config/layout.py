@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from verl.config import names
 from verl.config.problems import count
-from verl.config.schema import pick
+from verl.config.schema import get_path
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
@@ -53,7 +53,7 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
     if role == "rollout":
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return Layout(pool, world_size, size, f"TP {size}")
-    block = pick(config, BLOCK_OF_ROLE[role])
+    block = get_path(config, BLOCK_OF_ROLE[role])
     if block.strategy == "megatron":
         sizes = block.megatron_config
         parts = {

@@ -17,10 +17,10 @@ from verl.config.extensions import read_user_declarations
 from verl.config.old_keys import convert_async_training, convert_dict_keys, convert_reward_workers
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.schema import Block, alias_table, pick, walk
+from verl.config.schema import Block, alias_table, get_path, walk
 
-# `(config, report)`: config is an instance of `Root.cls`; one type for rules of several config classes.
-Rule = Callable[[Any, Report], None]
+# Called with the config (an instance of `Root.cls`; `convert_old_keys`: the plain values) and the report.
+ConfigFunction = Callable[[Any, Report], None]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Root:
 
     cls: type[Block]
     yaml: str  # file name in verl/trainer/config, without suffix
-    resolve: Rule  # replaces nulls by the values they stand for
-    validate: Rule  # checks rules between keys
-    check_environment: Rule  # checks files and packages of this machine
-    check_supported: Rule = lambda config, report: None  # reports unsupported values, before all other rules
-    convert_old_keys: Rule = lambda values, report: None  # converts old keys in the plain values
+    resolve: ConfigFunction  # replaces nulls by the values they stand for
+    validate: ConfigFunction  # checks rules between keys
+    check_environment: ConfigFunction  # checks files and packages of this machine
+    check_supported: ConfigFunction = lambda config, report: None  # reports unsupported values, before all other rules
+    convert_old_keys: ConfigFunction = lambda values, report: None  # converts old keys in the plain values
 
 
 def _convert_old_ppo_keys(values: dict[str, Any], report: Report) -> None:
@@ -123,16 +123,17 @@ def load_config(
             report.raise_if_any()
             return cfg
         cfg = cfg.to_dict()
-    kind, report = root_of(root), Report()
-    user = _plain(cfg, root)
-    chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, groups(kind.yaml), report)
-    values = _merged(_merged(default_tree(chosen, kind.yaml), user), changes)
-    config = _build(kind, values, default_values(chosen, kind.yaml), report)
+    program, report = root_of(root), Report()
+    user_values = _to_plain(cfg, root)
+    selected = user_values.pop(GROUPS_KEY, None) or {}
+    options, changes = _split_overrides(selected, overrides, groups(program.yaml), report)
+    values = _merge(_merge(default_tree(options, program.yaml), user_values), changes)
+    config = _build(program, values, default_values(options, program.yaml), report)
     if check_files:
-        kind.check_supported(config, report)
-    kind.validate(config, report)
+        program.check_supported(config, report)
+    program.validate(config, report)
     if check_files:
-        kind.check_environment(config, report)
+        program.check_environment(config, report)
     if preflight is not None:
         preflight(config, report)
     report.raise_if_any()
@@ -149,31 +150,31 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
     """
     if isinstance(cfg, cls):
         return cfg
-    block = _path_of(cls) if at is None else at
+    block = _find_path(cls) if at is None else at
     report = Report()
     values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else dict(cfg or {})
     for name in reversed(block.split(".") if block else ()):
         values = {name: values}
     defaults = default_values()
-    config = _build(root_of(PPOConfig), _merged(defaults, values), defaults, report)
+    config = _build(root_of(PPOConfig), _merge(defaults, values), defaults, report)
     report.problems = [problem for problem in report.problems if problem.key.startswith(block)]
     report.raise_if_any()
-    return pick(config, block)
+    return get_path(config, block)
 
 
-def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
+def _build(program: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
     """Convert merged plain values to resolved blocks; add problems to the report."""
-    kind.convert_old_keys(values, report)
-    _move_aliases(values, alias_table(kind.cls), defaults, report)
-    values = _interpolated(values, defaults, report)
+    program.convert_old_keys(values, report)
+    _move_aliases(values, alias_table(program.cls), defaults, report)
+    values = _resolve_interpolations(values, defaults, report)
     libraries = values.get("external_libs") or []
     try:
         read_user_declarations([libraries] if isinstance(libraries, str) else libraries)
     except ValueError as error:
-        report.statement("external_libs", libraries, f"external_libs: {error}")
-    config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
-    config.changed = _changed_keys(config, defaults, kind.yaml)
-    kind.resolve(config, report)
+        report.formatted_problem("external_libs", libraries, f"external_libs: {error}")
+    config: Any = Converter(program.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    config.changed = _changed_keys(config, defaults, program.yaml)
+    program.resolve(config, report)
     return config
 
 
@@ -185,19 +186,19 @@ def _changed_keys(config: Block, defaults: Mapping[str, Any], root: str) -> dict
     """
     changed = {}
     for path, entry in walk(type(config)):
-        value = pick(config, path) if entry.block is None else None
-        if entry.block is None and value != pick(defaults, path) and not _is_option_value(path, value, root):
+        value = get_path(config, path) if entry.block is None else None
+        if entry.block is None and value != get_path(defaults, path) and not _is_option_value(path, value, root):
             changed[path] = value
     return changed
 
 
 def _is_option_value(path: str, value: Any, root: str) -> bool:
     group, _, below = path.partition(".")
-    option_values = (_at(option, below) for option in alternatives(group, root))
+    option_values = (_get_or_missing(option, below) for option in alternatives(group, root))
     return any(value == (None if other is _MISSING else other) for other in option_values)
 
 
-def _plain(cfg: ConfigInput, root: type[Block]) -> dict[str, Any]:
+def _to_plain(cfg: ConfigInput, root: type[Block]) -> dict[str, Any]:
     """Convert the user's values to plain dicts; `${…}` stay text."""
     if cfg is None:
         return {}
@@ -210,18 +211,21 @@ def _plain(cfg: ConfigInput, root: type[Block]) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Merge `above` on top of `below`, block by block, into a new dict."""
-    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
-        return above
-    return {**below, **{name: _merged(below.get(name), value) for name, value in above.items()}}
+def _merge(base: Any, override: Any) -> Any:
+    """Merge `override` into `base`, block by block; return a new dict."""
+    if not isinstance(base, Mapping) or not isinstance(override, Mapping):
+        return override
+    return {**base, **{name: _merge(base.get(name), value) for name, value in override.items()}}
 
 
 def _split_overrides(
-    chosen: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
+    preselected: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the selected option of each group, and all other overrides as nested values."""
-    selected = {str(group): str(option) for group, option in chosen.items()}
+    """Return the selected option of each group, and all other overrides as nested values.
+
+    `preselected`: options that the command line has selected already; `known`: the options of each group.
+    """
+    selected = {str(group): str(option) for group, option in preselected.items()}
     changes: dict[str, Any] = {}
     for override in overrides:
         change = read_override(override, known)
@@ -230,9 +234,9 @@ def _split_overrides(
         elif change.is_option:
             selected[change.key] = str(change.value)
         else:
-            one: dict[str, Any] = {}
-            _set(one, change.key, change.value)
-            changes = _merged(changes, one)
+            nested: dict[str, Any] = {}
+            _set_value(nested, change.key, change.value)
+            changes = _merge(changes, nested)
     for group, option in list(selected.items()):
         options = known.get(group, ())
         if option not in options:
@@ -246,23 +250,24 @@ def _move_aliases(
 ) -> None:
     """Move values from aliases to their keys and log it; conflicting values are a problem."""
     for alias, canonical in aliases.items():
-        aliased = _take(values, alias)
-        for spelled, value in () if aliased in (_MISSING, {}) else leaves(aliased, alias):
-            target = canonical + spelled.removeprefix(alias)
-            current = _at(values, target)
-            if current is _MISSING or current in (_at(defaults, target), value):
-                _set(values, target, value)
-                report.spelled(target, spelled)
-                if spelled == alias or alias.partition(".")[0] != target.partition(".")[0]:
-                    report.notice(f"{spelled} is an alias: {target} = {show(value)}.")
+        aliased = _pop_value(values, alias)
+        for alias_path, value in () if aliased in (_MISSING, {}) else leaves(aliased, alias):
+            target = canonical + alias_path.removeprefix(alias)
+            current = _get_or_missing(values, target)
+            if current is _MISSING or current in (_get_or_missing(defaults, target), value):
+                _set_value(values, target, value)
+                report.record_alias(target, alias_path)
+                if alias_path == alias or alias.partition(".")[0] != target.partition(".")[0]:
+                    report.notice(f"{alias_path} is an alias: {target} = {show(value)}.")
                 else:  # an alias of a block: one notice for all of its keys
                     report.notice(f"{alias}.* is an alias of {canonical}.*.")
             else:
                 why = f"is an alias of {target} = {show(current)}, and they differ"
-                report.broken(spelled, value, why, "Keep one of the two")
+                report.invalid(alias_path, value, why, "Keep one of the two")
 
 
-def _at(values: Any, path: str) -> Any:
+def _get_or_missing(values: Any, path: str) -> Any:
+    """Return the value at a dotted path of plain values; `_MISSING` if there is none."""
     for name in path.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return _MISSING
@@ -270,18 +275,18 @@ def _at(values: Any, path: str) -> Any:
     return values
 
 
-def _set(values: dict[str, Any], path: str, value: Any) -> None:
+def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a dotted path, copying the blocks on the way (they may be shared with the defaults)."""
     name, _, rest = path.partition(".")
     if rest:
         inner = values.get(name)
         values[name] = dict(inner) if isinstance(inner, Mapping) else {}
-        _set(values[name], rest, value)
+        _set_value(values[name], rest, value)
     else:
         values[name] = value
 
 
-def _take(values: dict[str, Any], path: str) -> Any:
+def _pop_value(values: dict[str, Any], path: str) -> Any:
     """Remove and return the value at a dotted path; also remove blocks that become empty."""
     name, _, rest = path.partition(".")
     if not rest:
@@ -289,7 +294,7 @@ def _take(values: dict[str, Any], path: str) -> Any:
     if not isinstance(values.get(name), Mapping):
         return _MISSING
     inner = dict(values[name])
-    taken = _take(inner, rest)
+    taken = _pop_value(inner, rest)
     if taken is not _MISSING:
         values[name] = inner
         if not inner:
@@ -297,7 +302,7 @@ def _take(values: dict[str, Any], path: str) -> Any:
     return taken
 
 
-def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> dict[str, Any]:
+def _resolve_interpolations(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """Resolve every `${…}`; report those that cannot be resolved and use their defaults."""
     pending = [path for path, value in leaves(values, "") if "${" in str(value)]
     if not pending:
@@ -310,13 +315,13 @@ def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: R
         except OmegaConfBaseException as error:
             why = str(error).splitlines()[0].strip().rstrip(".")
             fix = "Correct the expression in ${…}, or set a value"
-            report.broken(path, _at(values, path), f"cannot be resolved ({why})", fix)
-            plain = _at(defaults, path)
-        _set(values, path, None if plain is _MISSING else plain)
+            report.invalid(path, _get_or_missing(values, path), f"cannot be resolved ({why})", fix)
+            plain = _get_or_missing(defaults, path)
+        _set_value(values, path, None if plain is _MISSING else plain)
     return values
 
 
-def _path_of(cls: type[Block]) -> str:
+def _find_path(cls: type[Block]) -> str:
     if cls is PPOConfig:
         return ""
     paths = [path for path, entry in walk(PPOConfig) if entry.block is cls]

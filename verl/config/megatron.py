@@ -13,7 +13,7 @@ from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
 from verl.config.layout import BLOCK_OF_ROLE, ROUTER_REPLAY, active_roles, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, divisors, near_values, show
-from verl.config.schema import join, pick
+from verl.config.schema import get_path, join
 
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
@@ -80,8 +80,8 @@ _RESERVED_VALUES = {
 def roles_on_megatron(config: PPOConfig) -> list[str]:
     """Return the roles on this engine, without a reference that has the same keys as the actor."""
     roles = [role for role in active_roles(config) if role in BLOCK_OF_ROLE]
-    roles = [role for role in roles if pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
-    actor, ref = (pick(config, BLOCK_OF_ROLE[role]).megatron_config for role in ("actor", "ref"))
+    roles = [role for role in roles if get_path(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
+    actor, ref = (get_path(config, BLOCK_OF_ROLE[role]).megatron_config for role in ("actor", "ref"))
     return [role for role in roles if role != "ref" or "actor" not in roles or actor != ref]
 
 
@@ -89,8 +89,10 @@ def megatron_rules(config: PPOConfig, report: Report) -> None:
     """Report problems of all roles on this engine that do not depend on the model."""
     for role in roles_on_megatron(config):
         path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE.get(role, _POLICY_MODEL), layout_of(config, role)
-        lora = pick(config, model).lora_rank if role in ("actor", "critic") else 0
-        block_rules(path, pick(config, path), (f"{model}.lora_rank", lora), (layout.world_size, layout.pool), report)
+        lora = get_path(config, model).lora_rank if role in ("actor", "critic") else 0
+        block_rules(
+            path, get_path(config, path), (f"{model}.lora_rank", lora), (layout.world_size, layout.pool), report
+        )
 
 
 def block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, str], report: Report) -> None:
@@ -234,15 +236,15 @@ def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, 
     for role in roles_on_megatron(config):
         for shape in _models(config, role, folders or {}):
             block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
-            ParallelSizeCheck(block, pick(config, block), shape, layout_of(config, role).world_size, report).check()
-    mode = pick(config, ROUTER_REPLAY)
+            ParallelSizeCheck(block, get_path(config, block), shape, layout_of(config, role).world_size, report).check()
+    mode = get_path(config, ROUTER_REPLAY)
     if mode != "disabled" and not all(shape.experts for shape in _models(config, "actor", folders or {})):
         report.problem(ROUTER_REPLAY, mode, "the model has no experts", "Leave it out")
 
 
 def _models(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelDimensions]:
     """Return the shapes of a role's models whose config.json is available locally."""
-    model = pick(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
+    model = get_path(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
     names, changes = [config.reward_model.path if role == "reward_model" else model.path], model.override_config
     if role == "teacher":
         names, changes = [teacher.model_path for teacher in config.distillation.local_teachers.values()], {}

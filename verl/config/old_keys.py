@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from verl.config.problems import Report
 
 
-class Fixed(NamedTuple):
+class FixedValue(NamedTuple):
     """A key of other versions that is accepted with one value only."""
 
     value: Any
@@ -21,14 +21,14 @@ class Fixed(NamedTuple):
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 FIXED = {
-    f"{_ROLLOUT}.over_sample_rate": Fixed(0, "dropping the slowest responses favours short ones", "Leave it out"),
-    f"{_ROLLOUT}.pipeline_model_parallel_size": Fixed(
+    f"{_ROLLOUT}.over_sample_rate": FixedValue(0, "dropping the slowest responses favours short ones", "Leave it out"),
+    f"{_ROLLOUT}.pipeline_model_parallel_size": FixedValue(
         1, "replicas support tensor parallelism only", f"Set {_ROLLOUT}.tensor_model_parallel_size"
     ),
-    "reward_model.rollout.tensor_model_parallel_size": Fixed(
+    "reward_model.rollout.tensor_model_parallel_size": FixedValue(
         1, "each device serves one copy of the reward model", "Leave it out, or serve it elsewhere: reward_model.url"
     ),
-    "reward.reward_manager.source": Fixed(
+    "reward.reward_manager.source": FixedValue(
         "register",
         "reward managers are selected by their registered name",
         "Add the module that registers it to external_libs, and set reward.reward_manager.name",
@@ -125,7 +125,7 @@ def convert_async_training(values: dict[str, Any], report: Report) -> None:
     try:
         per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
         if threshold is not None:
-            _set(
+            _set_converted(
                 values,
                 report,
                 "async_training.staleness_threshold",
@@ -134,8 +134,10 @@ def convert_async_training(values: dict[str, Any], report: Report) -> None:
             )
         if "async_training" in values and _number(values["data"].get("train_batch_size")) == 0:
             mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
-            prompts = math.prod(each or 1 for each in (*per_update, mini))
-            _set(values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None)
+            prompts = math.prod(factor or 1 for factor in (*per_update, mini))
+            _set_converted(
+                values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None
+            )
         if steps is not None:
             batch = max(1, _number(values["data"].get("train_batch_size")))
             total = _number(steps) // batch
@@ -143,7 +145,7 @@ def convert_async_training(values: dict[str, Any], report: Report) -> None:
                 why = f"a step needs more prompts (data.train_batch_size = {batch})"
                 report.problem("rollout.total_rollout_steps", steps, why, f"Set it to {batch} or more")
                 total = 1
-            _set(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
+            _set_converted(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
     except (TypeError, ValueError) as error:
         report.problem("async_training", old, f"is invalid ({error})", "Set trainer.mode and trainer.max_staleness")
     for name, block in (("async_training", old), ("rollout", rollout)):
@@ -157,26 +159,27 @@ def _number(value: Any) -> int:
     return int(value) if value is not None else 0
 
 
-def _set(values: dict[str, Any], report: Report, spelled: str, block: str, **keys: Any) -> None:
-    known: Mapping[str, Any] = values.get(block) or {}
-    values[block] = {**known, **keys}
+def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: str, **keys: Any) -> None:
+    """Set `keys` in a block of `values`, and report that `old_key` is converted to the first of them."""
+    existing: Mapping[str, Any] = values.get(block) or {}
+    values[block] = {**existing, **keys}
     name, value = next(iter(keys.items()))
-    report.spelled(f"{block}.{name}", spelled)
-    report.notice(f"{spelled} is converted to {block}.{name} = {value}.")
+    report.record_alias(f"{block}.{name}", old_key)
+    report.notice(f"{old_key} is converted to {block}.{name} = {value}.")
 
 
 def convert_reward_workers(values: dict[str, Any], report: Report) -> None:
     """Convert `reward.num_workers` in `values` to an argument of the reward manager."""
-    newer = dict(values.get("reward") or {})
-    workers = newer.pop("num_workers", None)
+    reward = dict(values.get("reward") or {})
+    workers = reward.pop("num_workers", None)
     if workers is not None:
         block = dict(values.get("reward_model") or {})
         values["reward_model"] = {
             **block,
             "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
         }
-        values["reward"] = newer
-        if not newer:  # an empty block would be an unknown key
+        values["reward"] = reward
+        if not reward:  # an empty block would be an unknown key
             del values["reward"]
         report.notice(f"reward.num_workers is converted to reward_model.reward_kwargs.num_processes = {workers}.")
 
@@ -188,8 +191,8 @@ def convert_dict_keys(values: dict[str, Any], report: Report) -> None:
         return
     values["data"] = data = dict(data)
     for name in ("prompt", "response"):
-        inside = data.pop(f"{name}_dict_keys", None)
-        if inside:
-            parts = [inside] if isinstance(inside, str) else inside
+        nested_keys = data.pop(f"{name}_dict_keys", None)
+        if nested_keys:
+            parts = [nested_keys] if isinstance(nested_keys, str) else nested_keys
             data[f"{name}_key"] = ".".join([str(data[f"{name}_key"]), *map(str, parts)])
             report.notice(f"data.{name}_dict_keys is converted to data.{name}_key={data[f'{name}_key']}.")

@@ -23,7 +23,7 @@ from verl.config.layout import (
 from verl.config.names import loss_traits
 from verl.config.problems import Problem, count, divisors, near_values
 from verl.config.roles import ActorConfig
-from verl.config.schema import pick
+from verl.config.schema import get_path
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
@@ -159,7 +159,9 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         if config.reward_model.enable and not serves_reward_model(config)
         else None,
         teacher=_infer_plan(config, "teacher") if config.distillation.local_teachers else None,
-        strategies=tuple(pick(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE),
+        strategies=tuple(
+            get_path(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE
+        ),
         problems=tuple(problems),
     )
 
@@ -211,18 +213,18 @@ def _parallel_key(config: PPOConfig, role: str) -> tuple[str, int]:
     """Return the key (and its value) that determines the ranks per copy of the role."""
     if role == "rollout":
         key = f"{ROLLOUT}.tensor_model_parallel_size"
-    elif pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
+    elif get_path(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
         sizes = ("tensor", "pipeline")
         names = [f"{BLOCK_OF_ROLE[role]}.megatron_config.{size}_model_parallel_size" for size in sizes]
         names.append(f"{BLOCK_OF_ROLE[role]}.megatron_config.context_parallel_size")
-        key = max(names, key=lambda name: pick(config, name))
+        key = max(names, key=lambda name: get_path(config, name))
     else:
         key = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size"
-    return key, pick(config, key)
+    return key, get_path(config, key)
 
 
 def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> UpdatePlan:
-    block, layout = pick(config, BLOCK_OF_ROLE[role]), layout_of(config, role)
+    block, layout = get_path(config, BLOCK_OF_ROLE[role]), layout_of(config, role)
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_prompts = block.ppo_mini_batch_size
     mini_samples = mini_prompts * n
@@ -263,7 +265,7 @@ _INFER_KEYS = {
 def _infer_plan(config: PPOConfig, role: str) -> InferPlan:
     layout = layout_of(config, role)
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    size, dynamic, budget = (pick(config, BLOCK_OF_ROLE[role])[name] for name in _INFER_KEYS[role])
+    size, dynamic, budget = (get_path(config, BLOCK_OF_ROLE[role])[name] for name in _INFER_KEYS[role])
     return InferPlan(
         role=role,
         layout=layout,

@@ -18,17 +18,17 @@ class Problem:
     fix: str
     # Other keys in the cause: if one of them is already reported as invalid, this problem is suppressed.
     involves: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    # The alias that the user set, if any.
-    given_as: str | None = field(default=None, compare=False)
+    # The alias of the key that the user has set, if any.
+    alias: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        key = f"{self.key} (given as {self.given_as})" if self.given_as else self.key
+        key = f"{self.key} (given as {self.alias})" if self.alias else self.key
         return f"{key} = {show(self.value)}: {self.why}. {self.fix}" + ("" if self.fix.endswith("?") else ".")
 
 
 @dataclass(frozen=True)
-class Statement(Problem):
-    """A problem whose `why` already contains the location (file, row, line) and the remedy."""
+class FormattedProblem(Problem):
+    """A problem whose `why` is the complete message, with location (file, row, line) and remedy; `fix` is unused."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.why}"
@@ -54,32 +54,32 @@ class Report:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
-        self._broken: set[str] = set()
-        self._given_as: dict[str, str] = {}
+        self._invalid_keys: set[str] = set()
+        self._aliases: dict[str, str] = {}  # key -> the alias that the user has set
 
     def problem(self, key: str, value: Any, why: str, fix: str, involves: Iterable[str] = ()) -> None:
         self.add(Problem(key, value, why, fix, tuple(involves)))
 
-    def statement(self, key: str, value: Any, text: str) -> None:
-        """Report `text`, which already contains the location and the remedy."""
-        self.add(Statement(key, value, text, ""))
+    def formatted_problem(self, key: str, value: Any, message: str) -> None:
+        """Report a problem whose `message` already contains the location and the remedy."""
+        self.add(FormattedProblem(key, value, message, ""))
 
     def add(self, problem: Problem) -> None:
-        """Add `problem` unless its key, or a key in `involves`, (or a block above) is already reported as invalid."""
-        if not any(self._is_broken(key) for key in (problem.key, *problem.involves)):
-            self.problems.append(replace(problem, given_as=self._given_as.get(problem.key)))
+        """Add `problem`, unless its key or one in `involves`, or a block of these, is already reported as invalid."""
+        if not any(self._is_invalid(key) for key in (problem.key, *problem.involves)):
+            self.problems.append(replace(problem, alias=self._aliases.get(problem.key)))
 
-    def broken(self, key: str, value: Any, why: str, fix: str) -> None:
+    def invalid(self, key: str, value: Any, why: str, fix: str) -> None:
         """Report an invalid value and suppress all later problems that involve this key."""
         self.problem(key, value, why, fix)
-        self._broken.add(key)
+        self._invalid_keys.add(key)
 
-    def spelled(self, key: str, given_as: str) -> None:
-        """Record that the user set the key by an alias: problems of the key name both."""
-        self._given_as[key] = given_as
+    def record_alias(self, key: str, alias: str) -> None:
+        """Record that the user has set the key by an alias: problems of the key name both."""
+        self._aliases[key] = alias
 
-    def _is_broken(self, key: str) -> bool:
-        return any(key == broken or key.startswith(f"{broken}.") for broken in self._broken)
+    def _is_invalid(self, key: str) -> bool:
+        return any(key == invalid or key.startswith(f"{invalid}.") for invalid in self._invalid_keys)
 
     def notice(self, text: str) -> None:
         if text not in self.notices:
@@ -104,7 +104,7 @@ _SHORT_NAME = 5  # characters
 
 
 def divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def near_values(values: list[int], target: int) -> str:
@@ -114,10 +114,10 @@ def near_values(values: list[int], target: int) -> str:
     return " or ".join(str(value) for value in below + above)
 
 
-def count(number: int, thing: str) -> str:
+def count(number: int, noun: str) -> str:
     """Format a count: `1 rank`, `2 ranks`, `2 batches`."""
-    plural = "es" if thing.endswith("batch") else "s"
-    return f"{number} {thing}" + ("" if number == 1 else plural)
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{number} {noun}" + ("" if number == 1 else plural)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -125,6 +125,6 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
     Short names must have the same first letter, because one letter changes their meaning (`dpo`, `gdpo`).
     """
-    names = [other for other in known if len(name) > _SHORT_NAME or other[:1].lower() == name[:1].lower()]
-    near = difflib.get_close_matches(name, names, n=1)
+    candidates = [other for other in known if len(name) > _SHORT_NAME or other[:1].lower() == name[:1].lower()]
+    near = difflib.get_close_matches(name, candidates, n=1)
     return near[0] if near else None

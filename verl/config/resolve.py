@@ -13,7 +13,7 @@ from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.roles import ActorConfig
-from verl.config.schema import Block, join, pick, put, walk
+from verl.config.schema import Block, get_path, join, set_path, walk
 from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
@@ -157,8 +157,8 @@ def _generation_batches(config: PPOConfig, report: Report) -> None:
 def empty_lists(config: Block) -> None:
     """Replace nulls of lists by empty lists."""
     for path, entry in walk(type(config)):
-        if entry.key.null == "none" and not entry.optional and pick(config, path) is None:
-            put(config, path, [])
+        if entry.key.null == "none" and not entry.optional and get_path(config, path) is None:
+            set_path(config, path, [])
 
 
 def _pools(config: PPOConfig, report: Report) -> None:
@@ -204,7 +204,7 @@ def _pools(config: PPOConfig, report: Report) -> None:
 
 def _expert_sizes(config: PPOConfig) -> None:
     for block in BLOCK_OF_ROLE.values():
-        sizes = pick(config, block).megatron_config
+        sizes = get_path(config, block).megatron_config
         if sizes.expert_tensor_parallel_size is None:
             sizes.expert_tensor_parallel_size = sizes.tensor_model_parallel_size
 
@@ -224,7 +224,7 @@ def _micro_batches(config: PPOConfig, report: Report) -> None:
     """Convert sizes summed over ranks to sizes per rank; the default of updates is 4, at most a rank's samples."""
     for role, block in (("actor", ACTOR), ("critic", "critic")):
         _convert_total(config, report, block, "ppo_micro_batch_size", role)
-        update = pick(config, block)
+        update = get_path(config, block)
         if update.ppo_micro_batch_size_per_gpu is None:
             samples = update.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
             share = math.ceil(samples / layout_of(config, role).dp_size)
@@ -237,7 +237,7 @@ def _micro_batches(config: PPOConfig, report: Report) -> None:
 
 
 def _convert_total(config: PPOConfig, report: Report, block: str, name: str, role: str) -> None:
-    values, total_key, per_key = pick(config, block), f"{block}.{name}", f"{block}.{name}_per_gpu"
+    values, total_key, per_key = get_path(config, block), f"{block}.{name}", f"{block}.{name}_per_gpu"
     total, per_gpu = values[name], values[f"{name}_per_gpu"]
     if total is None:
         return
@@ -266,17 +266,17 @@ def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
         if target is None or (only and not target.endswith(only)):
             continue
         if entry.block is None:
-            if pick(config, path) is None:
-                put(config, path, _followed(config, target))
+            if get_path(config, path) is None:
+                set_path(config, path, _followed(config, target))
             continue
         for name, below in walk(entry.block):
-            if below.block is None and pick(config, join(path, name)) is None:
-                put(config, join(path, name), pick(config, join(target, name)))
+            if below.block is None and get_path(config, join(path, name)) is None:
+                set_path(config, join(path, name), get_path(config, join(target, name)))
 
 
 def _followed(config: PPOConfig, path: str) -> Any:
     """Return the value at `path`, following a chain of nulls."""
-    value = pick(config, path)
+    value = get_path(config, path)
     if value is not None:
         return value
     target = dict(walk(PPOConfig))[path].key.follows

@@ -10,7 +10,7 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Se
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, Union
 
-_META = "key"
+_METADATA_KEY = "key"
 T = TypeVar("T")
 
 
@@ -19,10 +19,9 @@ class Key:
     """The declaration of one key. The default is in the YAML files, never here."""
 
     doc: str
-    null: str | None = None  # meaning of null, for the docs
-    follows: str | None = (
-        None  # full path of the key (or block) whose value replaces null; without both: null is an error
-    )
+    # Meaning of null, for the docs. Without `null` and `follows`, null is an error.
+    null: str | None = None
+    follows: str | None = None  # full path of the key or block whose value replaces null
     required: str | None = None  # the key must be set; an example value for the error message
     choices: tuple[str, ...] | None = None
     extendable: bool = False  # users can register further choices through external_libs
@@ -41,7 +40,7 @@ def key(doc: str, **rules: Any) -> Any:
     for name in ("choices", "aliases"):
         if name in rules:
             rules[name] = tuple(rules[name])
-    return field(metadata={_META: Key(doc, **rules)})
+    return field(metadata={_METADATA_KEY: Key(doc, **rules)})
 
 
 class Block:
@@ -97,13 +96,16 @@ class Block:
 
 @dataclass(kw_only=True, slots=True)
 class RootConfig(Block):
-    """Base class of roots. `notices` are messages for the log, `changed` the keys that differ from their defaults."""
+    """Base class of the configuration of a program (not of one block).
+
+    `notices` are messages for the log, `changed` the keys that differ from their defaults, with their values.
+    """
 
     notices: list[str] = field(default_factory=list, compare=False)
     changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-def _once_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Block]], T]:
+def _cache_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Block]], T]:
     """Cache per class; functools.cache would lose the types."""
     cache: dict[type[Block], T] = {}
 
@@ -135,15 +137,15 @@ class Entry:
         return values[0] if values and isinstance(values[0], type) and issubclass(values[0], Block) else None
 
 
-@_once_per_class
+@_cache_per_class
 def entries(cls: type[Block]) -> dict[str, Entry]:
     """Return the keys of a block class in order of declaration."""
     hints = typing.get_type_hints(cls)
     declared = {}
     for item in fields(cls):  # type: ignore[arg-type]
-        if _META in item.metadata:
+        if _METADATA_KEY in item.metadata:
             bare, optional = _without_none(hints[item.name])
-            declared[item.name] = Entry(item.metadata[_META], bare, optional)
+            declared[item.name] = Entry(item.metadata[_METADATA_KEY], bare, optional)
     return declared
 
 
@@ -156,7 +158,7 @@ def walk(cls: type[Block], prefix: str = "") -> Iterator[tuple[str, Entry]]:
             yield from walk(entry.block, path)
 
 
-@_once_per_class
+@_cache_per_class
 def alias_table(cls: type[Block]) -> dict[str, str]:
     """Return all aliases: full path of the alias -> full path of the key."""
     table = {}
@@ -166,17 +168,17 @@ def alias_table(cls: type[Block]) -> dict[str, str]:
     return table
 
 
-def pick(config: Any, path: str) -> Any:
+def get_path(config: Any, path: str) -> Any:
     """Return the value at a dotted path of nested blocks or mappings; `config` itself for the empty path."""
     for name in path.split(".") if path else ():
         config = config[name]
     return config
 
 
-def put(config: Block, path: str, value: Any) -> None:
+def set_path(config: Block, path: str, value: Any) -> None:
     """Set the value at a dotted path."""
     parent, _, name = path.rpartition(".")
-    setattr(pick(config, parent), name, value)
+    setattr(get_path(config, parent), name, value)
 
 
 def join(prefix: str, name: str) -> str:
@@ -189,7 +191,7 @@ def _absolute(alias: str, block: str) -> str:
     return join(block, alias)
 
 
-@_once_per_class
+@_cache_per_class
 def _local_aliases(cls: type[Block]) -> dict[str, str]:
     return {
         alias: name
@@ -201,10 +203,10 @@ def _local_aliases(cls: type[Block]) -> dict[str, str]:
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
     if typing.get_origin(hint) in (Union, types.UnionType):
-        types_ = [part for part in typing.get_args(hint) if part is not type(None)]
-        if len(types_) != 1:
+        value_types = [part for part in typing.get_args(hint) if part is not type(None)]
+        if len(value_types) != 1:
             raise TypeError(f"a key has one type, not {hint}")
-        return types_[0], True
+        return value_types[0], True
     return hint, False
 
 

@@ -164,7 +164,7 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 def _check_megatron(config: SFTConfig, report: Report) -> None:
     row, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
     if not is_installed(row.package):
-        report.broken(
+        report.invalid(
             "strategy", "megatron", f"{row.package} is not installed", f"Run {row.install}; or set strategy=fsdp2"
         )
     if sizes.dist_checkpointing_path:

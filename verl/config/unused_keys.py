@@ -21,7 +21,7 @@ from verl.config.layout import (
 )
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.schema import Block, join, pick, walk
+from verl.config.schema import Block, get_path, join, walk
 
 # Keys named in one notice; scripts set whole blocks.
 _MAX_NAMED = 5
@@ -82,7 +82,7 @@ def check_supported(config: PPOConfig, report: Report) -> None:
     check_engine(ROLLOUT, rollout, report)
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         why, fix = f"is not supported by {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
-        report.broken(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, why, fix)
+        report.invalid(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, why, fix)
     _check_installed(config, report)
     _engine_keys(config, report)
 
@@ -91,11 +91,11 @@ def _check_installed(config: PPOConfig, report: Report) -> None:
     """Report training engines whose package is not installed."""
     actor = config.actor_rollout_ref.actor.strategy
     for role, path in BLOCK_OF_ROLE.items():
-        strategy = pick(config, path).strategy
+        strategy = get_path(config, path).strategy
         row, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
         if role in active_roles(config) and not follows_actor and not is_installed(row.package):
             fix = f"Run {row.install}; or set {path}.strategy=fsdp2, which needs no install"
-            report.broken(f"{path}.strategy", strategy, f"{row.package} is not installed", fix)
+            report.invalid(f"{path}.strategy", strategy, f"{row.package} is not installed", fix)
 
 
 def _engine_keys(config: PPOConfig, report: Report) -> None:
@@ -115,7 +115,7 @@ def _report_unused(config: Any, why: Callable[[str], str | None], report: Report
     unused: dict[str, list[str]] = {}
     followed = _followed(type(config))
     for path, value in config.changed.items():
-        if path in followed and pick(config, followed[path]) == value:
+        if path in followed and get_path(config, followed[path]) == value:
             continue  # the same value as when it is not set
         reason = why(path)
         if reason is not None:
@@ -143,7 +143,7 @@ def _below(block: str, *keys: str) -> tuple[str, ...]:
 
 def _is_set(path: str) -> Callable[[PPOConfig], bool]:
     """The key is true, not null, or a number other than 0 and -1."""
-    return lambda config: pick(config, path) not in (None, False, 0, -1)
+    return lambda config: get_path(config, path) not in (None, False, 0, -1)
 
 
 def _is_off(path: str) -> Callable[[PPOConfig], bool]:
@@ -151,11 +151,11 @@ def _is_off(path: str) -> Callable[[PPOConfig], bool]:
 
 
 def _is(path: str, value: str) -> Callable[[PPOConfig], bool]:
-    return lambda config: pick(config, path) == value
+    return lambda config: get_path(config, path) == value
 
 
 def _is_not(path: str, value: str) -> Callable[[PPOConfig], bool]:
-    return lambda config: pick(config, path) != value
+    return lambda config: get_path(config, path) != value
 
 
 def _budgets(config: PPOConfig) -> list[bool]:
@@ -223,7 +223,7 @@ def _table_rules(
         readers = [name for name, row in rows.items() if key in row.reads]
 
         def is_read(config: PPOConfig, readers: list[str] = readers) -> bool:
-            return pick(config, choice) in readers or pick(config, choice) not in rows
+            return get_path(config, choice) in readers or get_path(config, choice) not in rows
 
         reads = "reads" if len(readers) == 1 else "read"
         yield Rule((f"{below}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
@@ -339,7 +339,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         (f"{_CORRECTION}.rollout_is_threshold",),
-        lambda config: bool(pick(config, _CORRECTION).rollout_is or pick(config, _CORRECTION).rollout_rs),
+        lambda config: bool(get_path(config, _CORRECTION).rollout_is or get_path(config, _CORRECTION).rollout_rs),
         f"{_CORRECTION}.rollout_is is not set",
     ),
     Rule(

@@ -20,7 +20,7 @@ from verl.config.megatron import megatron_rules
 from verl.config.plan import batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import pick
+from verl.config.schema import get_path
 from verl.config.unused_keys import report_unused_keys
 
 _TINY_DISCOUNT = 1e-3
@@ -150,9 +150,9 @@ def _engines(config: PPOConfig, report: Report) -> None:
     """Report Megatron parallel sizes of roles with another strategy."""
     for role in active_roles(config):
         path = BLOCK_OF_ROLE.get(role)
-        if path is None or role == "ref" or pick(config, path).strategy == "megatron":
+        if path is None or role == "ref" or get_path(config, path).strategy == "megatron":
             continue
-        block = pick(config, path)
+        block = get_path(config, path)
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             size = block.megatron_config[name]
             if size > 1:
@@ -165,9 +165,9 @@ def _engines(config: PPOConfig, report: Report) -> None:
 def _sequence_parallel(config: PPOConfig, report: Report) -> None:
     models = {"critic": "critic.model", "reward_model": "reward_model.model"}
     for role in active_roles(config):
-        if role in BLOCK_OF_ROLE and pick(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
+        if role in BLOCK_OF_ROLE and get_path(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
             path, model = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size", models.get(role)
-            sequence_parallel_rules(path, pick(config, path), model or "actor_rollout_ref.model", config, report)
+            sequence_parallel_rules(path, get_path(config, path), model or "actor_rollout_ref.model", config, report)
 
 
 def _adapters(config: PPOConfig, report: Report) -> None:
@@ -178,7 +178,7 @@ def _adapters(config: PPOConfig, report: Report) -> None:
 
 
 def _fsdp_size(config: PPOConfig, role: str, path: str, report: Report) -> None:
-    size = pick(config, path).fsdp_config.fsdp_size
+    size = get_path(config, path).fsdp_config.fsdp_size
     pool = config.role_mapping[role]
     world = sum(config.resource_pool_spec.get(pool, []))
     if size == 0 or (size > 0 and world % size):

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.load import root_of
 from verl.config.problems import ConfigError, Problem, Report
-from verl.config.schema import Block, pick, put
+from verl.config.schema import Block, get_path, set_path
 from verl.planning.phases import GB, MemoryPlan
 from verl.planning.remedies import UNKNOWN, Remedy, applicable_remedies, value_of
 
@@ -66,7 +66,7 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]
     key, value = next(
         ((change.key, change.before) for change in changes),
-        ("trainer.n_gpus_per_node", pick(config, "trainer.n_gpus_per_node")),
+        ("trainer.n_gpus_per_node", get_path(config, "trainer.n_gpus_per_node")),
     )
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
@@ -78,7 +78,7 @@ def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[MemoryChange
     """
     changes, fits = cheapest_changes(config, plan_of, lambda remedy: not remedy.changes_training)
     for change in changes if fits else ():
-        put(config, change.key, change.value)
+        set_path(config, change.key, change.value)
     return changes if fits else []
 
 
@@ -99,7 +99,7 @@ def cheapest_changes(
         change = next((candidate for candidate in candidates if candidate.key not in tried), None)
         if change is None:
             return changes, False
-        put(trial, change.key, change.value)
+        set_path(trial, change.key, change.value)
         changes.append(change)
         plan = plan_of(trial)
     return _revert_unneeded(config, changes, plan_of), True
@@ -155,7 +155,7 @@ def _is_valid(config: Block) -> bool:
 def _with_values(config: Block, values: Mapping[str, Any]) -> Block:
     changed = copy.deepcopy(config)
     for key, value in values.items():
-        put(changed, key, value)
+        set_path(changed, key, value)
     return changed
 
 
@@ -163,12 +163,12 @@ def _allowed_values(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     """Yield the values to try after `now` that other keys allow."""
     lowest, highest = 1, 1
     if remedy.key.endswith("max_token_len_per_gpu"):
-        data = pick(config, "data")
+        data = get_path(config, "data")
         lowest = data.max_length if "max_length" in data else data.max_prompt_length + data.max_response_length
     elif remedy.key.endswith("_length"):
         lowest = 64
     elif remedy.action == "double":
-        trainer = pick(config, "trainer")
+        trainer = get_path(config, "trainer")
         highest = trainer.n_gpus_per_node * (1 if remedy.key.endswith("tensor_model_parallel_size") else trainer.nnodes)
     return remedy.values(now, lowest, highest)
 

@@ -14,7 +14,7 @@ from verl.config.devices import gpu_memory, host_memory_available, host_memory_t
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.problems import Report
-from verl.config.schema import pick, put
+from verl.config.schema import get_path, set_path
 from verl.config.trainer import RunConfig
 from verl.models.loading import ModelKind, read_config
 from verl.models.megatron_core import CoreArchitecture
@@ -71,12 +71,12 @@ def _check_megatron_support(config: PPOConfig, folders: Mapping[str, str]) -> No
         block = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
         if role != "teacher":
             key = "reward_model.path" if role == "reward_model" else f"{block}.path"
-            models.append((role, key, pick(config, block)))
+            models.append((role, key, get_path(config, block)))
     for name in config.distillation.local_teachers if "teacher" in megatron_roles else ():
         model = replace(config.actor_rollout_ref.model, override_config={})
         models.append(("teacher", f"distillation.teacher_models.{name}.model_path", model))
     for role, key, model in models:
-        path = pick(config, key)
+        path = get_path(config, key)
         _check_architecture(key, path, folders.get(path or "", path), model, f"{BLOCK_OF_ROLE[role]}.strategy", report)
     report.raise_if_any()
 
@@ -124,8 +124,8 @@ def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
                 key,
                 missing / GB,
             )
-        if pick(config, key) is None:
-            put(config, key, not missing)
+        if get_path(config, key) is None:
+            set_path(config, key, not missing)
     for warning in check_fits(config, plan_of):
         logger.warning(warning)
     return plan

@@ -23,7 +23,7 @@ from verl.config.load import as_config
 from verl.config.names import TRAINING_ENGINES
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.schema import pick
+from verl.config.schema import get_path
 from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
 from verl.planning.engines import (
@@ -117,7 +117,7 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
         "reward": ("reward_model", "", "forward_"),
     }
     path, dynamic_prefix, prefix = sizes[phase]
-    block, layout = pick(config, path), layout_of(config, ROLE_OF_PHASE[phase])
+    block, layout = get_path(config, path), layout_of(config, ROLE_OF_PHASE[phase])
     longest = config.data.max_prompt_length + config.data.max_response_length
     prompts = config.data.train_batch_size
     if phase.startswith("update"):
@@ -148,7 +148,7 @@ def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, Mo
         shape = shapes.get("actor" if role == "ref" else role)
         served = role == "reward_model" and serves_reward_model(config)
         if role != "rollout" and not served and shape is not None:
-            block = pick(config, BLOCK_OF_ROLE[role])
+            block = get_path(config, BLOCK_OF_ROLE[role])
             model = block.model if role in _KINDS else policy
             world = layout_of(config, role).world_size
             models[role] = _model(block, model, shape, world, device, _KINDS.get(role, "causal_lm"))
@@ -259,7 +259,7 @@ def _hosted_models(
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
     hosted = {}
     for name, model in models.items():
-        block = pick(config, BLOCK_OF_ROLE[_role(name)])
+        block = get_path(config, BLOCK_OF_ROLE[_role(name)])
         contents = () if model.frozen else tuple(block.checkpoint.save_contents)
         snapshot = None if model.frozen else block.checkpoint.snapshot
         engine = _engine(block)
@@ -293,12 +293,12 @@ def _kept_steps(save_freq: int | None, kept: int | None) -> int:
 
 def _keeps_weights(config: PPOConfig, role: str, pool: str) -> bool:
     """Whether the weights of a role stay on the devices of a pool between its phases."""
-    return layout_of(config, role).pool == pool and not _engine(pick(config, BLOCK_OF_ROLE[role])).param_offload
+    return layout_of(config, role).pool == pool and not _engine(get_path(config, BLOCK_OF_ROLE[role])).param_offload
 
 
 def _resident_state(config: PPOConfig, role: str, model: ModelMemory, phase: str, computes: bool) -> dict[str, float]:
     """State of a role on the device in a phase; offloaded state is there only in phases in which the role computes."""
-    engine, updates = _engine(pick(config, BLOCK_OF_ROLE[role])), phase == f"update_{role}"
+    engine, updates = _engine(get_path(config, BLOCK_OF_ROLE[role])), phase == f"update_{role}"
     on_cpu = config.trainer.device == "cpu"  # nothing is offloaded
     has_weights = computes or on_cpu or not engine.param_offload
     has_moments = updates or on_cpu or not engine.optimizer_offload

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.names import TRAINING_ENGINES
-from verl.config.schema import pick
+from verl.config.schema import get_path
 from verl.planning.phases import ROLE_OF_PHASE
 
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
@@ -101,7 +101,7 @@ class Remedy:
 def value_of(config: Any, key: str) -> Any:
     """Return the value of a key, or UNKNOWN."""
     try:
-        return pick(config, key)
+        return get_path(config, key)
     except (KeyError, AttributeError):
         return UNKNOWN
 

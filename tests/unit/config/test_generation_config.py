@@ -5,7 +5,7 @@ import pytest
 from verl.config import ConfigError, EvalConfig, GenerationConfig, RolloutConfig, as_config, load_config
 from verl.config.compose import default_tree, groups
 from verl.config.docs import render
-from verl.config.schema import alias_table, entries, pick, walk
+from verl.config.schema import alias_table, entries, get_path, walk
 
 GIVEN = ("data.path=openai/gsm8k", "data.output_path=out.parquet", "model.path=a/b", "trainer.device=cpu")
 
@@ -21,7 +21,7 @@ def test_yaml_holds_a_default_for_exactly_the_declared_keys(cls, name):
         assert entry.key.doc.endswith("."), path
         assert len(entry.key.doc) < 120, path
         if entry.block is not None:
-            assert set(pick(tree, path)) == set(entries(entry.block)), path
+            assert set(get_path(tree, path)) == set(entries(entry.block)), path
     assert set(tree) == set(entries(cls))
     assert groups(name) == {}
     assert not set(alias_table(cls)) & {path for path, _ in walk(cls)}

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from verl.config import ActorConfig, ConfigError, OptimConfig, PPOConfig, as_config, load_config
 from verl.config.old_keys import OBSOLETE
-from verl.config.schema import pick
+from verl.config.schema import get_path
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 ACTOR = "actor_rollout_ref.actor"
@@ -180,7 +180,7 @@ def test_every_entry_of_the_table_of_old_keys_is_accepted(pattern):
     ],
 )
 def test_both_spellings_mean_the_same(alias, key, value):
-    assert pick(load(f"{alias}={value}"), key) == pick(load(f"{key}={value}"), key) == value
+    assert get_path(load(f"{alias}={value}"), key) == get_path(load(f"{key}={value}"), key) == value
 
 
 def test_two_spellings_that_disagree_are_a_problem():
@@ -227,7 +227,7 @@ def test_sizes_over_all_ranks_and_per_rank():
 )
 def test_values_are_read_as_users_write_them(override, key, value):
     extra = ["data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=1000"] if value == 1000 else []
-    read = pick(load(*extra, override), key)
+    read = get_path(load(*extra, override), key)
     assert read == value
     assert type(read) is type(value)
 

@@ -7,7 +7,7 @@ from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.compose import default_tree, groups
 from verl.config.docs import render
-from verl.config.schema import alias_table, pick, walk
+from verl.config.schema import alias_table, get_path, walk
 from verl.config.supervised import describe
 
 GIVEN = ("data.train_files=openai/gsm8k", "model.path=a/b", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
@@ -26,7 +26,7 @@ def problems(*overrides, cfg=None):
 def test_yaml_holds_a_default_for_exactly_the_declared_keys():
     tree = default_tree(root="sft_trainer")
     for path, entry in walk(SFTConfig):
-        value = pick(tree, path)
+        value = get_path(tree, path)
         if entry.block is not None:
             assert set(value) == {below.rpartition(".")[2] for below, _ in walk(entry.block) if "." not in below}, path
     assert set(tree) == {path for path, _ in walk(SFTConfig) if "." not in path}

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import ConfigError, SFTConfig, load_config
-from verl.config.schema import pick
+from verl.config.schema import get_path
 
 ROLLOUT = "actor_rollout_ref.rollout"
 PPO = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=2")
@@ -33,7 +33,7 @@ SFT = ("data.train_files=openai/gsm8k", "model.path=a/b", "trainer.n_gpus_per_no
 def test_another_spelling_is_read_as_ours_and_the_log_says_so(typed, key, value):
     config, spelled = load_config(None, [*PPO, typed], check_files=False), typed.partition("=")[0]
     assert any(notice.startswith(f"{spelled} is ") and key in notice for notice in config.notices), config.notices
-    assert pick(config, key) == value
+    assert get_path(config, key) == value
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_a_whole_block_under_another_name_is_said_once():
 )
 def test_so_is_one_of_supervised_runs(typed, key, value):
     config, spelled = load_config(None, [*SFT, typed], check_files=False, root=SFTConfig), typed.partition("=")[0]
-    assert pick(config, key) == value
+    assert get_path(config, key) == value
     assert any(notice.startswith(f"{spelled} is an alias: {key} = ") for notice in config.notices), config.notices

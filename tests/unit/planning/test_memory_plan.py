@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
-from verl.config.schema import pick
+from verl.config.schema import get_path
 from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.fsdp import FSDPModelMemory
@@ -178,7 +178,7 @@ def test_generation_that_overlaps_training_releases_nothing_and_can_be_given_les
     plan = plan_of(overlapping, 24)
     taken = phase(plan, "gen").parts["rollout"]
     assert phase(plan, "update_actor").parts["rollout"] == taken >= phase(plan_of(load(), 24), "gen").parts["rollout"]
-    found = {remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: pick(overlapping, key))}
+    found = {remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: get_path(overlapping, key))}
     assert f"{ROLLOUT}.gpu_memory_utilization" in found
     assert not found & {f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.free_weights"}
     by_turns = plan_of(load("trainer.mode=async"), 24)

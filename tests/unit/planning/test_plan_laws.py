@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from verl.config import ConfigError, PPOConfig, load_config
-from verl.config.schema import pick, put
+from verl.config.schema import get_path, set_path
 from verl.planning import check
 from verl.planning.advice import apply_cheapest_changes, cheapest_changes, check_fits
 from verl.planning.fsdp import FSDPModelMemory
@@ -74,7 +74,7 @@ def test_no_phase_shrinks_when_a_length_or_a_batch_grows(key, data):
     plans = []
     for value in (small, large):
         config = copy.deepcopy(PLAIN)
-        put(config, key, value)
+        set_path(config, key, value)
         plans.append(plan_of(config, "0.5b", host=HostMemory(64 * GB)))
     for before, after in zip(plans[0].phases, plans[1].phases, strict=True):
         assert after.total >= before.total, before.phase
@@ -87,8 +87,8 @@ def test_no_phase_shrinks_with_more_layers(more, checkpointing, reshard):
     each = shape.layer_parameters // shape.layers
     deeper = replace(shape, layers=shape.layers + more, layer_parameters=shape.layer_parameters + more * each)
     config = copy.deepcopy(PLAIN)
-    put(config, "actor_rollout_ref.model.enable_gradient_checkpointing", checkpointing)
-    put(config, f"{ACTOR}.fsdp_config.reshard_after_forward", reshard)
+    set_path(config, "actor_rollout_ref.model.enable_gradient_checkpointing", checkpointing)
+    set_path(config, f"{ACTOR}.fsdp_config.reshard_after_forward", reshard)
     for before, after in zip(plan_of(config, shape).phases, plan_of(config, deeper).phases, strict=True):
         assert after.total > before.total or before.phase == "train"
 
@@ -112,7 +112,7 @@ TIGHT = load(
 def on_megatron(config: PPOConfig) -> PPOConfig:
     changed = copy.deepcopy(config)
     for block in (ACTOR, "actor_rollout_ref.ref", "critic", "reward_model"):
-        put(changed, f"{block}.strategy", "megatron")
+        set_path(changed, f"{block}.strategy", "megatron")
     return changed
 
 
@@ -120,14 +120,14 @@ def on_megatron(config: PPOConfig) -> PPOConfig:
 @pytest.mark.parametrize("phase", ["gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"])
 def test_every_remedy_shrinks_its_phase(phase, tight):
     before = plan_of(tight, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
-    found = list(applicable_remedies(phase, lambda key: pick(tight, key)))
+    found = list(applicable_remedies(phase, lambda key: get_path(tight, key)))
     assert [remedy for remedy, _ in found if "_config" in remedy.key]
     for remedy, now in found:
         if remedy.key.endswith("reshard_after_forward"):
             continue  # with several ranks layers are freed already
         highest = 4 if remedy.action == "double" else 1
         changed = copy.deepcopy(tight)
-        put(changed, remedy.key, list(remedy.values(now, highest=highest))[-1])
+        set_path(changed, remedy.key, list(remedy.values(now, highest=highest))[-1])
         after = plan_of(changed, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
         assert after < before, remedy.key
 
@@ -331,6 +331,6 @@ def test_changes_for_the_host_and_for_the_device_fit_together(room, wanted):
     changes, fits = cheapest_changes(config, lambda changed: plan_of(changed, "1.5b", device, HostMemory(room * GB)))
     assert fits is (wanted is not None)
     for change in changes:
-        put(config, change.key, change.value)
+        set_path(config, change.key, change.value)
     assert (plan_of(config, "1.5b", device, HostMemory(room * GB)).excess == 0) is fits
     assert not fits or len(changes) == wanted

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.support.tiny import save_tiny_model
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.layout import active_roles
-from verl.config.schema import pick, put
+from verl.config.schema import get_path, set_path
 from verl.planning.advice import check_fits
 from verl.planning.check import check_memory
 from verl.planning.host import HostMemory
@@ -82,11 +82,11 @@ def test_the_judge_of_a_function_may_be_a_classifier_which_keeps_no_kv():
 @pytest.mark.parametrize("config", [load(*JUDGE, "actor_rollout_ref.rollout.free_cache_engine=False")])
 def test_every_remedy_of_a_judge_shrinks_its_phase(config):
     before = plan_of(config).phase("judge").total
-    found = list(applicable_remedies("judge", lambda key: pick(config, key), active_roles(config)))
+    found = list(applicable_remedies("judge", lambda key: get_path(config, key), active_roles(config)))
     assert f"{found[0][0].key}={found[0][1]}" == "reward_model.rollout.gpu_memory_utilization=0.4"
     for remedy, now in found:
         changed = copy.deepcopy(config)
-        put(changed, remedy.key, list(remedy.values(now))[-1])
+        set_path(changed, remedy.key, list(remedy.values(now))[-1])
         assert plan_of(changed).phase("judge").total < before, remedy.key
 
 

@@ -200,11 +200,11 @@ def _check_files(
                 continue
             rows = Rows([preview.rows])
             for problem in find_problems(rows, rules(rows.columns) if callable(rules) else rules):
-                report.statement(key, file, problem)
+                report.formatted_problem(key, file, problem)
             for notice in find_problems(rows, notices) if len(rows) else ():
                 report.notice(f"{key}: {notice}")
         except (ValueError, OSError) as error:
-            report.statement(key, file, str(error))
+            report.formatted_problem(key, file, str(error))
             counts.append(None)
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
@@ -221,7 +221,7 @@ def _local_files(key: str, name: str, split: str | None, report: Report) -> list
     try:
         return find_files(str(local), split)
     except ValueError as error:
-        report.statement(key, name, str(error))
+        report.formatted_problem(key, name, str(error))
         return None
 
 
@@ -256,7 +256,7 @@ def _check_code(key: str, path: str | None, name: str | None, report: Report) ->
     except (FileNotFoundError, UnicodeDecodeError):
         return
     if problem is not None:
-        report.statement(key, path, problem)
+        report.formatted_problem(key, path, problem)
 
 
 def _check_tools(config: PPOConfig, report: Report) -> None:
@@ -282,11 +282,11 @@ def _check_tool_files(turns: Any, report: Report) -> None:
     for entry in (*(tool.base for tool in files.entries), *files.interactions):
         problem = find_code_problem(entry.path.module, entry.path.name)
         if problem is not None:
-            report.statement(f"{entry.location}.class_name", str(entry.path), problem)
+            report.formatted_problem(f"{entry.location}.class_name", str(entry.path), problem)
     if files.functions is not None:
         problem = find_tool_problem(files.functions)
         if problem is not None:
-            report.statement(FUNCTIONS, files.functions.path, problem)
+            report.formatted_problem(FUNCTIONS, files.functions.path, problem)
 
 
 def _check_loop_file(path: str, report: Report) -> None:
@@ -364,7 +364,7 @@ class _HubCheck:
     def report_to(self, report: Report) -> None:
         """Wait for the result, and report the repositories that cannot be downloaded."""
         for repo, problem in (self._problems.result() if self._problems is not None else {}).items():
-            report.statement(self._keys[repo], repo.name, problem)
+            report.formatted_problem(self._keys[repo], repo.name, problem)
 
 
 def _is_on_hub(path: str) -> bool:

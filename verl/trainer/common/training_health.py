@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.layout import active_roles, serves_reward_model
-from verl.config.schema import pick
+from verl.config.schema import get_path
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.recovery.exit_messages import describe_resume
@@ -193,7 +193,7 @@ class WeightCheck:
 
     def _explain_initial(self, role: str) -> str:
         key = _MODEL_KEYS[role]
-        return explain_initial_weights(key, pick(self._config, key), self._resumed_from())
+        return explain_initial_weights(key, get_path(self._config, key), self._resumed_from())
 
 
 def explain_initial_weights(key: str, path: str, resumed_from: Path | None) -> str:

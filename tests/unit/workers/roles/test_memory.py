@@ -9,7 +9,7 @@ import torch
 
 from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, devices, load_config
 from verl.config.devices import MemoryState, memory_state, oom_kills
-from verl.config.schema import pick, walk
+from verl.config.schema import get_path, walk
 from verl.planning.remedies import PHASES, applicable_remedies, remedies
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -173,7 +173,7 @@ def test_remedies_are_those_of_the_values_that_are_set():
     config = load_config(
         None, ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.device=cpu"], check_files=False
     )
-    keys = [remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: pick(config, key))]
+    keys = [remedy.key for remedy, _ in applicable_remedies("update_actor", lambda key: get_path(config, key))]
     assert keys[0] == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     assert "actor_rollout_ref.model.enable_gradient_checkpointing" not in keys, "it is on by default"
     assert list(next(r for r in remedies("gen") if r.action == "lower").values(0.2)) == [0.15, 0.1]
