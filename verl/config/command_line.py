@@ -25,11 +25,11 @@ _BOUNDS_KEYS = tuple(
     f"algorithm.rollout_correction.{name}" for name in ("rollout_is_threshold", "rollout_rs_threshold")
 )
 # Groups that can be disabled: `critic=null`, `~critic`.
-_SWITCHABLE = ("critic", "reward_model")
+_DISABLABLE = ("critic", "reward_model")
 
 
 @dataclass(frozen=True)
-class Change:
+class Override:
     """A parsed override. A leading `+` has no effect: every key can be set."""
 
     key: str
@@ -41,37 +41,37 @@ class Change:
     @property
     def value(self) -> Any:
         """The parsed value (number, text, list, …); a sweep (`1,2`), supported by Hydra's multirun only, as text."""
-        parsed = _parsed(self.text)
+        parsed = _parse(self.text)
         return self.text if parsed.is_sweep_override() else parsed.value()
 
 
-def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Change | None:
+def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Override | None:
     """Parse an override; None if it is not an override of a key or group (`hydra.*`, or a mistake)."""
     match = _OVERRIDE.fullmatch(override)
     if match is None or match["key"].partition(".")[0] == "hydra":
         return None
     key, value = match["key"], match["value"] and match["value"].strip()
-    if key in groups and key in _SWITCHABLE and (match["sign"] == "~" or value == "null"):
-        return Change(f"{key}.enable", "false")
+    if key in groups and key in _DISABLABLE and (match["sign"] == "~" or value == "null"):
+        return Override(f"{key}.enable", "false")
     if match["sign"] == "~" or value is None:
         return None
     value = f"'{value}'" if key in _BOUNDS_KEYS and _BOUNDS.fullmatch(value) else value
-    return Change(key, _quoted(value), key in groups and value != "null" and not value.startswith("{"))
+    return Override(key, _quote_if_needed(value), key in groups and value != "null" and not value.startswith("{"))
 
 
-def _quoted(value: str) -> str:
-    """Quote the value if Hydra's grammar does not accept it (e.g. a path that contains `=`)."""
+def _quote_if_needed(value: str) -> str:
+    """Quote a value that Hydra's grammar does not accept (e.g. a path that contains `=`)."""
     from hydra.errors import HydraException
 
     try:
-        _parsed(value)
+        _parse(value)
     except HydraException:
         escaped = value.replace("\\", "\\\\").replace("'", "\\'")
         return f"'{escaped}'"
     return value
 
 
-def _parsed(value: str) -> Any:
+def _parse(value: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(f"key={value}")
@@ -87,10 +87,10 @@ _CONFIG_OPTIONS = {
     "--config-dir": "dir",
     "-cd": "dir",
 }
-# Hydra options whose value is the next argument; for --info only if it is one of _INFORMATION.
+# Hydra options whose value is the next argument; for --info only if it is one of _INFO_VALUES.
 _OPTIONS_WITH_VALUE = (*_CONFIG_OPTIONS, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _INFO = ("--info", "-i")
-_INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _SEARCH_PATH = "hydra.searchpath=[pkg://verl.trainer.config]"
 
@@ -98,24 +98,26 @@ _SEARCH_PATH = "hydra.searchpath=[pkg://verl.trainer.config]"
 @contextmanager
 def prepared_arguments(root: str = ROOT) -> Iterator[None]:
     """Context in which `sys.argv` contains the converted arguments for Hydra."""
-    typed = sys.argv[1:]
-    sys.argv[1:] = hydra_arguments(typed, root)
+    original = sys.argv[1:]
+    sys.argv[1:] = hydra_arguments(original, root)
     try:
         yield
     finally:
-        sys.argv[1:] = typed
+        sys.argv[1:] = original
 
 
 def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
     """Convert the user's arguments for Hydra; `root` is the YAML file with the program's defaults."""
     options, overrides = _split(argv)
-    own = _UserConfig.of(options, root)
-    arguments = [_rewritten(override, own, groups(root)) for override in overrides]
-    typed = " ".join(overrides)
-    if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
+    user_config = _UserConfig.from_options(options, root)
+    arguments = [_convert_override(override, user_config, groups(root)) for override in overrides]
+    joined = " ".join(overrides)
+    if user_config.is_used and not user_config.configures_hydra and "hydra." not in joined and "hydra/" not in joined:
         arguments += [*_QUIET_HYDRA, _SEARCH_PATH]
     # Options last: an option with an optional value (--info) would consume the first override.
-    return arguments + [word for name, value in own.options(options) for word in ((name, value) if value else (name,))]
+    for name, value in user_config.with_absolute_path(options):
+        arguments += [name, value] if value else [name]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class _UserConfig:
     extends_groups: bool = False  # --config-dir: there may be further group options
 
     @classmethod
-    def of(cls, options: Sequence[tuple[str, str]], root: str) -> _UserConfig:
+    def from_options(cls, options: Sequence[tuple[str, str]], root: str) -> _UserConfig:
         selected = {_CONFIG_OPTIONS[name]: value for name, value in options if name in _CONFIG_OPTIONS}
         folder, name = selected.get("path"), selected.get("name", root)
         if folder is not None and Path(folder).expanduser().is_dir():
@@ -140,10 +142,11 @@ class _UserConfig:
         keys = set(content) if isinstance(content, DictConfig) else set()
         return cls(folder, used, "defaults" in keys, "hydra" in keys, "dir" in selected)
 
-    def options(self, typed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    def with_absolute_path(self, options: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the options with the absolute path of the config folder."""
         return [
             (name, self.path or value) if _CONFIG_OPTIONS.get(name) == "path" else (name, value)
-            for name, value in typed
+            for name, value in options
         ]
 
 
@@ -155,7 +158,7 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     while remaining:
         argument = remaining.pop(0)
         name, _, value = argument.partition("=")
-        if argument in _OPTIONS_WITH_VALUE or (argument in _INFO and remaining[:1] and remaining[0] in _INFORMATION):
+        if argument in _OPTIONS_WITH_VALUE or (argument in _INFO and remaining[:1] and remaining[0] in _INFO_VALUES):
             options.append((argument, remaining.pop(0) if remaining else ""))
         elif argument.startswith("-"):
             options.append((name, value) if name in _CONFIG_OPTIONS else (argument, ""))
@@ -164,12 +167,15 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     return options, overrides
 
 
-def _rewritten(override: str, own: _UserConfig, known: Mapping[str, Sequence[str]]) -> str:
-    change = read_override(override, known)
-    if change is None:
+def _convert_override(override: str, user_config: _UserConfig, known: Mapping[str, Sequence[str]]) -> str:
+    """Convert an override for Hydra; `known`: the options of each group."""
+    parsed = read_override(override, known)
+    if parsed is None:
         return override
-    if not change.is_option:
-        return f"++{change.key}={change.text}"
-    native = own.has_defaults or own.extends_groups or (not own.is_used and change.text in known[change.key])
-    # Otherwise the loader uses the option as the base of the user's blocks, or reports the unknown name.
-    return override if native else f"++{GROUPS_KEY}.{change.key}={change.text}"
+    if not parsed.is_option:
+        return f"++{parsed.key}={parsed.text}"
+    hydra_selects = user_config.has_defaults or user_config.extends_groups
+    if hydra_selects or (not user_config.is_used and parsed.text in known[parsed.key]):
+        return override
+    # The loader uses the option as the base of the user's blocks, or reports the unknown name.
+    return f"++{GROUPS_KEY}.{parsed.key}={parsed.text}"

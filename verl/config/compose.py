@@ -32,26 +32,26 @@ def alternatives(group: str, root: str = ROOT) -> tuple[dict[str, Any], ...]:
     return tuple(_plain(_read(CONFIG_DIR / group / f"{option}.yaml"), resolve=False) for option in others)
 
 
-def default_tree(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
+def default_tree(options: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
     """Return the defaults with these options (`{"algorithm": "grpo"}`), `${…}` as text. Do not modify the result."""
-    return _tree(root, tuple(sorted((chosen or {}).items())))
+    return _tree(root, tuple(sorted((options or {}).items())))
 
 
-def default_values(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
+def default_values(options: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
     """Return the defaults with every `${…}` resolved. Do not modify the result."""
-    return _values(root, tuple(sorted((chosen or {}).items())))
+    return _values(root, tuple(sorted((options or {}).items())))
 
 
 @functools.cache
-def _tree(root: str, chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    tree = _load(CONFIG_DIR / f"{root}.yaml", dict(chosen))
+def _tree(root: str, options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    tree = _load(CONFIG_DIR / f"{root}.yaml", dict(options))
     tree.pop("hydra", None)
     return _plain(tree, resolve=False)
 
 
 @functools.cache
-def _values(root: str, chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return _plain(OmegaConf.create(_tree(root, chosen)), resolve=True)
+def _values(root: str, options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return _plain(OmegaConf.create(_tree(root, options)), resolve=True)
 
 
 def _plain(tree: DictConfig, resolve: bool) -> dict[str, Any]:
@@ -60,20 +60,20 @@ def _plain(tree: DictConfig, resolve: bool) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def _load(file: Path, chosen: Mapping[str, str]) -> DictConfig:
+def _load(file: Path, options: Mapping[str, str]) -> DictConfig:
     """Load a file on top of the group options and files in its `defaults` list."""
-    own = _read(file)
+    content = _read(file)
     tree = OmegaConf.create({})
-    for item in own.pop("defaults", []):
+    for item in content.pop("defaults", []):
         if isinstance(item, str):
-            part = own if item == "_self_" else _load(file.parent / f"{item}.yaml", chosen)
+            part = content if item == "_self_" else _load(file.parent / f"{item}.yaml", options)
         else:
             ((group, option),) = item.items()
             if group.startswith(_HYDRA_OVERRIDE):
                 continue
-            part = OmegaConf.create({group: _load(file.parent / group / f"{chosen.get(group, option)}.yaml", chosen)})
+            part = OmegaConf.create({group: _load(file.parent / group / f"{options.get(group, option)}.yaml", options)})
         tree = OmegaConf.merge(tree, part)  # type: ignore[assignment]
-    return OmegaConf.merge(tree, own)  # type: ignore[return-value]
+    return OmegaConf.merge(tree, content)  # type: ignore[return-value]
 
 
 def _read(file: Path) -> DictConfig:

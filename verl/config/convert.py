@@ -15,7 +15,7 @@ from verl.config.schema import Block, Entry, Key, alias_table, entries, join, wa
 
 B = TypeVar("B", bound=Block)
 
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -101,9 +101,9 @@ class Converter:
         for leaf, item in leaves(value, path):
             if leaf != path and self._is_old_key(leaf, item):
                 continue
-            full = [] if block else keys_ending_in(self._root, leaf)
-            if full:
-                self.report.problem(leaf, item, "unknown key", f"Did you mean {_alternatives(full)}?")
+            full_keys = [] if block else keys_ending_in(self._root, leaf)
+            if full_keys:
+                self.report.problem(leaf, item, "unknown key", f"Did you mean {_alternatives(full_keys)}?")
             else:
                 unknown[leaf] = item
         if not unknown:
@@ -149,11 +149,11 @@ def _alternatives(keys: list[str]) -> str:
 
 def nearest_key(root: type[Block], path: str, block: str, cls: type[Block]) -> str | None:
     """Return the most similar known key: in the same block, of the same name elsewhere, or by overall similarity."""
-    rest = path[len(block) + 1 :] if block else path
-    if "." not in rest:
-        spelled = {alias.rpartition(".")[2]: alias for alias in alias_table(root) if alias.rpartition(".")[0] == block}
-        siblings = {name: join(block, name) for name in entries(cls)} | spelled
-        near = difflib.get_close_matches(rest, siblings, n=1, cutoff=0.7)
+    relative = path[len(block) + 1 :] if block else path
+    if "." not in relative:
+        aliases = {alias.rpartition(".")[2]: alias for alias in alias_table(root) if alias.rpartition(".")[0] == block}
+        siblings = {name: join(block, name) for name in entries(cls)} | aliases
+        near = difflib.get_close_matches(relative, siblings, n=1, cutoff=0.7)
         if near:
             return siblings[near[0]]
     known = [other for other, entry in walk(root) if entry.block is None] + list(alias_table(root))
@@ -161,10 +161,10 @@ def nearest_key(root: type[Block], path: str, block: str, cls: type[Block]) -> s
     same_name = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_name:
         return max(same_name, key=lambda other: _similarity(other, path))
-    alike = [
+    similar = [
         other for other in known if _similarity(other.rpartition(".")[2], leaf) > 0.6 and _similarity(other, path) > 0.6
     ]
-    return max(alike, key=lambda other: _similarity(other, path), default=None)
+    return max(similar, key=lambda other: _similarity(other, path), default=None)
 
 
 def _similarity(one: str, other: str) -> float:
@@ -175,13 +175,13 @@ def parse_value(entry: Entry, value: Any, extended: bool = False) -> Any:
     """Convert `value` to the type of the key and check it; raise InvalidValue."""
     key = entry.key
     if isinstance(value, (str, bool, int)) and value in key.synonyms:
-        value = _synonym(key, value)
+        value = _resolve_synonym(key, value)
     may_be_null = entry.optional or any(rule is not None for rule in (key.null, key.follows, key.required))
     if value is None or (value == "None" and may_be_null):  # Python's spelling of null
         if may_be_null:
             return None
-        raise InvalidValue("must have a value", f"Set {_expected(entry)}")
-    value = _typed(entry.type, value, entry)
+        raise InvalidValue("must have a value", f"Set {_describe_expected(entry)}")
+    value = _to_type(entry.type, value, entry)
     for item in value if isinstance(value, list) else [value]:
         _check_choice(key, item, extended)
         _check_range(key, item)
@@ -195,7 +195,7 @@ def expand(path: str) -> str:
     return path if "://" in path else os.path.expanduser(os.path.expandvars(path))
 
 
-def _typed(target: Any, value: Any, entry: Entry) -> Any:
+def _to_type(target: Any, value: Any, entry: Entry) -> Any:
     origin = typing.get_origin(target)
     if origin is list:
         return _list(typing.get_args(target)[0], value, entry)
@@ -205,7 +205,7 @@ def _typed(target: Any, value: Any, entry: Entry) -> Any:
         return value
     result = _scalar(target, value)
     if result is None:
-        raise InvalidValue(f"is not {_TYPE_NAMES[target]}", f"Set {_expected(entry)}")
+        raise InvalidValue(f"is not {_TYPE_NAMES[target]}", f"Set {_describe_expected(entry)}")
     return result
 
 
@@ -213,7 +213,7 @@ def _scalar(target: type, value: Any) -> Any:
     """Convert to int, float, bool or str; None if impossible. Numbers and booleans may be text."""
     if target is bool:
         if isinstance(value, str):
-            return _WORDS.get(value.strip().lower())
+            return _BOOLEANS.get(value.strip().lower())
         return bool(value) if isinstance(value, int) and value in (0, 1) else None
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return None
@@ -241,13 +241,13 @@ def _list(item_type: Any, value: Any, entry: Entry) -> list[Any]:
     if value == "":
         return []
     if isinstance(value, str) and value.strip().startswith("["):
-        value = _list_in_text(value)
+        value = _parse_list(value)
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         value = [value]
-    return [_typed(item_type, item, entry) for item in value]
+    return [_to_type(item_type, item, entry) for item in value]
 
 
-def _list_in_text(text: str) -> Any:
+def _parse_list(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -267,13 +267,14 @@ def _dict(item_type: Any, value: Any, entry: Entry) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise InvalidValue("is not a mapping", """Write it as '{"a": 1}'""") from error
     if not isinstance(value, Mapping):
-        raise InvalidValue("must be a mapping of names to values", f"Set {_expected(entry)}")
-    return {str(name): _typed(item_type, item, entry) for name, item in value.items()}
+        raise InvalidValue("must be a mapping of names to values", f"Set {_describe_expected(entry)}")
+    return {str(name): _to_type(item_type, item, entry) for name, item in value.items()}
 
 
-def _synonym(key: Key, value: Any) -> Any:
+def _resolve_synonym(key: Key, value: Any) -> Any:
     # True == 1 in Python: the type must match as well.
-    return next((to for name, to in key.synonyms.items() if name == value and type(name) is type(value)), value)
+    synonyms = key.synonyms.items()
+    return next((target for name, target in synonyms if name == value and type(name) is type(value)), value)
 
 
 def _check_choice(key: Key, value: Any, extended: bool) -> None:
@@ -292,20 +293,21 @@ def _check_choice(key: Key, value: Any, extended: bool) -> None:
 
 
 def _check_range(key: Key, value: Any) -> None:
-    if isinstance(value, (str, bool, Mapping)) or value is None or isinstance(value, list):
+    if value is None or isinstance(value, (str, bool, Mapping, list)):
         return
-    low = (key.min is None or value >= key.min) and (key.above is None or value > key.above)
-    high = (key.max is None or value <= key.max) and (key.below is None or value < key.below)
-    if not (low and high):
-        raise InvalidValue(f"must be {range_words(key)}", f"Set a value {range_words(key)}")
+    high_enough = (key.min is None or value >= key.min) and (key.above is None or value > key.above)
+    low_enough = (key.max is None or value <= key.max) and (key.below is None or value < key.below)
+    if not (high_enough and low_enough):
+        raise InvalidValue(f"must be {format_range(key)}", f"Set a value {format_range(key)}")
 
 
-def range_words(key: Key) -> str:
+def format_range(key: Key) -> str:
+    """Format the bounds of a key: `at least 0 and below 1`; "" without bounds."""
     limits = (("at least", key.min), ("above", key.above), ("at most", key.max), ("below", key.below))
     return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
 
 
-def _expected(entry: Entry) -> str:
+def _describe_expected(entry: Entry) -> str:
     """Describe the values of the key, for a remedy."""
     if entry.key.choices:
         return f"one of {', '.join(entry.key.choices)}"
@@ -317,4 +319,4 @@ def _expected(entry: Entry) -> str:
     if origin is dict:
         return "a mapping, e.g. {name: value}"
     kind = _TYPE_NAMES.get(entry.type, "a value")
-    return f"{kind} {range_words(entry.key)}".rstrip()
+    return f"{kind} {format_range(entry.key)}".rstrip()

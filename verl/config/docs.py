@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
-from verl.config.convert import range_words
+from verl.config.convert import format_range
 from verl.config.load import EVAL, GENERATION, PPO, RM, SFT, Root
 from verl.config.old_keys import FIXED, OBSOLETE
 from verl.config.schema import Block, Entry, alias_table, entries, get_path, join
@@ -139,8 +139,8 @@ def _meaning(root: Root, path: str, entry: Entry) -> str:
     if key.choices:
         more = " or your own (`external_libs`)" if key.extendable else ""
         parts.append(f"One of {', '.join(f'`{choice}`' for choice in key.choices)}{more}.")
-    if range_words(key):
-        parts.append(f"{range_words(key).capitalize()}.")
+    if format_range(key):
+        parts.append(f"{format_range(key).capitalize()}.")
     if key.follows:
         parts.append(f"Null: as `{key.follows}`.")
     elif key.null:

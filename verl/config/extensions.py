@@ -27,7 +27,7 @@ class Traits:
     """What the configuration knows about an extension. Subclasses have a field per trait, with a default."""
 
     at: str
-    """`module:attribute`."""
+    """Import path of the function or class, `module:attribute`."""
 
 
 T = TypeVar("T", bound=Traits)
@@ -35,62 +35,62 @@ _TABLES: list[ExtensionTable[Any]] = []
 
 
 class ExtensionTable(dict[str, T], Generic[T]):
-    """Traits of the extensions in a package of verl, by name. `of` also knows those that users declare."""
+    """Traits of the extensions in a package of verl, by name. `get_traits` also finds those that users declare."""
 
     def __init__(self, package: str, decorator: str, traits: type[T]) -> None:
         self._decorator, self._traits = decorator, traits
-        self._users: dict[str, T] = {}
+        self._user_traits: dict[str, T] = {}
         for file in sorted((_VERL / package.replace(".", "/")).rglob("*.py")):
             module = ".".join(file.relative_to(_VERL.parent).with_suffix("").parts)
-            self.update(self._declared(file, module))
+            self.update(self._read_declarations(file, module))
         _TABLES.append(self)
 
-    def of(self, name: str, default: T) -> T:
-        """Traits of a built-in extension, or of a user's that declares any; otherwise `default`."""
-        return self.get(name) or self._users.get(name, default)
+    def get_traits(self, name: str, default: T) -> T:
+        """Return the traits of a built-in extension, or of a user's that declares any; otherwise `default`."""
+        return self.get(name) or self._user_traits.get(name, default)
 
-    def add_users(self, file: Path, module: str) -> None:
-        """Read the declarations of a user's module. One without traits declares nothing."""
-        for name, traits in self._declared(file, module).items():
+    def add_user_module(self, file: Path, module: str) -> None:
+        """Read the declarations in a user's module; those without traits are ignored."""
+        for name, traits in self._read_declarations(file, module).items():
             if traits != self._traits(traits.at):
-                self._users[name] = traits
+                self._user_traits[name] = traits
 
-    def _declared(self, file: Path, module: str) -> dict[str, T]:
+    def _read_declarations(self, file: Path, module: str) -> dict[str, T]:
         source = file.read_text(encoding="utf-8")
         if f"{self._decorator}(" not in source:
             return {}
         known = [field.name for field in fields(self._traits) if field.name != "at"]
-        declared = {}
+        extensions = {}
         for name, attribute, traits in _declarations(source, file, self._decorator):
             if unknown := sorted(traits.keys() - set(known)):
                 raise ValueError(
                     f"{file}: @{self._decorator}({name!r}) has no trait {unknown[0]!r}. Known: {', '.join(known)}."
                 )
-            declared[name] = self._traits(f"{module}:{attribute}", **traits)
-        return declared
+            extensions[name] = self._traits(f"{module}:{attribute}", **traits)
+        return extensions
 
 
 def read_user_declarations(modules: Iterable[str]) -> None:
     """Read the traits that users' modules declare, without importing them. Modules that do not exist are skipped."""
     for module in modules:
-        file = _file_of(module)
+        file = _source_file(module)
         if file is not None:
             for table in _TABLES:
-                table.add_users(file, module)
+                table.add_user_module(file, module)
 
 
-def _file_of(module: str) -> Path | None:
+def _source_file(module: str) -> Path | None:
     """The source file of a module; its packages are not imported."""
-    first, *rest = module.split(".")
+    package, *submodules = module.split(".")
     try:
-        spec = importlib.util.find_spec(first)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
-    folders = [Path(folder).joinpath(*rest) for folder in spec.submodule_search_locations or ()]
+    folders = [Path(folder).joinpath(*submodules) for folder in spec.submodule_search_locations or ()]
     candidates = [path for folder in folders for path in (folder.with_suffix(".py"), folder / "__init__.py")]
-    if not rest and spec.origin is not None:
+    if not submodules and spec.origin is not None:
         candidates = [Path(spec.origin)]
     return next((path for path in candidates if path.suffix == ".py" and path.is_file()), None)
 
@@ -107,8 +107,8 @@ def _declarations(source: str, file: Path, decorator: str) -> Iterator[tuple[str
         for call in node.decorator_list:
             if not isinstance(call, ast.Call) or not call.args:
                 continue
-            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            if called != decorator:
+            function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if function != decorator:
                 continue
             try:
                 name = ast.literal_eval(call.args[0])

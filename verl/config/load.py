@@ -228,14 +228,14 @@ def _split_overrides(
     selected = {str(group): str(option) for group, option in preselected.items()}
     changes: dict[str, Any] = {}
     for override in overrides:
-        change = read_override(override, known)
-        if change is None:
+        parsed = read_override(override, known)
+        if parsed is None:
             report.problem(override, None, "is not an override", "Write it as key=value")
-        elif change.is_option:
-            selected[change.key] = str(change.value)
+        elif parsed.is_option:
+            selected[parsed.key] = str(parsed.value)
         else:
             nested: dict[str, Any] = {}
-            _set_value(nested, change.key, change.value)
+            _set_value(nested, parsed.key, parsed.value)
             changes = _merge(changes, nested)
     for group, option in list(selected.items()):
         options = known.get(group, ())

@@ -1,4 +1,4 @@
-"""Names that the configuration knows, and the traits of what they select."""
+"""Names of estimators, losses, engines and other choices that the configuration accepts, with their traits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class EstimatorTraits(Traits):
     """Traits of an advantage estimator (`register_adv_est`)."""
 
     uses_groups: bool = False
-    """It compares the answers to one prompt with each other: a group of one has no advantage."""
+    """It compares the responses to one prompt: a group of one response has no advantage."""
     needs_critic: bool | None = False
-    """It needs the values of a critic; None: not known."""
+    """It needs the values of a critic; None: unknown."""
     reads: tuple[str, ...] = ()
-    """Keys below `algorithm` that only estimators with this trait read. One that reads gamma discounts over tokens."""
+    """Keys below `algorithm` that it reads; other estimators ignore them. With gamma, it discounts over tokens."""
 
 
 ADV_ESTIMATORS = ExtensionTable("algos.advantage", "register_adv_est", EstimatorTraits)
@@ -24,8 +24,8 @@ _UNKNOWN_ESTIMATOR = EstimatorTraits("", needs_critic=None)
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Traits of an estimator; a user's that declares none may use groups, values and every key."""
-    return ADV_ESTIMATORS.of(name, _UNKNOWN_ESTIMATOR)
+    """Return the traits of an estimator; one that declares none may use groups, values and every key."""
+    return ADV_ESTIMATORS.get_traits(name, _UNKNOWN_ESTIMATOR)
 
 
 _DEFAULT_CLIP = (0.2, 0.2)
@@ -41,7 +41,7 @@ class LossTraits(Traits):
     clip: tuple[float, float] | None = _DEFAULT_CLIP
     """Distances of the clip bounds from a ratio of 1, below and above; None: the loss does not clip the ratio."""
     reads: tuple[str, ...] = ()
-    """Keys below the actor that only losses with this trait read."""
+    """Keys below the actor that it reads; other losses ignore them."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -53,8 +53,8 @@ POLICY_LOSSES = ExtensionTable("algos.policy_loss", "register_policy_loss", Loss
 
 
 def loss_traits(name: str) -> LossTraits:
-    """Traits of a policy loss; a user's that declares none has those of PPO."""
-    return POLICY_LOSSES.of(name, POLICY_LOSSES["vanilla"])
+    """Return the traits of a policy loss; one that declares none has those of PPO."""
+    return POLICY_LOSSES.get_traits(name, POLICY_LOSSES["vanilla"])
 
 
 @dataclass(frozen=True)
@@ -80,39 +80,42 @@ LOGGERS = ExtensionTable("utils.tracking", "register_tracker", TrackerTraits)
 
 
 def tracker_package(name: str) -> str | None:
-    """The Python package that a tracker needs; None: none is known."""
-    return LOGGERS.of(name, TrackerTraits("")).package
+    """Return the Python package that a tracker needs; None: none, or unknown."""
+    return LOGGERS.get_traits(name, TrackerTraits("")).package
 
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
-# Over the teacher's likeliest tokens and the rest, at every place of an answer.
-TOP_K_KLS = ("reverse_kl_topk", "forward_kl_topk")
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
+# KL per response token over the teacher's top-k tokens; all other tokens count as one.
+TOP_K_KLS = ("reverse_kl_topk", "forward_kl_topk")
 
 
-def _extra(name: str) -> str:
+def _install_command(name: str) -> str:
     return f"make setup-{name}, or pip install -e .[{name}]"
 
 
 @dataclass(frozen=True)
 class TrainingEngine:
-    """A row of the table of training engines."""
+    """A training engine (`strategy` of a role)."""
 
     at: str
-    """Its `TrainEngine`, imported when it is chosen."""
+    """Import path of its `TrainEngine`, `module:attribute`; imported when the engine is selected."""
     block: str
-    """The block of a role's configuration that holds its own keys."""
+    """The block with its keys in a role's configuration."""
     package: str = ""
-    """What must be installed for it; "" where nothing has to be."""
+    """The third-party package that it needs; "": none."""
     install: str = ""
-    """How."""
+    """The commands that install the package."""
 
 
 _FSDP = TrainingEngine("verl.workers.engine.fsdp.engine:FSDPEngine", "fsdp_config")
 _MEGATRON = TrainingEngine(
-    "verl.workers.engine.megatron.engine:MegatronEngine", "megatron_config", "megatron.core", _extra("megatron")
+    "verl.workers.engine.megatron.engine:MegatronEngine",
+    "megatron_config",
+    "megatron.core",
+    _install_command("megatron"),
 )
 TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": _MEGATRON}
 STRATEGIES = tuple(TRAINING_ENGINES)
@@ -140,21 +143,21 @@ ROLLOUTS = ExtensionTable("workers.rollout", "register_rollout", RolloutTraits)
 
 
 def rollout_traits(name: str) -> RolloutTraits:
-    """Traits of a rollout engine; a user's that declares none runs in the rank's process."""
-    return ROLLOUTS.of(name, RolloutTraits(""))
+    """Return the traits of a rollout engine; one that declares none runs in the process of its rank."""
+    return ROLLOUTS.get_traits(name, RolloutTraits(""))
 
 
-# The loop with one model call per trajectory: its rows need no loop worker.
+# The agent loop with one model call per trajectory: its rows need no loop worker.
 SINGLE_TURN = "single_turn_agent"
 AGENT_LOOPS = ExtensionTable("agent", "register_agent_loop", Traits)
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls."""
+    """A format in which models write tool calls."""
 
     at: str
-    """Its parser."""
+    """Import path of its parser, `module:attribute`."""
 
 
 def _tool_format(parser: str) -> ToolFormat:
@@ -178,7 +181,7 @@ SANDBOX_LEVELS = ("none", "files", "network", "full")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model", "teacher")
-# Names in role_mapping that stand for several roles, or are another spelling of one.
+# Names in role_mapping that stand for several roles, or are aliases of one.
 ROLE_GROUPS = {
     "actor_rollout": ("actor", "rollout"),
     "actor_rollout_ref": ("actor", "rollout", "ref"),
