@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl.algos.kl import MAX_LOG_RATIO, kl_penalty
 from verl.algos.masked_ops import apply_mask
 from verl.config import RolloutCorrectionConfig, as_config
-from verl.config.algorithm import Rejection, bounds, rejections
+from verl.config.algorithm import Rejection, parse_bounds, parse_rejections
 from verl.utils.torch_functional import masked_mean
 
 CorrectionLike: TypeAlias = RolloutCorrectionConfig | DictConfig | Mapping[str, Any] | None
@@ -68,7 +68,7 @@ def correct_rollout(
     metrics = _mismatch_metrics(log_ratio, known, truncation)
     if truncation is not None and config.denominator == "drawn":
         log_ratio = log_ratio - truncation
-    kept_mask, weights = rejection_mask(log_ratio, response_mask, rejections(config), known), None
+    kept_mask, weights = rejection_mask(log_ratio, response_mask, parse_rejections(config), known), None
     if config.rollout_is is not None:
         weights, truncated = importance_weights(log_ratio, response_mask, config)
         metrics["rollout_corr/truncated_fraction"] = float(truncated)
@@ -86,7 +86,7 @@ def importance_weights(
 
     Weights are truncated at the threshold; with a range lo_hi, weights outside of it are 0.
     """
-    (lower, upper), level = bounds(config.rollout_is_threshold), config.rollout_is
+    (lower, upper), level = parse_bounds(config.rollout_is_threshold), config.rollout_is
     if level not in ("token", "sequence"):
         raise ValueError(f"algorithm.rollout_correction.rollout_is: {level!r} is not supported. Use token or sequence.")
     log_ratio = apply_mask(log_ratio, response_mask.bool())

@@ -13,10 +13,10 @@ NO_RAW_LOG_PROBS = (
     "Leave it out, or set processed_logprobs",
 )
 # How the statistics of tokens are aggregated before the threshold is applied.
-_OVER = ("token", "seq_sum", "seq_mean", "seq_max")
+_AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max")
 # k1 is signed: the maximum over a sequence would ignore large negative values.
 REJECTIONS = tuple(
-    f"{over}_{kind}" for over in _OVER for kind in ("k1", "k2", "k3") if f"{over}_{kind}" != "seq_max_k1"
+    f"{over}_{kind}" for over in _AGGREGATIONS for kind in ("k1", "k2", "k3") if f"{over}_{kind}" != "seq_max_k1"
 )
 _OLD_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
@@ -84,8 +84,8 @@ class Rejection(NamedTuple):
     upper: float
 
 
-def bounds(text: str) -> Bounds:
-    """Parse `2.0` or `0.5_2.0`; raise ValueError with the cause otherwise."""
+def parse_bounds(text: str) -> Bounds:
+    """Parse `2.0` or `0.5_2.0`. ValueError, with the cause, for other texts."""
     lower, _, upper = str(text).rpartition("_")
     try:
         parsed = Bounds(float(lower) if lower else None, float(upper))
@@ -96,8 +96,8 @@ def bounds(text: str) -> Bounds:
     return parsed
 
 
-def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
-    """Return the rejection rules of `rollout_rs` with their thresholds; raise ValueError if they do not match."""
+def parse_rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
+    """Return the rejection rules of `rollout_rs` with their thresholds. ValueError: one of them is invalid."""
     if config.rollout_rs is None:
         return ()
     names = [name.strip() for name in config.rollout_rs.split(",")]
@@ -109,7 +109,7 @@ def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
         )
     if len(limits) == 1:
         limits *= len(names)
-    rules = tuple(_rejection(config, name, limit) for name, limit in zip(names, limits, strict=True))
+    rules = tuple(_parse_rejection(config, name, limit) for name, limit in zip(names, limits, strict=True))
     lower = config.rollout_rs_threshold_lower
     if lower is not None and not any(rule.kind == "k1" and rule.lower == lower for rule in rules):
         raise ValueError(
@@ -118,7 +118,7 @@ def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
     return rules
 
 
-def _rejection(config: RolloutCorrectionConfig, name: str, limit: str | None) -> Rejection:
+def _parse_rejection(config: RolloutCorrectionConfig, name: str, limit: str | None) -> Rejection:
     name = _OLD_NAMES.get(name, name)
     if name not in REJECTIONS:
         raise ValueError(f"{name!r} is not known. Use {', '.join(REJECTIONS)}")
@@ -126,13 +126,13 @@ def _rejection(config: RolloutCorrectionConfig, name: str, limit: str | None) ->
     if kind != "k1":
         if limit is None:
             raise ValueError(f"{name} needs a threshold: rollout_rs_threshold")
-        limits = bounds(limit)
+        limits = parse_bounds(limit)
         if limits.lower is not None:
             raise ValueError(
                 f"{name} is never negative and 0 for equal policies: a lower bound ({limit}) has no meaning"
             )
         return Rejection(over, kind, 0.0, limits.upper)
-    limits = bounds(config.rollout_is_threshold if limit is None else limit)
+    limits = parse_bounds(config.rollout_is_threshold if limit is None else limit)
     lower = limits.lower or config.rollout_rs_threshold_lower or 1 / limits.upper
     if lower > limits.upper:
         raise ValueError(
@@ -141,12 +141,12 @@ def _rejection(config: RolloutCorrectionConfig, name: str, limit: str | None) ->
     return Rejection(over, kind, lower, limits.upper)
 
 
-_ON_PAIRS = (
+_PREFERENCE_TRAINING = (
     "trains on preference pairs without generation: it is not an advantage estimator",
     "Train a reward model on the pairs (verl.trainer.main_rm) and use it with grpo here, or fine-tune on the chosen"
     " responses (verl.trainer.main_sft)",
 )
-OTHER_METHODS = dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _ON_PAIRS) | {
+OTHER_METHODS = dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _PREFERENCE_TRAINING) | {
     "sft": ("is supervised fine-tuning, not an advantage estimator", "Run python -m verl.trainer.main_sft"),
     "ppo": ("is the policy loss, not an advantage estimator", "Set gae, the estimator of PPO"),
 }

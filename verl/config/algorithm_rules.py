@@ -1,14 +1,13 @@
-"""Rules of `algorithm.*`, the policy loss, rollout correction and distillation."""
+"""Rules of `algorithm.*`, the policy loss, old log-probs, rollout correction and distillation."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from verl.config import names
-from verl.config.algorithm import bounds, rejections
+from verl.config.algorithm import parse_bounds, parse_rejections
 from verl.config.asynchronous import async_settings
 from verl.config.layout import ACTOR, ROLLOUT, layout_of
-from verl.config.old_log_probs import old_log_prob_rules
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
@@ -23,7 +22,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
         why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be selected"
         report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set it below")
     _unused_clip(config, report)
-    old_log_prob_rules(config, report)
+    _old_log_prob_rules(config, report)
     correction_rules(config, report)
 
 
@@ -78,6 +77,50 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
         report.problem("algorithm.use_kl_in_reward", True, why, fix, ("algorithm.adv_estimator",))
 
 
+# Old log-probs need a separate forward pass only if the update cannot provide them.
+_OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
+
+
+def old_log_probs_from_update(config: PPOConfig) -> bool:
+    """Whether the update's first forward pass provides old log-probs: as set; null: if there are no conflicts."""
+    value = config.actor_rollout_ref.actor.old_log_prob_from_update
+    return not _old_log_prob_conflicts(config) if value is None else value
+
+
+def _old_log_prob_conflicts(config: PPOConfig) -> list[str]:
+    """Return the reasons why the update cannot provide old log-probs.
+
+    With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1. The
+    remaining conflicts are consumers of old log-probs before the update.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    steps = actor.ppo_epochs * max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
+    reasons = []
+    if steps > 1:
+        reasons.append(
+            f"{ACTOR}.ppo_mini_batch_size = {actor.ppo_mini_batch_size} and {ACTOR}.ppo_epochs = {actor.ppo_epochs}"
+            f" take {steps} optimizer steps per batch, and only the first starts from the old policy"
+        )
+    if algorithm.use_kl_in_reward:
+        reasons.append("algorithm.use_kl_in_reward = True reads them before the update")
+    if config.distillation.enabled and config.distillation.distillation_loss.as_reward:
+        reasons.append("distillation.distillation_loss.as_reward = True reads them before the update")
+    if correction.bypass_mode:
+        reasons.append("algorithm.rollout_correction.bypass_mode = True uses the rollout's")
+    for name in ("rollout_is", "rollout_rs"):
+        if correction[name] is not None:
+            reasons.append(f"algorithm.rollout_correction.{name} = {correction[name]} reads them before the update")
+    return reasons
+
+
+def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:
+    """Report conflicts with `old_log_prob_from_update=True`."""
+    reasons = _old_log_prob_conflicts(config)
+    if config.actor_rollout_ref.actor.old_log_prob_from_update and reasons:
+        report.problem(_OLD_LOG_PROB_FROM_UPDATE, True, "; ".join(reasons), "Leave it out, or change these keys")
+
+
 _CORRECTION = "algorithm.rollout_correction"
 # Policy gradient -A × log π per token.
 _PLAIN_GRADIENT = "gpg"
@@ -99,7 +142,7 @@ def resolve_correction(config: PPOConfig, report: Report) -> None:
 def _resolve_auto_weights(config: PPOConfig, report: Report) -> None:
     rule, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     excluded = rule.bypass_mode or actor.old_log_prob_from_update
-    stale = _trains_on_stale(config) and not excluded and _resolve_denominator(config)
+    stale = _trains_on_stale_responses(config) and not excluded and _resolve_denominator(config)
     rule.rollout_is_from_auto, rule.rollout_is = stale, "token" if stale or rule.computes_weights_in_loss else None
     if stale:
         report.notice(
@@ -119,7 +162,7 @@ def correction_rules(config: PPOConfig, report: Report) -> None:
 def _thresholds(config: PPOConfig, report: Report) -> None:
     rule = config.algorithm.rollout_correction
     try:
-        if bounds(rule.rollout_is_threshold).upper < 1:
+        if parse_bounds(rule.rollout_is_threshold).upper < 1:
             raise ValueError(
                 "a bound below 1 truncates even the ratios of equal policies; write a range in a file as '0.5_2.0'"
             )
@@ -127,7 +170,7 @@ def _thresholds(config: PPOConfig, report: Report) -> None:
         report.problem(f"{_CORRECTION}.rollout_is_threshold", rule.rollout_is_threshold, str(error), "Set e.g. 2.0")
         return
     try:
-        rejections(rule)
+        parse_rejections(rule)
     except ValueError as error:
         key = "rollout_rs" if "is not known" in str(error) else "rollout_rs_threshold"
         fix = "Set e.g. rollout_rs=token_k1,seq_max_k2 with rollout_rs_threshold=0.5_2.0,0.1"
@@ -167,27 +210,28 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         "the full one: training is off-policy (metric rollout_corr/truncation_kl)."
     )
     users = ["bypass_mode"] if rule.bypass_mode else [name for name in ("rollout_is", "rollout_rs") if rule[name]]
-    engine, cut = config.actor_rollout_ref.rollout.name, ", ".join(truncations)
+    engine = config.actor_rollout_ref.rollout.name
     reports = names.rollout_traits(engine).reports
     if users and rule.denominator not in reports:
-        why = f"{ROLLOUT}.name = {engine} reports log-probs under the {reports[0]} distribution only ({cut})"
+        truncated_by = ", ".join(truncations)
+        why = f"{ROLLOUT}.name = {engine} reports log-probs under the {reports[0]} distribution only ({truncated_by})"
         fix = f"Set it to {reports[0]}, or leave out {_CORRECTION}.{' and '.join(users)}"
         report.problem(f"{_CORRECTION}.denominator", rule.denominator, why, fix, (f"{ROLLOUT}.name",))
         return
     if drawn and users:
         report.notice(f"{message} {_CORRECTION}.denominator = drawn corrects for it by {' and '.join(users)}.")
         return
-    ways = "" if users else f" together with {_CORRECTION}.rollout_is=token or {_CORRECTION}.bypass_mode=True"
+    addition = "" if users else f" together with {_CORRECTION}.rollout_is=token or {_CORRECTION}.bypass_mode=True"
     report.notice(
         f"{message} For on-policy training set top_p=1, top_k=-1 and min_p=0; to correct for it, set "
-        f"{_CORRECTION}.denominator=drawn{ways}."
+        f"{_CORRECTION}.denominator=drawn{addition}."
     )
 
 
 def _staleness(config: PPOConfig, report: Report) -> None:
     """Add a notice about stale responses without correction."""
     rule, max_age = config.algorithm.rollout_correction, _max_age(config)
-    if _trains_on_stale(config) and rule.rollout_is is None and not rule.bypass_mode:
+    if _trains_on_stale_responses(config) and rule.rollout_is is None and not rule.bypass_mode:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: responses may be {max_age} steps old, and the loss treats them"
             f" as on-policy. Set {_CORRECTION}.rollout_is=token for importance weights (docs/asynchronous.md has the"
@@ -200,7 +244,7 @@ def _max_age(config: PPOConfig) -> int:
     return 0 if config.trainer.mode == "sync" else async_settings(config.trainer).max_staleness
 
 
-def _trains_on_stale(config: PPOConfig) -> bool:
+def _trains_on_stale_responses(config: PPOConfig) -> bool:
     """Whether the policy loss uses responses that may be older than the weights."""
     loss = config.distillation.distillation_loss
     only_teachers = config.distillation.enabled and not loss.use_task_rewards and not loss.as_reward
@@ -241,7 +285,7 @@ def distillation_rules(config: PPOConfig, report: Report) -> None:
     if loss.loss_mode == "k1" and not loss.as_reward:
         report.notice(
             f"{_LOSS}.loss_mode = k1: the expected gradient of this estimate is 0: the teachers have no effect. "
-            f" Set {_LOSS}.loss_mode=k1+ for the same value with the KL's gradient."
+            f"Set {_LOSS}.loss_mode=k1+ for the same value with the KL's gradient."
         )
     if loss.as_reward and loss.over_top_tokens:
         why = f"{_LOSS}.as_reward = True rewards sampled tokens, but this mode is a KL over the top-k tokens"
@@ -265,14 +309,14 @@ def _teachers(config: PPOConfig, report: Report) -> None:
         report.problem(_TEACHERS, {}, why, f"Set {_TEACHERS}.<name>.model_path=…, with a name of your choice")
     for key, count in Counter(teacher.key for teacher in teachers.values()).items():
         if count > 1:
-            mine = [name for name, teacher in teachers.items() if teacher.key == key]
-            whose = "no key: at most one teacher can be the default" if key is None else "this key"
+            duplicates = [name for name, teacher in teachers.items() if teacher.key == key]
+            cause = "no key: at most one teacher can be the default" if key is None else "this key"
             fix = "Set key to a different data_source for each teacher"
-            report.problem(f"{_TEACHERS}.{mine[1]}.key", key, f"{' and '.join(mine)} have {whose}", fix)
+            report.problem(f"{_TEACHERS}.{duplicates[1]}.key", key, f"{' and '.join(duplicates)} have {cause}", fix)
     ranks = layout_of(config, "teacher").world_size
     for name, teacher in teachers.items():
         if teacher.url:
-            _served(config, name, report)
+            _served_teacher(config, name, report)
             continue
         if teacher.model_path is None:
             report.problem(f"{_TEACHERS}.{name}.model_path", None, "the teacher has no weights", "Set it, or url=…")
@@ -282,7 +326,7 @@ def _teachers(config: PPOConfig, report: Report) -> None:
             report.problem(f"{_TEACHERS}.{name}.num_replicas", teacher.num_replicas, why, fix)
 
 
-def _served(config: PPOConfig, name: str, report: Report) -> None:
+def _served_teacher(config: PPOConfig, name: str, report: Report) -> None:
     temperature, teacher = config.actor_rollout_ref.rollout.temperature, config.distillation.teacher_models[name]
     if temperature != 1:
         why = f"{_TEACHERS}.{name}.url: a server returns log-probs at temperature 1, but the student samples at another"

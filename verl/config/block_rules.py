@@ -64,15 +64,15 @@ def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
 
 def is_installed(package: str) -> bool:
     """Whether a package or module can be imported; "" is always available."""
-    names = package.split(".") if package else ()
-    return all(importlib.util.find_spec(".".join(names[: count + 1])) for count in range(len(names)))
+    parts = package.split(".") if package else ()
+    return all(importlib.util.find_spec(".".join(parts[: index + 1])) for index in range(len(parts)))
 
 
 def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
     """Report a rollout engine whose package is not installed; engines at server_urls need none."""
-    row = names.rollout_traits(rollout.name)
-    if not rollout.server_urls and not is_installed(row.package):
-        why, fix = f"{row.package} is not installed", f"Run {row.install}; or set {path}.name=native"
+    engine = names.rollout_traits(rollout.name)
+    if not rollout.server_urls and not is_installed(engine.package):
+        why, fix = f"{engine.package} is not installed", f"Run {engine.install}; or set {path}.name=native"
         report.invalid(f"{path}.name", rollout.name, why, f"{fix}, which is built in")
 
 
@@ -89,9 +89,9 @@ def module_matcher(names: Sequence[str] | None) -> list[str] | str | None:
     if len(names) == 1 and (names[0] == ALL_LINEAR or not _PLAIN_NAME.fullmatch(names[0])):
         re.compile(names[0])
         return names[0]
-    odd = [name for name in names if name == ALL_LINEAR or not _PLAIN_NAME.fullmatch(name)]
-    if odd:
-        raise ValueError(f"{odd[0]!r} is one of several entries, which must be plain names")
+    patterns = [name for name in names if name == ALL_LINEAR or not _PLAIN_NAME.fullmatch(name)]
+    if patterns:
+        raise ValueError(f"{patterns[0]!r} is one of several entries, which must be plain names")
     return list(names)
 
 

@@ -88,7 +88,7 @@ def scored_by_model(config: PPOConfig) -> bool:
     return reward.enable or (reward.url is not None and config.custom_reward_function.path is None)
 
 
-def runs_own_loop(config: PPOConfig) -> bool:
+def uses_custom_agent_loop(config: PPOConfig) -> bool:
     """Whether rows without `agent_name` run in a custom agent loop, which may return the score itself."""
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in names.AGENT_LOOPS
 

@@ -15,6 +15,8 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, divisors, near_values, show
 from verl.config.schema import get_path, join
 
+# Keys that determine the ranks of a pool.
+_RANK_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
 _SIZES = (
@@ -134,18 +136,22 @@ def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], repo
     (world, name), stages = pool, sizes.pipeline_model_parallel_size
     expert, width = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or 1
     ranks = expert * width * stages
-    uses = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
-    own_count = expert > 1 or width != sizes.tensor_model_parallel_size  # else experts are placed like other layers
-    if own_count and world % ranks:
+    # Otherwise experts are placed like other layers, whose ranks are checked elsewhere.
+    placed_separately = expert > 1 or width != sizes.tensor_model_parallel_size
+    if placed_separately and world % ranks:
         why = (
             f"the experts of a copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
             f" which does not divide the {world} ranks of {name}"
         )
         stage_ranks = world // stages if world % stages == 0 else 0
-        good = divisors(stage_ranks // width) if stage_ranks % width == 0 else []
-        fix = f"Set it to {near_values(good, expert)}" if good else f"Set {block}.expert_tensor_parallel_size=1"
-        own = tuple(f"{block}.{name}" for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"))
-        report.problem(f"{block}.expert_model_parallel_size", expert, why, fix, (*uses, *own))
+        valid_sizes = divisors(stage_ranks // width) if stage_ranks % width == 0 else []
+        fix = (
+            f"Set it to {near_values(valid_sizes, expert)}"
+            if valid_sizes
+            else f"Set {block}.expert_tensor_parallel_size=1"
+        )
+        sizes_used = tuple(f"{block}.{key}" for key in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"))
+        report.problem(f"{block}.expert_model_parallel_size", expert, why, fix, (*_RANK_KEYS, *sizes_used))
 
 
 def _pipeline(block: str, sizes: MegatronConfig, report: Report) -> None:
@@ -165,8 +171,8 @@ def _reserved_fields(block: str, sizes: MegatronConfig, report: Report) -> None:
         for name, value in sizes[key].items():
             for names, why, fix in rows:
                 if name in names and not (name in _RESERVED_VALUES and value == _RESERVED_VALUES[name]):
-                    words = {"block": block, "name": name}
-                    report.problem(f"{block}.{key}.{name}", value, why.format(**words), fix.format(**words))
+                    fields = {"block": block, "name": name}
+                    report.problem(f"{block}.{key}.{name}", value, why.format(**fields), fix.format(**fields))
 
 
 def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
@@ -202,8 +208,7 @@ def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Fields of Core: embedding and loss count as a layer each.
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_USES = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
+_COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ def check_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
 
 
 def split_evenly(layers: int, stages: int, parts: int = 1) -> tuple[int, int] | None:
-    """Return layers of the first and last stage so that the others are equal and the largest stage is smallest.
+    """Return the layers of the first and last stage that make the other stages equal and the largest stage minimal.
 
     None if there is no such split.
     """
@@ -294,14 +299,14 @@ class ParallelSizeCheck:
         self._layers()
         self._experts()
 
-    def _problem(self, key: str, value: Any, why: str, good: list[int], fix: str = "") -> None:
-        """Report a size; `good`: sizes that would work, `fix`: an alternative remedy."""
-        near = f"Set it to {near_values(good, value)}" if good else ""
+    def _problem(self, key: str, value: Any, why: str, valid_sizes: list[int], fix: str = "") -> None:
+        """Report a size; `valid_sizes`: sizes that would work, `fix`: an alternative remedy."""
+        near = f"Set it to {near_values(valid_sizes, value)}" if valid_sizes else ""
         fix = " or ".join(filter(None, (near, fix))) or "No size works with the other sizes: change them"
-        self.report.problem(f"{self.block}.{key}", value, why, fix[0].upper() + fix[1:], _USES)
+        self.report.problem(f"{self.block}.{key}", value, why, fix[0].upper() + fix[1:], _RANK_KEYS)
 
-    def _fitting(self, others: int, works: Callable[[int], bool]) -> list[int]:
-        """Return the sizes that divide the pool next to `others` ranks and satisfy `works`."""
+    def _sizes_that_fit(self, others: int, works: Callable[[int], bool]) -> list[int]:
+        """Return the sizes that divide the pool together with `others` (a product of sizes) and satisfy `works`."""
         return [size for size in divisors(max(1, self.world // others)) if works(size)]
 
     def _tensor(self) -> None:
@@ -315,36 +320,37 @@ class ParallelSizeCheck:
         uneven = uneven_parts(size)
         if uneven:
             others = self.sizes.pipeline_model_parallel_size * self.sizes.context_parallel_size
-            good = self._fitting(others, lambda tp: not uneven_parts(tp))
+            valid_sizes = self._sizes_that_fit(others, lambda tp: not uneven_parts(tp))
             why = f"does not divide the model's {' and '.join(uneven)}"
-            self._problem("tensor_model_parallel_size", size, why, good)
+            self._problem("tensor_model_parallel_size", size, why, valid_sizes)
 
     def _context(self) -> None:
         tensor, size = self.sizes.tensor_model_parallel_size, self.sizes.context_parallel_size
         if self.model.heads % tensor or (self.model.heads // tensor) % size == 0:
             return
         heads = self.model.heads // tensor
-        good = self._fitting(tensor * self.sizes.pipeline_model_parallel_size, lambda cp: heads % cp == 0)
+        valid_sizes = self._sizes_that_fit(tensor * self.sizes.pipeline_model_parallel_size, lambda cp: heads % cp == 0)
         why = f"does not divide the {heads} attention heads of a tensor rank"
-        self._problem("context_parallel_size", size, why, good)
+        self._problem("context_parallel_size", size, why, valid_sizes)
 
     def _layers(self) -> None:
         layers, stages = self.model.layers, self.sizes.pipeline_model_parallel_size
         parts = self.sizes.virtual_pipeline_model_parallel_size or 1
         fixed = [number for number in self.sizes.outer_stages() if isinstance(number, int)]
-        ends = sum(bool(self.sizes.override_transformer_config.get(name)) for name in _COUNTED)
-        rest, others = layers + ends - sum(fixed), stages - len(fixed)
-        if stages == 1 or (rest == 0 and others == 0) or (others > 0 and rest > 0 and rest % (others * parts) == 0):
+        ends = sum(bool(self.sizes.override_transformer_config.get(name)) for name in _COUNTED_AS_LAYERS)
+        remaining, others = layers + ends - sum(fixed), stages - len(fixed)
+        divides = others > 0 and remaining > 0 and remaining % (others * parts) == 0
+        if stages == 1 or (remaining == 0 and others == 0) or divides:
             return
-        beside = self.sizes.tensor_model_parallel_size * self.sizes.context_parallel_size
-        good = self._fitting(beside, lambda pp: pp > 1 and layers % (pp * parts) == 0)
+        ranks_per_stage = self.sizes.tensor_model_parallel_size * self.sizes.context_parallel_size
+        valid_sizes = self._sizes_that_fit(ranks_per_stage, lambda pp: pp > 1 and layers % (pp * parts) == 0)
         split = split_evenly(layers, stages, parts)
-        named = "" if split is None else " and ".join(f"{n}={v}" for n, v in zip(UNEVEN, split, strict=True))
-        fix = named and f"set {self.block}.override_transformer_config: {named}"
-        per = f" × {parts} interleaved chunks" if parts > 1 else ""
-        left = f" (of the model's {layers}, {' and '.join(map(str, fixed))} placed)" if fixed else ""
-        why = f"{others} stages{per} do not divide {rest} layers{left}"
-        self._problem("pipeline_model_parallel_size", stages, why, good, fix)
+        overrides = "" if split is None else " and ".join(f"{n}={v}" for n, v in zip(UNEVEN, split, strict=True))
+        fix = overrides and f"set {self.block}.override_transformer_config: {overrides}"
+        chunks = f" × {parts} interleaved chunks" if parts > 1 else ""
+        placed = f" (of the model's {layers}, {' and '.join(map(str, fixed))} placed)" if fixed else ""
+        why = f"{others} stages{chunks} do not divide {remaining} layers{placed}"
+        self._problem("pipeline_model_parallel_size", stages, why, valid_sizes, fix)
 
     def _experts(self) -> None:
         model, size = self.model, self.sizes.expert_model_parallel_size
@@ -354,12 +360,16 @@ class ParallelSizeCheck:
                 self._problem("expert_model_parallel_size", size, "the model has no experts", [1])
             return
         if model.experts % size:
-            good = self._fitting(width * self.sizes.pipeline_model_parallel_size, lambda ep: model.experts % ep == 0)
-            self._problem("expert_model_parallel_size", size, f"does not divide {model.experts} experts", good)
+            valid_sizes = self._sizes_that_fit(
+                width * self.sizes.pipeline_model_parallel_size, lambda ep: model.experts % ep == 0
+            )
+            self._problem("expert_model_parallel_size", size, f"does not divide {model.experts} experts", valid_sizes)
         if model.moe_ffn % width:
-            good = self._fitting(size * self.sizes.pipeline_model_parallel_size, lambda etp: model.moe_ffn % etp == 0)
+            valid_sizes = self._sizes_that_fit(
+                size * self.sizes.pipeline_model_parallel_size, lambda etp: model.moe_ffn % etp == 0
+            )
             why = f"does not divide the {model.moe_ffn} columns of an expert"
-            self._problem("expert_tensor_parallel_size", width, why, good)
+            self._problem("expert_tensor_parallel_size", width, why, valid_sizes)
         if self.sizes.tensor_model_parallel_size > 1 and not self.sizes.sequence_parallel:
             why = "a model with experts requires it with tensor parallelism"
             self.report.problem(f"{self.block}.sequence_parallel", False, why, "Leave it out")

@@ -78,8 +78,8 @@ class InferPlan:
             micro = f"{count(math.ceil(self.samples_per_rank / size), 'micro-batch')} of {count(size, 'sample')}"
         else:
             micro = f"micro-batches of up to {self.token_budget} tokens"
-        who = "the actor without adapters, " if self.is_actor else ""
-        return f"{who}{self.layout.render()}; {count(self.samples_per_rank, 'sample')} per rank in {micro}"
+        prefix = "the actor without adapters, " if self.is_actor else ""
+        return f"{prefix}{self.layout.render()}; {count(self.samples_per_rank, 'sample')} per rank in {micro}"
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def _loss_line(actor: ActorConfig) -> str:
     if defaults.clip is None:
         parts.append("no clip")
     else:
-        chosen = (actor.clip_ratio_low, actor.clip_ratio_high)
-        parts.append(f"clip {_with_default(_distances(chosen), _distances(defaults.clip))}")
+        clip = (actor.clip_ratio_low, actor.clip_ratio_high)
+        parts.append(f"clip {_with_default(_distances(clip), _distances(defaults.clip))}")
     return ", ".join(parts)
 
 
@@ -281,16 +281,16 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, dp_size = plan.mini_batch_prompts, plan.layout.dp_size
     batch, group_size = "data.train_batch_size", f"{ROLLOUT}.n"
-    good = [part for part in divisors(prompts) if part * n % dp_size == 0]
+    valid_sizes = [size for size in divisors(prompts) if size * n % dp_size == 0]
     if prompts % mini:
         why = f"does not divide {batch} = {prompts}"
-        fix = f"Set it to {near_values(good or divisors(prompts), mini)}"
+        fix = f"Set it to {near_values(valid_sizes or divisors(prompts), mini)}"
         if prompts * n % mini == 0:
             why += (
                 f". It counts prompts, not samples: {mini} only divides the {prompts * n} samples of a step "
                 f"({count(prompts, 'prompt')} × {count(n, 'response')})"
             )
-            if mini % n == 0 and mini // n in good:
+            if mini % n == 0 and mini // n in valid_sizes:
                 why += f"; {count(mini, 'sample')} are {count(mini // n, 'prompt')}"
                 fix = f"Set it to {mini // n}"
         return [Problem(key, mini, why, fix, (batch, group_size))]
@@ -300,8 +300,8 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
         f"{count(mini, 'prompt')} × {count(n, 'response')} = {count(mini * n, 'sample')}, which do not divide over the "
         f"{dp_size} data-parallel ranks of the {plan.role}"
     )
-    if good:
-        fix = f"Set it to {near_values(good, mini)}"
+    if valid_sizes:
+        fix = f"Set it to {near_values(valid_sizes, mini)}"
     else:
         step = dp_size // math.gcd(dp_size, n)
         fix = f"Set {batch} and {key} to multiples of {step}, or {group_size} to a multiple of {dp_size}"

@@ -39,12 +39,14 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _clip_bounds(config, report)
     _policy_loss(config.actor_rollout_ref.actor)
     empty_lists(config)
-    _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
+    _resolve_follows(
+        config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config")
+    )
     _expert_sizes(config)
     _pools(config, report)
     _critic(config)
     _micro_batches(config, report)
-    _follow(config)
+    _resolve_follows(config)
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
@@ -259,7 +261,7 @@ def _convert_total(config: PPOConfig, report: Report, block: str, name: str, rol
     setattr(values, f"{name}_per_gpu", total // dp_size)
 
 
-def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
+def _resolve_follows(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
     """Set null keys to the value of the key they follow; `only`: just for targets with one of these suffixes."""
     for path, entry in walk(PPOConfig):
         target = entry.key.follows
@@ -267,20 +269,20 @@ def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
             continue
         if entry.block is None:
             if get_path(config, path) is None:
-                set_path(config, path, _followed(config, target))
+                set_path(config, path, _followed_value(config, target))
             continue
         for name, below in walk(entry.block):
             if below.block is None and get_path(config, join(path, name)) is None:
                 set_path(config, join(path, name), get_path(config, join(target, name)))
 
 
-def _followed(config: PPOConfig, path: str) -> Any:
+def _followed_value(config: PPOConfig, path: str) -> Any:
     """Return the value at `path`, following a chain of nulls."""
     value = get_path(config, path)
     if value is not None:
         return value
     target = dict(walk(PPOConfig))[path].key.follows
-    return None if target is None else _followed(config, target)
+    return None if target is None else _followed_value(config, target)
 
 
 def _lengths(config: PPOConfig) -> None:
@@ -300,10 +302,10 @@ def resolve_search(config: PPOConfig, report: Report) -> None:
     if rollout.mode == "sync":
         rollout.mode = "async"
         report.notice(f"do_search = True: {ROLLOUT}.mode is set to async.")
-    _lengths_of_turns(config, report)
+    _convert_search_lengths(config, report)
 
 
-def _lengths_of_turns(config: PPOConfig, report: Report) -> None:
+def _convert_search_lengths(config: PPOConfig, report: Report) -> None:
     """Convert lengths as in Search-R1 (turn, context) to lengths of the prompt and of all turns."""
     data = config.data
     start, context, turn = data.max_start_length, data.max_prompt_length, data.max_response_length

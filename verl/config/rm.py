@@ -44,7 +44,7 @@ class RMConfig(SupervisedConfig):
         return 2 * self.data.train_batch_size
 
     @property
-    def most_rows_per_rank(self) -> int | None:
+    def max_rows_per_rank(self) -> int | None:
         """None: prompts have a varying number of responses, and ranks are balanced by tokens."""
         return None
 

@@ -82,7 +82,7 @@ class SFTConfig(SupervisedConfig):
 
 
 _MEGATRON = "megatron_config"
-_ENGINES = ("native", "hf")
+_IN_PROCESS_ENGINES = ("native", "hf")
 _GENERATION_KEYS = (
     *("rollout.", "reward_model.", "custom_reward_function.", "trainer.log_val_generations"),
     *("data.val_n", "data.max_prompt_length", "data.reward_fn_key", "data.ground_truth_key"),
@@ -110,9 +110,9 @@ def validate(config: SFTConfig, report: Report) -> None:
         supervised.report_unused(config, _GENERATION_KEYS, why, report)
         return
     engine_rules("rollout", rollout, report)
-    if rollout.name not in _ENGINES:
+    if rollout.name not in _IN_PROCESS_ENGINES:
         why = "supervised fine-tuning generates in the processes of its ranks"
-        report.problem("rollout.name", rollout.name, why, f"Set it to {' or '.join(_ENGINES)}")
+        report.problem("rollout.name", rollout.name, why, f"Set it to {' or '.join(_IN_PROCESS_ENGINES)}")
     if rollout.tensor_model_parallel_size > 1:
         size, why = rollout.tensor_model_parallel_size, "every rank runs its own engine"
         report.problem("rollout.tensor_model_parallel_size", size, why, "Set it to 1")
@@ -135,10 +135,10 @@ def _engine(config: SFTConfig, report: Report) -> None:
         return
     lora = ("model.lora_rank", config.model.lora_rank)
     block_rules("", config, lora, (config.ranks, "the run"), report)
-    each = math.prod(config.split.values())
-    if config.ranks % each:
-        shared = " × ".join(f"{name} {size}" for name, size in config.split.items())
-        why = f"{shared} take {each} ranks, which does not divide the {config.ranks} ranks of the run"
+    ranks_per_copy = math.prod(config.split.values())
+    if config.ranks % ranks_per_copy:
+        split = " × ".join(f"{name} {size}" for name, size in config.split.items())
+        why = f"{split} take {ranks_per_copy} ranks, which does not divide the {config.ranks} ranks of the run"
         size = config.megatron_config.tensor_model_parallel_size
         uses = ("trainer.n_gpus_per_node", "trainer.nnodes")
         report.problem(f"{_MEGATRON}.tensor_model_parallel_size", size, why, "Lower one of them, or add ranks", uses)
@@ -162,10 +162,10 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 
 
 def _check_megatron(config: SFTConfig, report: Report) -> None:
-    row, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
-    if not is_installed(row.package):
+    engine, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
+    if not is_installed(engine.package):
         report.invalid(
-            "strategy", "megatron", f"{row.package} is not installed", f"Run {row.install}; or set strategy=fsdp2"
+            "strategy", "megatron", f"{engine.package} is not installed", f"Run {engine.install}; or set strategy=fsdp2"
         )
     if sizes.dist_checkpointing_path:
         files.must_exist(f"{_MEGATRON}.dist_checkpointing_path", sizes.dist_checkpointing_path, report)

@@ -106,7 +106,7 @@ class SupervisedConfig(RootConfig):
         return self.data.train_batch_size
 
     @property
-    def most_rows_per_rank(self) -> int | None:
+    def max_rows_per_rank(self) -> int | None:
         """Rows of a training step on one rank; None if it depends on the data."""
         return math.ceil(self.rows_per_step / self.dp_size)
 
@@ -143,7 +143,7 @@ def resolve(config: SupervisedConfig, report: Report) -> None:
     if config.fsdp_config.mixed_precision is None:
         config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
     if data.micro_batch_size_per_gpu is None:
-        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, config.most_rows_per_rank or DEFAULT_MICRO_BATCH)
+        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, config.max_rows_per_rank or DEFAULT_MICRO_BATCH)
     if data.val_batch_size is None:
         data.val_batch_size = data.train_batch_size
 
@@ -186,7 +186,7 @@ def report_unused(config: SupervisedConfig, prefixes: tuple[str, ...], why: str,
 
 def _batches(config: SupervisedConfig, report: Report) -> None:
     data, ranks = config.data, config.dp_size
-    rows, micro, share = data.train_batch_size, data.micro_batch_size_per_gpu, config.most_rows_per_rank
+    rows, micro, share = data.train_batch_size, data.micro_batch_size_per_gpu, config.max_rows_per_rank
     if rows % ranks:
         below, above = rows // ranks * ranks, (rows // ranks + 1) * ranks
         why = f"is not divisible by the {count(ranks, 'data-parallel rank')}"
@@ -217,9 +217,9 @@ def check_environment(config: SupervisedConfig, report: Report) -> None:
 def describe(config: SupervisedConfig) -> str:
     """Describe the batches of a training step and the strategy, for the log."""
     data, ranks = config.data, config.ranks
-    share = config.most_rows_per_rank
-    shared = "".join(f" × {name} {size}" for name, size in config.split.items() if size > 1)
-    split = f" = data-parallel {config.dp_size}{shared}" if shared else ""
+    share = config.max_rows_per_rank
+    parallel_sizes = "".join(f" × {name} {size}" for name, size in config.split.items() if size > 1)
+    split = f" = data-parallel {config.dp_size}{parallel_sizes}" if parallel_sizes else ""
     if data.use_dynamic_bsz:
         micro = f"micro-batches of up to {data.max_token_len_per_gpu} tokens"
     elif share is None:
@@ -227,11 +227,11 @@ def describe(config: SupervisedConfig) -> str:
     else:
         size = data.micro_batch_size_per_gpu
         micro = f"{count(math.ceil(share / size), 'micro-batch')} of {count(size, 'row')}"
-    more, each = (" or more", "") if share is None else ("", f"{share} each ")
+    or_more, per_rank = (" or more", "") if share is None else ("", f"{share} each ")
     engine = f"\n{FSDP_IS_FSDP2}" if config.strategy == "fsdp" else ""
     return (
-        f"Batch plan: {count(config.rows_per_step, 'row')}{more} of up to {data.max_length} tokens per step over "
-        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {each}in {micro}{engine}"
+        f"Batch plan: {count(config.rows_per_step, 'row')}{or_more} of up to {data.max_length} tokens per step over "
+        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {per_rank}in {micro}{engine}"
     )
 
 

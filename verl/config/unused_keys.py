@@ -53,8 +53,8 @@ _STARTUP_KEYS = (
 )
 
 
-class Rule(NamedTuple):
-    """Keys (patterns), the condition under which they are read, and the reason for the notice otherwise.
+class ReadRule(NamedTuple):
+    """Keys (patterns), the condition under which they are read, and otherwise the reason, for the notice.
 
     If several rules match a key, the first one is used.
     """
@@ -92,10 +92,10 @@ def _check_installed(config: PPOConfig, report: Report) -> None:
     actor = config.actor_rollout_ref.actor.strategy
     for role, path in BLOCK_OF_ROLE.items():
         strategy = get_path(config, path).strategy
-        row, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
-        if role in active_roles(config) and not follows_actor and not is_installed(row.package):
-            fix = f"Run {row.install}; or set {path}.strategy=fsdp2, which needs no install"
-            report.invalid(f"{path}.strategy", strategy, f"{row.package} is not installed", fix)
+        engine, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
+        if role in active_roles(config) and not follows_actor and not is_installed(engine.package):
+            fix = f"Run {engine.install}; or set {path}.strategy=fsdp2, which needs no install"
+            report.invalid(f"{path}.strategy", strategy, f"{engine.package} is not installed", fix)
 
 
 def _engine_keys(config: PPOConfig, report: Report) -> None:
@@ -113,9 +113,9 @@ def _engine_keys(config: PPOConfig, report: Report) -> None:
 def _report_unused(config: Any, why: Callable[[str], str | None], report: Report) -> None:
     """Add one notice per reason, with the unused keys; `why` returns the reason for a key, or None."""
     unused: dict[str, list[str]] = {}
-    followed = _followed(type(config))
+    targets = _follows_targets(type(config))
     for path, value in config.changed.items():
-        if path in followed and get_path(config, followed[path]) == value:
+        if path in targets and get_path(config, targets[path]) == value:
             continue  # the same value as when it is not set
         reason = why(path)
         if reason is not None:
@@ -125,7 +125,7 @@ def _report_unused(config: Any, why: Callable[[str], str | None], report: Report
         report.notice(f"{', '.join(keys[:_MAX_NAMED])}{more}: no effect, {reason}.")
 
 
-def _followed(cls: type[Block]) -> dict[str, str]:
+def _follows_targets(cls: type[Block]) -> dict[str, str]:
     """Return the keys with a `follows` target, and the target."""
     targets: dict[str, str] = {}
     for path, entry in walk(cls):
@@ -158,7 +158,7 @@ def _is_not(path: str, value: str) -> Callable[[PPOConfig], bool]:
     return lambda config: get_path(config, path) != value
 
 
-def _budgets(config: PPOConfig) -> list[bool]:
+def _uses_token_budget(config: PPOConfig) -> list[bool]:
     """Return for every active role whether it uses a token budget, the actor first."""
     policy = config.actor_rollout_ref
     dynamic = [policy.actor.use_dynamic_bsz, policy.rollout.log_prob_use_dynamic_bsz]
@@ -169,7 +169,15 @@ def _budgets(config: PPOConfig) -> list[bool]:
     return dynamic
 
 
-def _micro_batch_rules() -> Iterator[Rule]:
+def _any_role_has_budget(config: PPOConfig) -> bool:
+    return any(_uses_token_budget(config))
+
+
+def _any_role_has_fixed_size(config: PPOConfig) -> bool:
+    return not all(_uses_token_budget(config))
+
+
+def _micro_batch_rules() -> Iterator[ReadRule]:
     """Micro-batches have a fixed size or a token budget; other roles may follow the actor's keys."""
     blocks = {
         ACTOR: ("use_dynamic_bsz", ("ppo",)),
@@ -181,43 +189,45 @@ def _micro_batch_rules() -> Iterator[Rule]:
     for block, (switch, kinds) in blocks.items():
         budget, samples = _is_set(f"{block}.{switch}"), _is_off(f"{block}.{switch}")
         if block == ACTOR:
-            budget, samples = (lambda config: any(_budgets(config))), (lambda config: not all(_budgets(config)))
+            budget, samples = _any_role_has_budget, _any_role_has_fixed_size
         tokens = _below(block, *(f"{kind}_max_token_len_per_gpu" for kind in kinds))
-        yield Rule(tokens, budget, f"{block}.{switch} = False counts samples, not tokens")
+        yield ReadRule(tokens, budget, f"{block}.{switch} = False counts samples, not tokens")
         sizes = _below(block, *(f"{kind}_micro_batch_size*" for kind in kinds))
-        yield Rule(sizes, samples, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
+        yield ReadRule(sizes, samples, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
 
 
-def _engine_rules() -> Iterator[Rule]:
+def _engine_rules() -> Iterator[ReadRule]:
     """Keys of the training engine that is not selected."""
     for block in BLOCK_OF_ROLE.values():
         strategy, megatron = f"{block}.strategy", f"{block}.megatron_config"
-        yield Rule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
-        of_fsdp = _below(block, "fsdp_config.*")
-        yield Rule(of_fsdp, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
+        yield ReadRule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
+        fsdp_keys = _below(block, "fsdp_config.*")
+        yield ReadRule(fsdp_keys, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
         path = (f"{megatron}.dist_checkpointing_path",)
-        yield Rule(path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False")
+        yield ReadRule(
+            path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False"
+        )
     for block, model in ((ACTOR, _MODEL), ("critic", "critic.model"), ("reward_model", "reward_model.model")):
         packs = f"{block}.strategy = megatron packs every pass"
-        yield Rule((f"{model}.use_remove_padding",), _is_not(f"{block}.strategy", "megatron"), packs)
+        yield ReadRule((f"{model}.use_remove_padding",), _is_not(f"{block}.strategy", "megatron"), packs)
 
 
-def _model_rules() -> Iterator[Rule]:
+def _model_rules() -> Iterator[ReadRule]:
     for model, optim in ((_MODEL, f"{ACTOR}.optim"), ("critic.model", "critic.optim")):
         adapters = _below(model, "lora_alpha", "target_modules", "exclude_modules")
-        yield Rule(adapters, _is_set(f"{model}.lora_rank"), f"LoRA is off; {model}.lora_rank=16 enables it")
+        yield ReadRule(adapters, _is_set(f"{model}.lora_rank"), f"LoRA is off; {model}.lora_rank=16 enables it")
         warmup = f"{optim}.lr_warmup_steps"
-        yield Rule((f"{warmup}_ratio",), _is_off(warmup), f"{warmup} is set and takes precedence")
-        yield Rule(
+        yield ReadRule((f"{warmup}_ratio",), _is_off(warmup), f"{warmup} is set and takes precedence")
+        yield ReadRule(
             (f"{optim}.min_lr_ratio",),
             _is(f"{optim}.lr_scheduler", "cosine"),
             f"the learning rate is constant; {optim}.lr_scheduler=cosine decays it",
         )
 
 
-def _table_rules(
+def _extension_rules(
     choice: str, rows: Mapping[str, names.EstimatorTraits] | Mapping[str, names.LossTraits], below: str
-) -> Iterator[Rule]:
+) -> Iterator[ReadRule]:
     """Keys that only some extensions read. User extensions without traits may read any key."""
     for key in dict.fromkeys(key for row in rows.values() for key in row.reads):
         readers = [name for name, row in rows.items() if key in row.reads]
@@ -226,184 +236,188 @@ def _table_rules(
             return get_path(config, choice) in readers or get_path(config, choice) not in rows
 
         reads = "reads" if len(readers) == 1 else "read"
-        yield Rule((f"{below}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
+        yield ReadRule((f"{below}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[ReadRule, ...] = (
+    ReadRule(
         ("max_turns", "retriever.*", *_SEARCH_LENGTHS, "algorithm.state_masking.*"),
         lambda config: (
             config.actor_rollout_ref.rollout.mode == "async"
         ),  # rows can select the search agent by agent_name
         "the search agent is off; do_search=True enables it",
     ),
-    Rule(
+    ReadRule(
         ("trainer.max_staleness", "trainer.staleness_strategy", "trainer.partial_rollout"),
         _is("trainer.mode", "async"),
         "only trainer.mode=async reads it",
     ),
-    Rule(
+    ReadRule(
         ("trainer.partial_kv",),
         lambda config: config.trainer.mode == "async" and config.trainer.partial_rollout,
         "no response continues across weight syncs; trainer.mode=async with partial_rollout=True enables that",
     ),
-    Rule(
+    ReadRule(
         ("trainer.overlap",),
         lambda config: config.trainer.mode != "sync" and shares_devices(config),
         "generation does not overlap training on shared devices; trainer.mode=async without a rollout pool does that",
     ),
-    Rule(
+    ReadRule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
         _is_set("critic.enable"),
         "there is no critic; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",
     ),
-    Rule(
+    ReadRule(
         (f"{_REF}.*",),
         needs_reference,
         f"there is no reference policy; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
     ),
-    Rule(
+    ReadRule(
         ("distillation.distillation_loss.topk",),
         lambda config: not config.distillation.enabled or config.distillation.distillation_loss.over_top_tokens,
         f"only distillation.distillation_loss.loss_mode={' and '.join(names.TOP_K_KLS)} read it",
     ),
-    Rule(
+    ReadRule(
         ("distillation.*",),
         _is_set("distillation.enabled"),
         "there are no teachers; distillation.enabled=True starts them",
     ),
-    Rule(
+    ReadRule(
         _below(_REF, "fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
         lambda config: not actor_is_reference(config),
         f"with {_MODEL}.lora_rank above 0 the actor without adapters is the reference",
     ),
-    Rule(
+    ReadRule(
         _below("reward_model", *_REWARD_MODEL_KEYS),
         _is_set("reward_model.enable"),
         "there is no reward model; reward_model.enable=True starts one",
     ),
-    Rule(
+    ReadRule(
         ("reward_model.rollout.*",),
         serves_reward_model,
         "no reward model is served; set reward_model.judge.enable=True or custom_reward_function.path",
     ),
-    Rule(("reward_model.judge.*",), _is_set("reward_model.judge.enable"), "reward_model.judge.enable = False"),
-    Rule(
+    ReadRule(("reward_model.judge.*",), _is_set("reward_model.judge.enable"), "reward_model.judge.enable = False"),
+    ReadRule(
         ("reward_model.path",),
         lambda config: config.reward_model.enable or config.reward_model.url is not None,
         "there is no reward model; reward_model.enable=True starts one",
     ),
-    Rule(
+    ReadRule(
         _below("reward_model", "n_gpus_per_node", "nnodes"),
         lambda config: config.reward_model.enable_resource_pool or "reward_pool" in config.resource_pool_spec,
         "the reward model has no separate pool; reward_model.enable_resource_pool=True adds one",
     ),
-    Rule(
+    ReadRule(
         ("reward_model.overlong_buffer.*",),
         _is_set("reward_model.overlong_buffer.enable"),
         "reward_model.overlong_buffer.enable = False",
     ),
-    Rule(
+    ReadRule(
         _below(ACTOR, "kl_loss_coef", "kl_loss_type"), _is_set(f"{ACTOR}.use_kl_loss"), f"{ACTOR}.use_kl_loss = False"
     ),
-    Rule(
+    ReadRule(
         _below("algorithm", "kl_penalty", "kl_ctrl.*"),
         _is_set("algorithm.use_kl_in_reward"),
         "algorithm.use_kl_in_reward = False",
     ),
-    Rule(
+    ReadRule(
         _below("algorithm.kl_ctrl", "target_kl", "horizon"),
         _is("algorithm.kl_ctrl.type", "adaptive"),
         "algorithm.kl_ctrl.type = fixed; adaptive reads it",
     ),
-    Rule(
+    ReadRule(
         _below("sandbox_fusion", "max_concurrent", "memory_limit_mb"),
         _is_set("sandbox_fusion.url"),
         "sandbox_fusion.url is not set; the local sandbox reads sandbox.memory_limit_mb",
     ),
-    Rule(
+    ReadRule(
         ("algorithm.filter_groups.*",),
         _is_set("algorithm.filter_groups.enable"),
         "algorithm.filter_groups.enable = False",
     ),
-    Rule((f"{_CORRECTION}.loss_type",), _is_set(f"{_CORRECTION}.bypass_mode"), f"{_CORRECTION}.bypass_mode = False"),
-    Rule(
+    ReadRule(
+        (f"{_CORRECTION}.loss_type",), _is_set(f"{_CORRECTION}.bypass_mode"), f"{_CORRECTION}.bypass_mode = False"
+    ),
+    ReadRule(
         (f"{_CORRECTION}.rollout_is_batch_normalize",),
         _is_set(f"{_CORRECTION}.rollout_is"),
         f"{_CORRECTION}.rollout_is is not set",
     ),
-    Rule(
+    ReadRule(
         _below(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         _is_set(f"{_CORRECTION}.rollout_rs"),
         f"{_CORRECTION}.rollout_rs is not set",
     ),
-    Rule(
+    ReadRule(
         (f"{_CORRECTION}.rollout_is_threshold",),
         lambda config: bool(get_path(config, _CORRECTION).rollout_is or get_path(config, _CORRECTION).rollout_rs),
         f"{_CORRECTION}.rollout_is is not set",
     ),
-    Rule(
+    ReadRule(
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
         _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
         f"validation is greedy; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, *_STARTUP_KEYS),
         lambda config: not config.actor_rollout_ref.rollout.server_urls,
         f"the engines at {ROLLOUT}.server_urls are already running",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "n_gpus_per_node"),
         lambda config: config.actor_rollout_ref.rollout.nnodes > 0,
         f"rollout has no separate devices; {ROLLOUT}.nnodes=1 adds them",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),
         lambda config: names.rollout_traits(config.actor_rollout_ref.rollout.name).third_party,
         f"only {ROLLOUT}.name={', '.join(_EXTERNAL_ENGINES)} read it",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "prometheus.port"),
         _is_set(f"{ROLLOUT}.prometheus.enable"),
         f"{ROLLOUT}.prometheus.enable = False",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "return_routed_experts"),
         lambda config: config.actor_rollout_ref.rollout.name in ("native", "vllm"),
         f"only {ROLLOUT}.name=native and vllm return them",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "free_cache_engine"),
         lambda config: config.trainer.mode == "sync" or not shares_devices(config),
         "with trainer.mode other than sync responses keep their KV cache during training",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "free_weights"),
         lambda config: config.trainer.mode == "sync" or not shares_devices(config) or engine_pauses_in_updates(config),
         "generation continues during training and needs the weights; trainer.overlap=False pauses it",
     ),
-    Rule(
+    ReadRule(
         _below(ROLLOUT, "free_weights"),
         lambda config: shares_devices(config) and not config.actor_rollout_ref.rollout.server_urls,
         "the engine has separate devices without training",
     ),
-    Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
-    Rule(
+    ReadRule(
+        _below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"
+    ),
+    ReadRule(
         _below(ROLLOUT, "agent.*", "multi_turn.*"),
         _is(f"{ROLLOUT}.mode", "async"),
         f"agent loops are off; {ROLLOUT}.mode=async enables them",
     ),
-    Rule(
+    ReadRule(
         _below(ACTOR, "loss_scale_factor"),
         lambda config: _NORM in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode),
         f"only {ACTOR}.loss_agg_mode={_NORM} reads it",
     ),
-    Rule(
+    ReadRule(
         ("critic.loss_scale_factor",), _is("critic.loss_agg_mode", _NORM), f"only critic.loss_agg_mode={_NORM} reads it"
     ),
     *_engine_rules(),
-    *_table_rules("algorithm.adv_estimator", names.ADV_ESTIMATORS, "algorithm"),
-    *_table_rules(f"{ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES, ACTOR),
+    *_extension_rules("algorithm.adv_estimator", names.ADV_ESTIMATORS, "algorithm"),
+    *_extension_rules(f"{ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES, ACTOR),
     *_model_rules(),
     *_micro_batch_rules(),
 )

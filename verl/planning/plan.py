@@ -66,7 +66,7 @@ def supervised_memory_plan(
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
     rows_limit = data.micro_batch_size_per_gpu * data.max_length
     limit = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else rows_limit
-    rows = config.most_rows_per_rank
+    rows = config.max_rows_per_rank
     step_tokens = 2 * limit if rows is None else rows * data.max_length  # unbounded rows fill several micro-batches
     tokens = min(step_tokens, limit)
     rank_tokens = math.ceil(tokens / sharing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.old_log_probs import from_update
+from verl.config.algorithm_rules import old_log_probs_from_update
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 ACTOR = "actor_rollout_ref.actor"
@@ -19,9 +19,9 @@ def load(*overrides: str):
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo"])
 def test_one_optimizer_step_per_batch_takes_them_from_the_update(loss):
-    assert from_update(load(f"{ACTOR}.policy_loss.loss_mode={loss}"))
-    assert from_update(load(f"{ACTOR}.use_kl_loss=True")), "that KL is inside the update"
-    assert not from_update(load(f"{KEY}=False"))
+    assert old_log_probs_from_update(load(f"{ACTOR}.policy_loss.loss_mode={loss}"))
+    assert old_log_probs_from_update(load(f"{ACTOR}.use_kl_loss=True")), "that KL is inside the update"
+    assert not old_log_probs_from_update(load(f"{KEY}=False"))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_one_optimizer_step_per_batch_takes_them_from_the_update(loss):
     ],
 )
 def test_what_speaks_against_it_means_a_pass_of_their_own_and_is_named_when_it_was_asked_for(override, why):
-    assert not from_update(load(override))
+    assert not old_log_probs_from_update(load(override))
     with pytest.raises(ConfigError) as caught:
         load(override, f"{KEY}=True")
     (problem,) = caught.value.problems

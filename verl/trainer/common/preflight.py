@@ -18,7 +18,7 @@ from typing import Any
 from verl.config import ConfigError, PPOConfig, Problem, RMConfig, SFTConfig, SupervisedConfig
 from verl.config.devices import has_no_gpu
 from verl.config.generation import GenerationConfig
-from verl.config.layout import runs_own_loop, scored_by_model
+from verl.config.layout import scored_by_model, uses_custom_agent_loop
 from verl.config.problems import Report
 from verl.trainer.common.ray_cluster import joins_cluster
 from verl.utils.fs import HubRepo, expand_path, find_hub_problems, is_hub_id
@@ -155,7 +155,7 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> list[Any]:
     scored = validates or config.distillation.scores_responses
     has_other_reward = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
     # Modules of external_libs may register data sources, which are only known after their import.
-    needed = scored and not has_other_reward and not runs_own_loop(config)
+    needed = scored and not has_other_reward and not uses_custom_agent_loop(config)
     sources = None if not needed or config.external_libs else known_data_sources()
     rules = rl_rules(config.data, sources, needed)
     if sources is None and key in config.changed:  # the user has named a column: it must exist

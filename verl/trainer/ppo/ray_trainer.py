@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
+from verl.config.algorithm_rules import old_log_probs_from_update
 from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
-from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
@@ -314,7 +314,9 @@ class RayPPOTrainer(TrainerAttributes):
     def _update_computes_old_log_probs(self, batch: DataProto) -> bool:
         """Return whether the forward pass of the update also computes the old log-probs and the entropy: if the update
         is one optimizer step, and the current policy has sampled the batch."""
-        return self._updates_actor and from_update(self.config) and is_on_policy(batch, self.policy_version)
+        return (
+            self._updates_actor and old_log_probs_from_update(self.config) and is_on_policy(batch, self.policy_version)
+        )
 
     def _sync_weights(self) -> None:
         """Send the weights of the current policy version to the rollout engines."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from verl.config.layout import runs_own_loop
+from verl.config.layout import uses_custom_agent_loop
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
@@ -198,7 +198,7 @@ def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:
         return
     custom = not scored or get_custom_reward_fn(config) is not None
     model = as_config(RewardModelConfig, _section(config, "reward_model"))
-    by_agent = isinstance(config, PPOConfig) and runs_own_loop(config)
+    by_agent = isinstance(config, PPOConfig) and uses_custom_agent_loop(config)
     needed = not (custom or model.enable or model.url is not None or by_agent)
     dataset.validate(data_sources=known_data_sources() if needed else None, ground_truth=needed)
 
