@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 _PREFIX = "verl-sandbox-"
 _CONTROLLERS = ("memory", "pids")
-_EMPTY_SECONDS = 1.0
+_REMOVE_SECONDS = 1.0
 # Kernel memory of a run that has just started, and inexact counting per processor.
 _RESERVE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
-    """Names of a version's files."""
+class _FileNames:
+    """Names of the files of a cgroup, in version 1 or 2."""
 
     version: int
     procs: str
@@ -36,7 +36,7 @@ class _Files:
     pids_max: str = "pids.max"
 
 
-_V1 = _Files(
+_V1 = _FileNames(
     1,
     "tasks",  # moves a single thread, without the lock over all of the machine's processes that cgroup.procs takes
     "memory.limit_in_bytes",
@@ -44,13 +44,13 @@ _V1 = _Files(
     "memory.usage_in_bytes",
     "memory.oom_control",
 )
-_V2 = _Files(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events")
+_V2 = _FileNames(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events")
 
 
 class RunCgroup:
-    """The cgroup of one run, through descriptors that work after the process has given up root and changed its root."""
+    """The cgroup of one run. Its descriptors stay usable after the process has dropped root and changed its root."""
 
-    def __init__(self, files: _Files, folders: list[int]) -> None:
+    def __init__(self, files: _FileNames, folders: list[int]) -> None:
         """`folders`: descriptors of the memory controller's and then, in v1, of the pids controller's folder."""
         memory, pids = folders[0], folders[-1]
         self._files = files
@@ -74,7 +74,7 @@ class RunCgroup:
             os.write(descriptor, b"0")
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """Set the limits; memory is counted from what the waiting run uses already."""
+        """Set the limits; `memory_bytes` is in addition to what the waiting run uses already."""
         current = int(os.pread(self._current, 64, 0))
         limit = str(current + memory_bytes + _RESERVE_BYTES).encode()
         os.write(self._memory_max, limit)
@@ -98,7 +98,7 @@ class CgroupParent:
     """The cgroup of a zygote, whose children are the cgroups of its runs. OSError if it cannot be created."""
 
     def __init__(self) -> None:
-        self.files, parents = _find()
+        self.files, parents = _find_parents()
         self._name = ""
         self._lock = -1
         self._parents = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in parents]
@@ -146,7 +146,7 @@ class CgroupParent:
         while self._lock < 0:
             self._name = _PREFIX + secrets.token_hex(8)
             os.mkdir(self._name, dir_fd=self._parents[0])
-            lock = _locked(self._name, self._parents[0])
+            lock = _try_lock(self._name, self._parents[0])
             if lock is not None and os.fstat(lock).st_nlink == 0:  # another zygote has removed it as stale
                 os.close(lock)
                 lock = None
@@ -162,36 +162,36 @@ class CgroupParent:
     def _remove_stale(self) -> None:
         """Remove cgroups of killed zygotes: their lock is free."""
         for name in os.listdir(self._parents[0]):
-            lock = _locked(name, self._parents[0]) if name.startswith(_PREFIX) else None
+            lock = _try_lock(name, self._parents[0]) if name.startswith(_PREFIX) else None
             if lock is not None:
                 for parent in self._parents:
                     _remove_tree(name, parent)
                 os.close(lock)
 
 
-def _find() -> tuple[_Files, list[str]]:
+def _find_parents() -> tuple[_FileNames, list[str]]:
     """The cgroup version in use, and the folders in which to create a cgroup with the controllers."""
-    own: dict[str, str] = {}
+    cgroups: dict[str, str] = {}  # of this process, by controller; "": v2
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         for line in file:
             _, names, path = line.rstrip("\n").split(":", 2)
-            own.update(dict.fromkeys(names.split(","), path))
+            cgroups.update(dict.fromkeys(names.split(","), path))
     mounts = _mounts()
-    if "memory" in own:
-        missing = [name for name in _CONTROLLERS if name not in mounts or name not in own]
+    if "memory" in cgroups:
+        missing = [name for name in _CONTROLLERS if name not in mounts or name not in cgroups]
         if missing:
             raise OSError(errno.ENOENT, f"the cgroup hierarchy {missing[0]} is not mounted")
-        return _V1, [_inside(mounts[name], own[name]) for name in _CONTROLLERS]
-    if "" not in own or "" not in mounts:
+        return _V1, [_cgroup_path(mounts[name], cgroups[name]) for name in _CONTROLLERS]
+    if "" not in cgroups or "" not in mounts:
         raise OSError(errno.ENOENT, "no cgroup file system is mounted")
-    here = _inside(mounts[""], own[""])
-    beside = os.path.dirname(here) if here != mounts[""][1] else here
-    with open(f"{beside}/cgroup.subtree_control", encoding="utf-8") as file:
+    own_path = _cgroup_path(mounts[""], cgroups[""])
+    parent = os.path.dirname(own_path) if own_path != mounts[""][1] else own_path
+    with open(f"{parent}/cgroup.subtree_control", encoding="utf-8") as file:
         enabled = file.read().split()
     for name in _CONTROLLERS:
         if name not in enabled:
-            raise OSError(errno.ENOENT, f"{beside} does not pass the {name} controller to its children")
-    return _V2, [beside]
+            raise OSError(errno.ENOENT, f"{parent} does not pass the {name} controller to its children")
+    return _V2, [parent]
 
 
 def _mounts() -> dict[str, tuple[str, str]]:
@@ -210,7 +210,7 @@ def _mounts() -> dict[str, tuple[str, str]]:
     return mounts
 
 
-def _inside(mount: tuple[str, str], path: str) -> str:
+def _cgroup_path(mount: tuple[str, str], path: str) -> str:
     """The path of a cgroup in the file system."""
     root, point = mount
     inner = os.path.relpath(path, root)
@@ -219,7 +219,7 @@ def _inside(mount: tuple[str, str], path: str) -> str:
     return os.path.normpath(os.path.join(point, inner))
 
 
-def _locked(name: str, parent: int) -> int | None:
+def _try_lock(name: str, parent: int) -> int | None:
     """A descriptor that holds the lock of a cgroup; None if another process holds it."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
@@ -242,16 +242,16 @@ def _remove_tree(name: str, parent: int) -> None:
     try:
         for child in os.listdir(folder):
             if os.path.isdir(f"/proc/self/fd/{folder}/{child}"):
-                give_up = time.monotonic() + _EMPTY_SECONDS
-                while not _rmdir(child, folder) and time.monotonic() < give_up:
-                    _kill_all(child, folder)
+                deadline = time.monotonic() + _REMOVE_SECONDS
+                while not _rmdir(child, folder) and time.monotonic() < deadline:
+                    _kill_processes(child, folder)
                     time.sleep(0.001)
     finally:
         os.close(folder)
     _rmdir(name, parent)
 
 
-def _kill_all(name: str, parent: int) -> None:
+def _kill_processes(name: str, parent: int) -> None:
     with contextlib.suppress(OSError), open(os.open(f"{name}/cgroup.procs", os.O_RDONLY, dir_fd=parent)) as file:
         for pid in file.read().split():
             with contextlib.suppress(ProcessLookupError):

@@ -17,7 +17,7 @@ from verl.sandbox.types import Limits, Result
 from verl.utils.network import api_headers
 
 # Status codes and errors that are retried: the server is starting, restarting or busy.
-_BUSY = (429, 500, 502, 503, 504)
+_RETRIED_STATUS = (429, 500, 502, 503, 504)
 _CONNECTION_ERRORS = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -25,7 +25,7 @@ _CONNECTION_ERRORS = (
     httpx.ReadError,
     httpx.WriteError,
 )
-_MAX_PAUSE = 30.0
+_MAX_PAUSE_S = 30.0
 
 
 class SandboxUnavailable(RuntimeError):
@@ -53,7 +53,7 @@ class SandboxClient:
         self.url = url.rstrip("/").removesuffix(RUN)
         self._memory_mb, self._attempts, self._pause_s, self._queue_s = memory_mb, attempts, pause_s, queue_s
         self._max_concurrent = max_concurrent
-        self._free = threading.BoundedSemaphore(max_concurrent)
+        self._slots = threading.BoundedSemaphore(max_concurrent)
         self._client: httpx.Client | None = None
         # A connection belongs to the event loop that opened it.
         self._async_clients: WeakKeyDictionary[Any, tuple[httpx.AsyncClient, asyncio.Semaphore]] = WeakKeyDictionary()
@@ -72,15 +72,15 @@ class SandboxClient:
         request, timeout = self._request(code, language, stdin, files, fetch, limits)
         with self._lock:
             self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
-        with self._free:
+        with self._slots:
             for attempt in range(1, self._attempts + 1):
                 response: httpx.Response | Exception
                 try:
                     response = self._client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
                 except httpx.HTTPError as error:
                     response = error
-                if (done := self._parse(response, attempt)) is not None:
-                    return done
+                if (result := self._parse(response, attempt)) is not None:
+                    return result
                 time.sleep(self._pause(response, attempt))
         raise AssertionError("the last attempt returns or raises")
 
@@ -95,23 +95,23 @@ class SandboxClient:
     ) -> Result:
         """`run` for an event loop."""
         request, timeout = self._request(code, language, stdin, files, fetch, limits)
-        client, free = self._async_client()
-        async with free:
+        client, slots = self._async_client()
+        async with slots:
             for attempt in range(1, self._attempts + 1):
                 response: httpx.Response | Exception
                 try:
                     response = await client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
                 except httpx.HTTPError as error:
                     response = error
-                if (done := self._parse(response, attempt)) is not None:
-                    return done
+                if (result := self._parse(response, attempt)) is not None:
+                    return result
                 await asyncio.sleep(self._pause(response, attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    def problem(self, within_s: float = 5.0) -> str | None:
+    def problem(self, timeout_s: float = 5.0) -> str | None:
         """Return why the server cannot be used, None if it can. For a check before a training run."""
         try:
-            response = httpx.get(f"{self.url}{PING}", timeout=within_s, trust_env=False, headers=api_headers())
+            response = httpx.get(f"{self.url}{PING}", timeout=timeout_s, trust_env=False, headers=api_headers())
             if response.status_code == 200:
                 return None
             if response.status_code == 401:
@@ -137,7 +137,7 @@ class SandboxClient:
         fetch: Sequence[str],
         limits: Limits | None,
     ) -> tuple[dict[str, Any], httpx.Timeout]:
-        """(JSON of the request, its timeout)"""
+        """Return the JSON of the request and its timeout."""
         memory = self._memory_mb if limits is None else limits.memory_mb
         request = run_request(code, language, stdin, files or {}, fetch, limits, memory)
         seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
@@ -157,7 +157,7 @@ class SandboxClient:
         try:
             if isinstance(response, Exception):
                 raise response
-            if response.status_code in _BUSY:
+            if response.status_code in _RETRIED_STATUS:
                 raise ServerFailed(f"status {response.status_code}: {response.text[:200]}")
             if response.status_code != 200:
                 raise ValueError(
@@ -175,4 +175,4 @@ class SandboxClient:
     def _pause(self, response: httpx.Response | Exception, attempt: int) -> float:
         retry_after = "" if isinstance(response, Exception) else response.headers.get("retry-after", "")
         seconds = float(retry_after) if retry_after.isdecimal() else self._pause_s * 2 ** (attempt - 1)
-        return min(seconds, _MAX_PAUSE) * random.uniform(0.5, 1.5)
+        return min(seconds, _MAX_PAUSE_S) * random.uniform(0.5, 1.5)

@@ -42,11 +42,11 @@ def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
     python += [os.path.realpath(path) for path in python]  # an environment may be a symlink
     python.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
-    wanted = [*_SYSTEM, *_SETTINGS, *python, *(os.path.dirname(os.path.dirname(tool)) for tool in tools), *extra]
-    # Never these as a whole, even if an interpreter is installed directly in one of them.
+    candidates = [*_SYSTEM, *_SETTINGS, *python, *(os.path.dirname(os.path.dirname(tool)) for tool in tools), *extra]
+    # Never whole home or temporary folders, even if an interpreter is installed directly in one of them.
     excluded = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp", os.path.abspath(temporary)}
     paths: list[str] = []
-    for path in map(os.path.abspath, wanted):
+    for path in map(os.path.abspath, candidates):
         covered = any(path == other or path.startswith(other + "/") for other in paths)
         if os.path.lexists(path) and path not in excluded and not covered:
             paths.append(path)
@@ -54,7 +54,10 @@ def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
 
 
 def devices(accounted: bool) -> tuple[str, ...]:
-    """Devices of a program. Without a cgroup not /dev/zero: a mapping of it is shared memory that is not counted."""
+    """Return the devices of a program. `accounted`: a cgroup counts its memory.
+
+    Without a cgroup, /dev/zero is left out: a mapping of it is shared memory that is not counted.
+    """
     return DEVICES if accounted else tuple(path for path in DEVICES if path != _ZERO)
 
 
@@ -96,7 +99,7 @@ def enter_new_root(paths: Sequence[str], accounted: bool) -> None:
 
 
 def mount_private_folders(paths: Sequence[str]) -> None:
-    """Mount a new /tmp and /dev/shm, in memory, for one run. Needs an own mount namespace below `enter_new_root`."""
+    """Mount a new /tmp and /dev/shm, in memory, for one run: in its mount namespace, after `enter_new_root`."""
     covered = {path: os.open(path, os.O_PATH) for path in paths if path.startswith("/tmp/")}
     linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(DEFAULT_FILE_MB))
     os.mkdir("/tmp/.shm", 0o700)

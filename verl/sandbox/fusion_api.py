@@ -101,8 +101,8 @@ def _run_to_json(result: Result) -> dict[str, Any]:
 
 def _run_from_json(run: Mapping[str, Any]) -> Result:
     code = run.get("return_code")
-    ended = "finished" if code == 0 else "error"
-    status: Any = {"Finished": ended, "TimeLimitExceeded": "timeout"}.get(run["status"], "error")
+    exit_status = "finished" if code == 0 else "error"
+    status: Any = {"Finished": exit_status, "TimeLimitExceeded": "timeout"}.get(run["status"], "error")
     seconds = float(run.get("execution_time") or 0.0)
     return Result(status, code, run.get("stdout") or "", run.get("stderr") or "", seconds)
 

@@ -66,7 +66,7 @@ def prctl(option: int, *values: int) -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent's thread ends."""
+    """Have the kernel kill this process when the thread that forked it ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -81,11 +81,11 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, options: s
 
 def protect_mount(target: str) -> None:
     """Make a mount (and those below it, if the kernel can) read-only, without devices and set-user-id programs."""
-    wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
-    if syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(wanted), 32) == 0:
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    if syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), 32) == 0:
         return
-    kept = os.statvfs(target).f_flag  # the call fails if it drops a restriction of the mount's owner
-    flags = kept & (MS_NOEXEC | 1024 | 2048) | (MS_RELATIME if kept & 4096 else 0)
+    current = os.statvfs(target).f_flag  # to be kept: the call fails if it drops a restriction of the mount's owner
+    flags = current & (MS_NOEXEC | 1024 | 2048) | (MS_RELATIME if current & 4096 else 0)
     mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | flags)
 
 
@@ -97,7 +97,7 @@ def pivot_root() -> None:
 
 
 def map_user(inside: int, user: int, group: int) -> None:
-    """After unshare(CLONE_NEWUSER): give this process's user and group the id `inside`."""
+    """After unshare(CLONE_NEWUSER): map this process's user and group to the id `inside` in the namespace."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {user} 1"),
@@ -111,7 +111,10 @@ def map_user(inside: int, user: int, group: int) -> None:
 
 
 def become_user(user: int, keep: int | None = None) -> None:
-    """Give up root for good, except one capability. The process can still read its own entries in /proc."""
+    """Become an unprivileged user permanently, with at most one capability (`keep`).
+
+    The process can still read its own entries in /proc.
+    """
     os.setgroups([])
     os.setresgid(user, user, user)
     prctl(_PR_SET_KEEPCAPS, int(keep is not None))
@@ -144,8 +147,8 @@ def landlock_abi() -> int:
 
 
 def landlock_restrict(read: Iterable[str], write: Iterable[str], devices: Iterable[str]) -> None:
-    """Restrict this process, and all it starts, for good to the paths of `read` (also executing) and `write` and to
-    `devices`; no TCP, and no signals or abstract sockets to processes outside."""
+    """Restrict this process, and all that it starts, permanently: to reading and executing `read`, writing `write`,
+    and `devices`; without TCP, and without signals or abstract sockets to processes outside."""
     version = landlock_abi()
     handled = (1 << _LANDLOCK_RIGHTS[min(version, 5)]) - 1
     network = _BIND_AND_CONNECT_TCP if version >= 4 else 0

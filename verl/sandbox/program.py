@@ -50,12 +50,12 @@ class Confinement:
         return "/tmp" if self.namespaces else self.folder
 
     @property
-    def among_users_files(self) -> bool:
-        """The program can name files outside of its folder and owns them, or has a capability with the same effect."""
+    def can_access_user_files(self) -> bool:
+        """Whether the program can open files outside of its folder as their owner, or by a capability."""
         return not self.namespaces and (not self.own_user or self.capability is not None)
 
     def apply(self) -> None:
-        """Confine this process, and all it starts, for good. The init has dropped capabilities already."""
+        """Confine this process, and all that it starts, permanently. The init has dropped capabilities already."""
         os.setsid()
         linux.die_with_parent()
         if self.landlock and self.namespaces:
@@ -64,8 +64,8 @@ class Confinement:
             linux.landlock_restrict(self.paths, [self.folder], filesystem.devices(self.accounted))
         if self.seccomp:
             signals_confined = self.namespaces or self.landlock >= 6
-            signals_of = None if signals_confined else os.getpid()
-            seccomp.refuse_dangerous(self.namespaces, signals_of, self.among_users_files, self.accounted)
+            signal_target = None if signals_confined else os.getpid()
+            seccomp.install_filter(self.namespaces, signal_target, self.can_access_user_files, self.accounted)
 
 
 # -- init --------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def _prepare(confinement: Confinement) -> types.ModuleType:
     confinement.apply()
     os.chdir(confinement.folder)
     os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
-    tempfile.tempdir = None  # drop the runner's, if it was determined already
+    tempfile.tempdir = None  # drop the cached folder of the sandbox's process
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return _fresh_main(confinement.folder)
@@ -173,7 +173,7 @@ def _prepare(confinement: Confinement) -> types.ModuleType:
 
 def _run_job(link: socket.socket, main: types.ModuleType) -> int:
     """Wait for the one job that arrives over `link` and execute it; return its exit status."""
-    own_bytes = process_tree.data_bytes() or 64 << 20
+    initial_bytes = process_tree.data_bytes() or 64 << 20
     try:
         job, blobs, descriptors = streams.receive(link, 4)
     except EOFError:
@@ -185,7 +185,7 @@ def _run_job(link: socket.socket, main: types.ModuleType) -> int:
     except OSError as error:
         os.write(2, f"[sandbox] a file could not be placed: {error.strerror}\n".encode())
         return 1
-    _set_limits(job["limits"], own_bytes)
+    _set_limits(job["limits"], initial_bytes)
     if job["start"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python alone ignores it
         return _exec(job["start"])
@@ -212,7 +212,7 @@ def _warm_up() -> None:
 
 
 def _install_descriptors(received: list[int]) -> int:
-    """Make the received ones stdin, stdout, stderr and the channel (3), and close all others; return the channel."""
+    """Make the received descriptors stdin, stdout, stderr and the channel (3); close all others; return the channel."""
     high = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(received)]
     os.closerange(0, 100)
     for number, descriptor in enumerate(high):
@@ -230,26 +230,28 @@ def _write_files(files: dict[str, bytes]) -> None:
             file.write(content)
 
 
-def _set_limits(limits: dict[str, Any], own_bytes: int) -> None:
-    """`own_bytes`: the memory that this process has already, which does not count."""
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NOFILE, 256)
-    _lower(resource.RLIMIT_NPROC, limits["processes"])
-    _lower(resource.RLIMIT_FSIZE, limits["file_bytes"])
+def _set_limits(limits: dict[str, Any], initial_bytes: int) -> None:
+    """Set the resource limits. `initial_bytes`: memory of this process so far, which does not count."""
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_NOFILE, 256)
+    _lower_limit(resource.RLIMIT_NPROC, limits["processes"])
+    _lower_limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
     if limits["cpu_s"] is not None:
-        _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # first SIGXCPU, which tells the reason
-    _lower(resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS)
-    _lower(resource.RLIMIT_MSGQUEUE, 0)
+        _lower_limit(
+            resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1
+        )  # first SIGXCPU, which identifies the cause
+    _lower_limit(resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS)
+    _lower_limit(resource.RLIMIT_MSGQUEUE, 0)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     max_bytes = limits["memory_bytes"]
     soft = min(stack, max_bytes) if stack != resource.RLIM_INFINITY else max_bytes
-    _lower(resource.RLIMIT_STACK, soft, max_bytes)
+    _lower_limit(resource.RLIMIT_STACK, soft, max_bytes)
     # RLIMIT_DATA: private writable memory only, because node and others reserve gigabytes of address space.
-    _lower(resource.RLIMIT_DATA, own_bytes + max_bytes)
-    _lower(resource.RLIMIT_AS, max_bytes + _ADDRESS_SPACE)
+    _lower_limit(resource.RLIMIT_DATA, initial_bytes + max_bytes)
+    _lower_limit(resource.RLIMIT_AS, max_bytes + _ADDRESS_SPACE)
 
 
-def _lower(which: int, soft: int, hard: int | None = None) -> None:
+def _lower_limit(which: int, soft: int, hard: int | None = None) -> None:
     """Set a limit, but not above the current hard limit."""
     hard = soft if hard is None else hard
     _, current = resource.getrlimit(which)
@@ -315,7 +317,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Without the frames of this module."""
+    """Write the traceback to stderr, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
         frames = frames.tb_next

@@ -111,23 +111,23 @@ class Sandbox:
     ) -> Result:
         """`run`, which `future.cancel()` in another thread ends early."""
         try:
-            kind = find_language(language)
+            spec = find_language(language)
         except ValueError as error:
             return Result("refused", stderr=str(error))
         limits = limits or self.limits
-        placed = {kind.file: code.encode(errors="surrogatepass"), **(files or {})}
-        check_paths(placed, fetch)
+        contents = {spec.file: code.encode(errors="surrogatepass"), **(files or {})}
+        check_paths(contents, fetch)
         job = {
             **job_header(limits, limits.cpu_seconds()),
-            "compile": list(kind.compile),
-            "start": list(kind.start),
-            "script": kind.file,
-            "names": list(placed),
+            "compile": list(spec.compile),
+            "start": list(spec.start),
+            "script": spec.file,
+            "names": list(contents),
             "fetch": list(fetch),
         }
-        timeout = limits.wall_s + (limits.compile_s if kind.compile else 0.0) + GRACE_SECONDS
+        timeout = limits.wall_s + (limits.compile_s if spec.compile else 0.0) + GRACE_SECONDS
         with self._take_ready() as link, future.connected(link):
-            send_job(link, job, [stdin.encode(errors="surrogatepass"), *placed.values()], timeout)
+            send_job(link, job, [stdin.encode(errors="surrogatepass"), *contents.values()], timeout)
             self._refill()
             return receive_result(link)[0]
 

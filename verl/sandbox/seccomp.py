@@ -108,30 +108,30 @@ _INSTRUCTION = struct.Struct("=HBBI")
 Instruction = tuple[int, int, int, int]
 
 
-def refuse_dangerous(
-    namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
+def install_filter(
+    namespaces: bool, signal_target: int | None = None, user_files: bool = False, accounted: bool = False
 ) -> None:
     """Install the filter of a sandboxed program."""
-    _install(build_filter(namespaces, signals_of, users_files, accounted))
+    _install(build_filter(namespaces, signal_target, user_files, accounted))
 
 
 @functools.cache
 def build_filter(
-    namespaces: bool, signals_of: int | None = None, users_files: bool = False, accounted: bool = False
+    namespaces: bool, signal_target: int | None = None, user_files: bool = False, accounted: bool = False
 ) -> bytes:
     """Assemble the filter of a sandboxed program.
 
     Without namespaces, and so without its own network, the program may not create sockets (except connected pairs),
     cannot outlive its parent or hide from the supervisor, and changes limits and priority of no other process.
-    `signals_of`: nothing else prevents signals to other processes of this user, so only this process (the program
-    itself) and its group may be signalled. `users_files`: the program runs as the owner of files outside its folder;
+    `signal_target`: nothing else prevents signals to other processes of this user, so only this process (the program
+    itself) and its group may be signalled. `user_files`: the program runs as the owner of files outside its folder;
     changes of modes and times then have no effect and appear to succeed, because tools that copy files need that.
     `accounted`: a cgroup counts its memory; otherwise memory that the supervisor cannot count is refused, too.
     """
     rules = [_refuse(name, errno.ENOSYS if name.startswith(_NOT_IMPLEMENTED) else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # a filter cannot read its flags; libraries fall back to clone
     rules.append(_refuse_bits("clone", NEW_NAMESPACES))
-    rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
+    rules.append(_allow_values("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
     controls = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
     rules.append(_ignore_send_buffer_size())
     options = [PR_SET_SECCOMP] if namespaces else [PR_SET_SECCOMP, PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
@@ -142,24 +142,24 @@ def build_filter(
         # A deleted file that is in transit between two sockets appears in no folder and no process.
         rules += [_refuse("sendmsg"), _refuse("sendmmsg")]
         rules.append(_only_stream_pairs())
-        rules += [_only(name, [0]) for name in _ON_ONE_PROCESS]
+        rules += [_allow_values(name, [0]) for name in _ON_ONE_PROCESS]
         rules += [_refuse(name) for name in _ON_MANY_PROCESSES]
         controls += [_F_SETOWN, _F_SETOWN_EX]
-        flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if users_files else []
+        flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if user_files else []
         rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *flags], argument=1))
     rules.append(_refuse_values("fcntl", controls, argument=1))
-    if users_files:
+    if user_files:
         rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
         rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as on file systems without
         rules += [_refuse(name) for name in _OWNERS_AND_SIZES]
-    if signals_of is not None:
-        rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
+    if signal_target is not None:
+        rules += [_allow_values("kill", [signal_target, 0, -signal_target]), _allow_values("tgkill", [signal_target])]
         rules += [_refuse(name) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")]
     return _assemble(rules)
 
 
-def pretend_missing(features: Iterable[str]) -> None:
-    """For tests: from now on the kernel refuses some of namespaces, landlock and seccomp to this process tree."""
+def simulate_missing(features: Iterable[str]) -> None:
+    """For tests: make the kernel refuse `features` (namespaces, landlock, seccomp) to this process and its children."""
     rules = []
     for feature in features:
         if feature == "namespaces":
@@ -175,12 +175,12 @@ def pretend_missing(features: Iterable[str]) -> None:
 
 def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
     """Fail with an errno; 0: do nothing and report success."""
-    return _when(name, [(_RETURN, 0, 0, _ERRNO | code)])
+    return _for_call(name, [(_RETURN, 0, 0, _ERRNO | code)])
 
 
 def _refuse_bits(name: str, bits: int) -> list[Instruction]:
     """Refuse if the first argument has any of the bits."""
-    return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
+    return _for_call(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
 
 
 def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[Instruction]:
@@ -188,14 +188,14 @@ def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[
     body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * argument)]
     for index, value in enumerate(values):
         body.append((_EQUAL, len(values) - index, 0, value))
-    return _when(name, [*body, _PASS, _EPERM])
+    return _for_call(name, [*body, _PASS, _EPERM])
 
 
 def _only_stream_pairs() -> list[Instruction]:
     """Only Unix streams: a datagram socket can send to any socket that has an address."""
     domain: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
     kind: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_ANY_BIT, 0, 1, _DATAGRAMS)]
-    return _when("socketpair", [*domain, *kind, _EPERM, _PASS])
+    return _for_call("socketpair", [*domain, *kind, _EPERM, _PASS])
 
 
 def _ignore_send_buffer_size() -> list[Instruction]:
@@ -203,7 +203,7 @@ def _ignore_send_buffer_size() -> list[Instruction]:
     level: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_EQUAL, 0, 4, _SOL_SOCKET)]
     option: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 16), (_EQUAL, 1, 0, _SO_SNDBUF)]
     done: Instruction = (_RETURN, 0, 0, _ERRNO)
-    return _when("setsockopt", [*level, *option, (_EQUAL, 0, 1, _SO_SNDBUFFORCE), done, _PASS])
+    return _for_call("setsockopt", [*level, *option, (_EQUAL, 0, 1, _SO_SNDBUFFORCE), done, _PASS])
 
 
 def _refuse_uncounted_mappings() -> list[Instruction]:
@@ -220,22 +220,23 @@ def _refuse_uncounted_mappings() -> list[Instruction]:
         (_LOAD, 0, 0, _FIRST_ARGUMENT + 8),
         (_GREATER, 0, 1, SHARED_MAPPING_BYTES),
     ]
-    return _when("mmap", [*body, refused, _PASS])
+    return _for_call("mmap", [*body, refused, _PASS])
 
 
-def _only(name: str, values: Sequence[int]) -> list[Instruction]:
+def _allow_values(name: str, values: Sequence[int]) -> list[Instruction]:
     """Refuse unless the first argument is one of the values."""
     body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     for index, value in enumerate(values):
         body.append((_EQUAL, len(values) - index, 0, value & 0xFFFFFFFF))
-    return _when(name, [*body, _EPERM, _PASS])
+    return _for_call(name, [*body, _EPERM, _PASS])
 
 
 _EPERM: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
-def _when(name: str, body: list[Instruction]) -> list[Instruction]:
+def _for_call(name: str, body: list[Instruction]) -> list[Instruction]:
+    """Instructions that execute `body` for this system call only; none if the processor does not have the call."""
     number = NUMBERS[name][ARCH]
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
 
@@ -254,12 +255,12 @@ def _assemble(rules: Iterable[list[Instruction]]) -> bytes:
     for rule in rules:
         program += rule
     program.append(_PASS)
-    return b"".join(_INSTRUCTION.pack(*line) for line in program)
+    return b"".join(_INSTRUCTION.pack(*instruction) for instruction in program)
 
 
 def _install(program: bytes) -> None:
     code = ctypes.create_string_buffer(program)
-    lines = len(program) // _INSTRUCTION.size
-    filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", lines, ctypes.addressof(code)))
+    instructions = len(program) // _INSTRUCTION.size
+    filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", instructions, ctypes.addressof(code)))
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
     check(prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_program)), "seccomp")

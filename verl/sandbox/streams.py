@@ -60,24 +60,24 @@ def _read_exactly(link: socket.socket, count: int) -> bytes:
 # -- stdin, stdout and stderr of a program that may never read, never stop writing, or leave them open ---------------
 
 
-class Output:
+class ProgramOutput:
     """The output of a program, up to `max_bytes` in total; `truncated`: there was more."""
 
     def __init__(self, max_bytes: int) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
-        self._left = max_bytes
+        self._remaining = max_bytes
         self.truncated = False
 
     def add(self, stream: bytearray, chunk: bytes) -> None:
-        self.truncated |= len(chunk) > self._left
-        stream += chunk[: self._left]
-        self._left -= min(len(chunk), self._left)
+        self.truncated |= len(chunk) > self._remaining
+        stream += chunk[: self._remaining]
+        self._remaining -= min(len(chunk), self._remaining)
 
 
 class Pipes:
     """Non-blocking ends of a program's stdin, stdout and stderr. `program_ends`: the descriptors to send to it."""
 
-    def __init__(self, stdin: bytes, output: Output) -> None:
+    def __init__(self, stdin: bytes, output: ProgramOutput) -> None:
         self.output = output
         self._stdin = memoryview(stdin)
         (program_in, self._in), (self._out, program_out), (self._err, program_err) = os.pipe(), os.pipe(), os.pipe()
@@ -126,7 +126,7 @@ class Pipes:
         return ready
 
     def drain(self, deadline: float) -> None:
-        """Read until the pipes are closed or the deadline has passed, and then what is left in them.
+        """Read until the pipes are closed or the deadline has passed, and then what remains in them.
 
         No more than the capacity of a pipe: a process that still runs may write faster than this reads.
         """
@@ -140,9 +140,9 @@ class Pipes:
             for descriptor in ready:
                 self._read(descriptor)
         for descriptor in tuple(self._open):
-            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
-            while left > 0 and (count := self._read(descriptor)):
-                left -= count
+            remaining = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while remaining > 0 and (count := self._read(descriptor)):
+                remaining -= count
 
     def _read(self, descriptor: int) -> int:
         """Read once; the number of bytes, 0 if there are none now or the pipe is closed."""

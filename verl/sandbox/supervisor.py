@@ -19,7 +19,7 @@ from typing import Any
 from verl.sandbox import filesystem, streams
 from verl.sandbox.cgroup import RunCgroup
 from verl.sandbox.program import FINISHED, MEMORY, Confinement, kill_descendants, run_and_exit, run_init
-from verl.sandbox.streams import Output, Pipes
+from verl.sandbox.streams import Pipes, ProgramOutput
 from verl.sandbox.usage import DiskUsage, MemoryUsage, RunProcesses
 
 _CHECK_SECONDS = 0.025
@@ -77,7 +77,7 @@ class _Supervisor:
         _warm_up()
         job, blobs, _ = streams.receive(self._link)
         self._limits = job["limits"]
-        self._output = Output(self._limits["output_bytes"])
+        self._output = ProgramOutput(self._limits["output_bytes"])
         self._start_accounting()
         if job["session"]:
             self._serve_session(job)
@@ -112,7 +112,7 @@ class _Supervisor:
             files = []
         if compiled is None or compiled["return_code"] == 0:
             start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
-            if compiled is not None and self._confinement.among_users_files:
+            if compiled is not None and self._confinement.can_access_user_files:
                 _make_executable(self._confinement.folder, start[0])  # the linker may not
             outcome, output = self._run_step(start, job, files, stdin, self._limits["wall_s"])
         fetched, truncated = self._fetch(job["fetch"])  # every process that could change a file has ended
@@ -125,17 +125,17 @@ class _Supervisor:
         self, start: Sequence[str], job: dict[str, Any], files: list[bytes], stdin: bytes, wall_s: float
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Run the compiler or the program; return status, return code and seconds, and [stdout, stderr]."""
-        self._output = Output(self._limits["output_bytes"])
-        began = time.monotonic()
+        self._output = ProgramOutput(self._limits["output_bytes"])
+        start_time = time.monotonic()
         channel, theirs = socket.socketpair()
         with channel, Pipes(stdin, self._output) as pipes:
             self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
             # A Python program reports its end on the channel: its exit need not be awaited if no file is fetched.
             awaited = [self._program] if start or job["fetch"] else [channel, self._program]
-            problem, message = self._wait_for_message(pipes, awaited, began + wall_s)
+            problem, message = self._wait_for_message(pipes, awaited, start_time + wall_s)
             if message == {"report": b""}:  # the channel was closed without a report: wait for the exit
-                problem, message = self._wait_for_message(pipes, [self._program], began + wall_s)
-            seconds = time.monotonic() - began
+                problem, message = self._wait_for_message(pipes, [self._program], start_time + wall_s)
+            seconds = time.monotonic() - start_time
             if message is not None and "refused" in message:
                 refusal = f"this run could not be isolated: {message['refused']}"
                 return {"status": "refused", "return_code": None, "seconds": 0.0}, [b"", refusal.encode()]
@@ -211,17 +211,17 @@ class _Supervisor:
     def _serve_cell(
         self, cell: dict[str, Any], cells: socket.socket, pipes: Pipes
     ) -> tuple[dict[str, Any], list[bytes]]:
-        self._output = pipes.output = Output(self._limits["output_bytes"])
-        began = time.monotonic()
+        self._output = pipes.output = ProgramOutput(self._limits["output_bytes"])
+        start_time = time.monotonic()
         with contextlib.suppress(OSError):
             streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
         awaited = [cells, self._program]
-        problem, message = self._wait_for_message(pipes, awaited, began + cell["wall_s"])
+        problem, message = self._wait_for_message(pipes, awaited, start_time + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
             self._interrupt()
             second_problem, message = self._wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
             problem = problem if second_problem is None else f"{problem}, and it did not stop"
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         report = message["report"] if message is not None and "report" in message else b""
         if not report:
             self.kill_run()
@@ -333,22 +333,22 @@ class _Supervisor:
 
     def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
         """Contents of regular files in the run's directory; whether some were truncated."""
-        left = self._limits["output_bytes"]
+        remaining = self._limits["output_bytes"]
         contents: dict[str, bytes] = {}
         truncated = False
         for name in dict.fromkeys(names):
-            content = _read_inside(self._confinement.folder, name, left + 1)
+            content = _read_inside(self._confinement.folder, name, remaining + 1)
             if content is not None:
-                truncated |= len(content) > left
-                contents[name] = content[:left]
-                left -= len(contents[name])
+                truncated |= len(content) > remaining
+                contents[name] = content[:remaining]
+                remaining -= len(contents[name])
         return contents, truncated
 
 
 def _warm_up() -> None:
     """Execute once what a job will execute: the memory pages that this writes are copied now, not during the job."""
     ours, theirs = socket.socketpair()
-    with ours, theirs, Pipes(b"x", Output(1)) as pipes:
+    with ours, theirs, Pipes(b"x", ProgramOutput(1)) as pipes:
         streams.send(ours, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
         pipes.transfer([theirs], 0.0)
         pipes.drain(0.0)

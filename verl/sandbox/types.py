@@ -172,9 +172,9 @@ def search_path() -> str:
 # -- file names --------------------------------------------------------------------------------------------------
 
 
-def check_paths(placed: Iterable[str], fetch: Sequence[str]) -> None:
-    """Raise ValueError for names of files that cannot be placed in, or fetched from, a program's directory."""
-    names = list(placed)
+def check_paths(written: Iterable[str], fetch: Sequence[str]) -> None:
+    """Raise ValueError for names of files that cannot be written to, or fetched from, a program's directory."""
+    names = list(written)
     if len(names) + len(fetch) > _MAX_PATHS:
         raise ValueError(f"sandbox files: {len(names) + len(fetch)} names are more than {_MAX_PATHS}")
     for path in (*names, *fetch):

@@ -72,12 +72,12 @@ class RunProcesses:
     def stopped_if_slow(self, init: int) -> Iterator[Callable[[], None]]:
         """Yield `check_time`, to be called between slow steps: it stops all processes until the end of the context if
         the context lasts too long, or if the previous one did."""
-        began = time.monotonic()
+        start = time.monotonic()
         max_seconds = 0.0 if self._was_slow else _MAX_CHECK_SECONDS
         stopped: list[int] = []
 
         def check_time() -> None:
-            if not stopped and time.monotonic() - began >= max_seconds:
+            if not stopped and time.monotonic() - start >= max_seconds:
                 while running := [pid for pid in self.descendants(init) if pid not in stopped]:
                     self.signal(running, signal.SIGSTOP)
                     stopped.extend(running)
@@ -87,7 +87,7 @@ class RunProcesses:
             yield check_time
         finally:
             self.signal(stopped, signal.SIGCONT)
-            self._was_slow = time.monotonic() - began > _MAX_CHECK_SECONDS
+            self._was_slow = time.monotonic() - start > _MAX_CHECK_SECONDS
 
     def threads_of_user(self) -> int:
         """The number of processes and threads of this user, in this run and elsewhere."""
@@ -228,8 +228,8 @@ class MemoryUsage:
                     elif mode.endswith("s"):
                         begin, end = (int(number, 16) for number in addresses.split("-"))
                         size = int(offset, 16) + end - begin
-                        known = self._anonymous.get(inode, self._min_mapping_bytes)
-                        sizes[inode] = max(size, sizes.get(inode, 0), known)
+                        previous = self._anonymous.get(inode, self._min_mapping_bytes)
+                        sizes[inode] = max(size, sizes.get(inode, 0), previous)
             check_time()
         self._anonymous = sizes
         self.deleted_mappings = deleted
@@ -282,8 +282,8 @@ class MemoryUsage:
 # -- disk space --------------------------------------------------------------------------------------------------
 
 
-class _Excess(Exception):
-    """Too much, too many or too deep; or a folder that cannot be read."""
+class _LimitExceeded(Exception):
+    """Too many files, too deeply nested folders, or a folder that cannot be read."""
 
 
 class DiskUsage:
@@ -313,7 +313,7 @@ class DiskUsage:
             self._count = 0
             self._make_accessible(self._folder)
             self._add_folder(self._folder, 0, sizes, check_time)
-        except _Excess:
+        except _LimitExceeded:
             return True
         for inode in mapped:
             if inode not in sizes:
@@ -330,7 +330,7 @@ class DiskUsage:
             for entry in entries:
                 self._count += 1
                 if self._count > MAX_FILES:
-                    raise _Excess
+                    raise _LimitExceeded
                 if self._count % _CHECK_TIME_FILES == 0:
                     check_time()
                 try:
@@ -338,19 +338,19 @@ class DiskUsage:
                 except FileNotFoundError:
                     continue
                 except PermissionError as error:
-                    raise _Excess from error
+                    raise _LimitExceeded from error
                 sizes[file.st_ino] = file.st_blocks * 512
                 if stat.S_ISDIR(file.st_mode):
                     subfolders.append(entry.name)
         if subfolders and depth == _MAX_DEPTH:
-            raise _Excess
+            raise _LimitExceeded
         for name in subfolders:
             try:
                 descriptor = self._open(name, folder)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # removed or replaced meanwhile; the next check sees the new entry
             except OSError as error:
-                raise _Excess from error
+                raise _LimitExceeded from error
             try:
                 self._add_folder(descriptor, depth + 1, sizes, check_time)
             finally:

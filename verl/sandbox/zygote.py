@@ -36,7 +36,7 @@ from verl.sandbox.usage import socket_bytes
 from verl.utils import process_tree
 
 _CHECK_PARENT_SECONDS = 2.0
-_END_SECONDS = 2.0
+_CLEAN_UP_SECONDS = 2.0
 _FOLDER_PREFIX = "verl-sandbox-"
 # User ids that are unused on usual systems and exist in containers with 65,536 users.
 _FIRST_USER, _USERS = 61184, 4000
@@ -77,7 +77,9 @@ def main(control_fd: int) -> None:
             linux.prctl(linux.PR_SET_DUMPABLE, 0)
             if confinement.seccomp:
                 # Cached here, inherited by all runs.
-                seccomp.build_filter(confinement.namespaces, None, confinement.among_users_files, confinement.accounted)
+                seccomp.build_filter(
+                    confinement.namespaces, None, confinement.can_access_user_files, confinement.accounted
+                )
             _Zygote(control, parent, confinement, cgroups).serve()
     finally:
         if cgroups is not None:
@@ -92,7 +94,7 @@ def _open_cgroups(enabled: bool) -> tuple[CgroupParent | None, list[str]]:
         cgroups = CgroupParent()
     except OSError as error:
         return None, [f"no cgroup for memory and processes ({error.strerror or error})"]
-    problem = _try(lambda: _enter_cgroup(cgroups))
+    problem = _try_in_fork(lambda: _enter_cgroup(cgroups))
     cgroups.remove("probe")
     if problem is None:
         return cgroups, []
@@ -119,30 +121,30 @@ def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confineme
         paths=paths,
         accounted=accounted,
     )
-    problem = _try(lambda: seccomp.refuse_dangerous(True))
+    problem = _try_in_fork(lambda: seccomp.install_filter(True))
     if problem is not None:
         missing.append(f"no seccomp filter ({problem})")
     if plain.landlock == 0:
         missing.append("no Landlock")
     plain = replace(plain, seccomp=problem is None)
     root = os.geteuid() == 0
-    own_user = root and _try(lambda: linux.become_user(_FIRST_USER)) is None
+    own_user = root and _try_in_fork(lambda: linux.become_user(_FIRST_USER)) is None
     if root and not own_user:
         missing.append("root cannot become another user here, so programs run as root")
-    problem = _try(lambda: _enter_all(paths, own_user, accounted))
+    problem = _try_in_fork(lambda: _enter_all(paths, own_user, accounted))
     if problem is None:
         _enter_root(paths, accounted)
         return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
     missing.insert(0, f"no namespaces ({problem})")
-    if own_user and _try(lambda: _enter_all_as_user(paths, accounted)) is None:
+    if own_user and _try_in_fork(lambda: _enter_all_as_user(paths, accounted)) is None:
         linux.become_user(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
         _enter_root(paths, accounted)
         return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing[1:]
     confined = replace(plain, own_user=own_user)
-    if own_user and _try(lambda: _read_python(None)) is not None:
-        able = (linux.CAP_DAC_READ_SEARCH, linux.CAP_DAC_OVERRIDE) if plain.landlock and plain.seccomp else ()
-        for capability in able:
-            if _try(partial(_read_python, capability)) is None:
+    if own_user and _try_in_fork(lambda: _read_python(None)) is not None:
+        candidates = (linux.CAP_DAC_READ_SEARCH, linux.CAP_DAC_OVERRIDE) if plain.landlock and plain.seccomp else ()
+        for capability in candidates:
+            if _try_in_fork(partial(_read_python, capability)) is None:
                 return replace(confined, capability=capability), missing
         missing.append(f"programs cannot import from {sys.base_prefix}, which only root may read")
     return confined, missing
@@ -160,7 +162,7 @@ def _read_python(capability: int | None) -> None:
     os.listdir(os.path.dirname(os.__file__))
 
 
-def _try(action: Callable[[], object]) -> str | None:
+def _try_in_fork(action: Callable[[], object]) -> str | None:
     """Execute an irreversible action in a fork; return why it failed, None if it did not."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -322,7 +324,7 @@ class _Zygote:
             process_tree.kill_tree(orphan)
 
     def _kill_stopped(self) -> None:
-        """Kill runs whose supervisor was stopped: a program that may signal it could evade its time limit so."""
+        """Kill runs whose supervisor is stopped: a program that can send it SIGSTOP would have no time limit."""
         for pid in self._supervisors:
             if process_tree.why_not_running(pid) == "stopped":
                 process_tree.kill_tree(pid)
@@ -330,8 +332,8 @@ class _Zygote:
     def _kill_all(self) -> None:
         for pid in self._supervisors:
             process_tree.kill_tree(pid)
-        give_up = time.monotonic() + _END_SECONDS
-        while process_tree.children(os.getpid()) and time.monotonic() < give_up:
+        deadline = time.monotonic() + _CLEAN_UP_SECONDS
+        while process_tree.children(os.getpid()) and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.002)
         if self._base is not None:
@@ -360,9 +362,11 @@ def _create_base_folder() -> str:
 
 
 def _choose_temporary(folder: str, confinement: Confinement) -> list[str]:
-    """Put the runs' folders into the caller's TMPDIR, unless programs of root, which have their own user, cannot enter
-    it; return a description if so."""
-    if not confinement.namespaces and confinement.own_user and _try(partial(_enter_folder, folder)) is not None:
+    """Use the caller's TMPDIR for the runs' folders, unless the users of the runs cannot enter it.
+
+    Returns a description of that problem, if there is one.
+    """
+    if not confinement.namespaces and confinement.own_user and _try_in_fork(partial(_enter_folder, folder)) is not None:
         return [f"TMPDIR={folder} is closed to other users, so folders of programs are in {tempfile.gettempdir()}"]
     tempfile.tempdir = folder
     return []

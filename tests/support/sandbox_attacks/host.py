@@ -39,7 +39,7 @@ def restrict(without: str, user: int | None) -> None:
         linux.prctl(linux.PR_SET_DUMPABLE, 1)
         os.chdir("/")
     if features := [feature for feature in without.split(",") if feature not in ("", "cgroup")]:
-        seccomp.pretend_missing(features)
+        seccomp.simulate_missing(features)
 
 
 def python_for(user: int | None) -> str | None:

@@ -113,7 +113,7 @@ def test_folders_of_programs_are_below_the_callers_tmpdir(tmp_path: Path, mode: 
     own.chmod(mode)
     code = """
 from verl.sandbox import Sandbox, seccomp
-seccomp.pretend_missing(["namespaces"])
+seccomp.simulate_missing(["namespaces"])
 with Sandbox(require="none", warm=0) as sandbox:
     print(sandbox.run("import os; print(os.getcwd())").stdout, sandbox.isolation.missing)
 """

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 def on_a_host_without(features: str, code: str) -> str:
     """stdout of a program whose kernel refuses `features`."""
-    start = f"from verl.sandbox import seccomp; seccomp.pretend_missing({features.split(',')!r})\n"
+    start = f"from verl.sandbox import seccomp; seccomp.simulate_missing({features.split(',')!r})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", start + code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -92,7 +92,7 @@ def test_nothing_stays_when_the_caller_is_killed(tmp_path: Path, features: list[
     code = f"""
 import os, time
 from verl.sandbox import Sandbox, seccomp
-seccomp.pretend_missing({features})
+seccomp.simulate_missing({features})
 sandbox = Sandbox(require="none")
 sandbox.submit("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(600)")
 session = sandbox.session()
