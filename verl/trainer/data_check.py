@@ -32,7 +32,7 @@ from verl.utils.dataset.problems import (
     is_scored_by_agent,
     uses_reward_model,
 )
-from verl.utils.dataset.rows import ArrowPart, Part, Rows, open_part, value_at
+from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, open_data_file, value_at
 from verl.utils.reward_score import default_compute_score, known_data_sources, score_function
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source
 from verl.utils.reward_score.trial import try_ground_truth
@@ -148,8 +148,8 @@ def check_data(
     the rows, to score as if they were the response. `samples`: number of rows to include in the report.
     """
     report = CheckReport()
-    rows = Rows(_open_parts(data_files, report.problems))
-    report.files = [(part.file, len(part)) for part in rows.parts]
+    rows = Rows(_open_data_files(data_files, report.problems))
+    report.files = [(data_file.file, len(data_file)) for data_file in rows.data_files]
     report.columns = _columns(rows)
     rules = [chat_rule(prompt_key, "data.prompt_key")]
     if not any_source:
@@ -177,7 +177,7 @@ def check_data(
     return report
 
 
-def _open_parts(data_files: str | Sequence[str], problems: list[str]) -> Iterator[Part]:
+def _open_data_files(data_files: str | Sequence[str], problems: list[str]) -> Iterator[DataFile]:
     """Yield every file that can be opened; add the others to `problems`."""
     for name in [data_files] if isinstance(data_files, str | os.PathLike) else data_files:
         try:
@@ -187,19 +187,19 @@ def _open_parts(data_files: str | Sequence[str], problems: list[str]) -> Iterato
             continue
         for file in files:
             try:
-                yield open_part(file)
+                yield open_data_file(file)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
 
 
 def _columns(rows: Rows) -> list[DataColumn]:
     columns: dict[str, DataColumn] = {}
-    for part in rows.parts:
-        for name in part.columns:
+    for data_file in rows.data_files:
+        for name in data_file.columns:
             column = columns.setdefault(name, DataColumn(name))
-            if isinstance(part, ArrowPart):
-                column.types.setdefault(str(part.table.schema.field(name).type))
-                column.nulls += part.table.column(name).null_count
+            if isinstance(data_file, ArrowFile):
+                column.types.setdefault(str(data_file.table.schema.field(name).type))
+                column.nulls += data_file.table.column(name).null_count
             else:
                 column.types.setdefault("json")
     return list(columns.values())
@@ -256,7 +256,7 @@ def _find_repetitions(rows: Rows, prompt_key: str, truth_key: str) -> Iterator[s
             earlier, earlier_truth = seen.setdefault(prompt, (number, truth))
             if earlier != number:
                 pair = (number, earlier)
-                (same_file if rows.part_of(earlier) is rows.part_of(number) else other_file).append(pair)
+                (same_file if rows.file_of(earlier) is rows.file_of(number) else other_file).append(pair)
                 if earlier_truth != truth:
                     contradictions.append(pair)
     for pairs, what in (

@@ -17,7 +17,7 @@ from verl.config import EvalConfig, SFTConfig
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import Rule, data_source_rules, ground_truth_of, ground_truth_rule, raise_problems
+from verl.utils.dataset.problems import RowRule, data_source_rules, ground_truth_of, ground_truth_rule, raise_problems
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score import known_data_sources
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
@@ -82,7 +82,7 @@ def show_metrics(metrics: Metrics, console: Console) -> None:
     console.print(table)
 
 
-def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
+def reward_rules(config: EvalConfig | SFTConfig) -> list[RowRule]:
     """Return the rules for rows that a reward function scores: a known data source and a ground truth."""
     key = config.data.reward_fn_key
     if get_custom_reward_fn(config.to_dict()) is not None:
@@ -90,14 +90,14 @@ def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
     return [*data_source_rules(key, known_data_sources()), ground_truth_rule(config.data.ground_truth_key)]
 
 
-def _responses_rule(key: str) -> Rule:
+def _responses_rule(key: str) -> RowRule:
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         responses = _responses(row, key)
         if responses and all(isinstance(response, str) for response in responses):
             return None
         return f"{key!r} has no responses (columns: {', '.join(columns)}). Set data.response_key to a column of texts."
 
-    return Rule((key.split(".")[0],), check, lambda _: False)
+    return RowRule((key.split(".")[0],), check, lambda _: False)
 
 
 def _responses(row: Mapping[str, Any], key: str) -> list[Any]:

@@ -29,7 +29,7 @@ from verl.trainer.common.run_status import RunStatus, progress_bar
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
-from verl.utils.dataset.rows import ArrowPart, Part, Rows
+from verl.utils.dataset.rows import ArrowFile, DataFile, Rows
 from verl.utils.dataset.tokens import PromptTokens, encode_prompts, truncate
 from verl.utils.disk import atomic_write
 from verl.utils.exceptions import fields_as_keys
@@ -318,25 +318,25 @@ def _check_lengths(rows: Rows, prompts: PromptTokens, config: GenerationConfig) 
 def _table(rows: Rows, count: int) -> pa.Table:
     """Return the first `count` rows of all files with all of their columns."""
     tables: list[pa.Table] = []
-    for part in rows.parts:
-        size = min(len(part), count - sum(table.num_rows for table in tables))
+    for data_file in rows.data_files:
+        size = min(len(data_file), count - sum(table.num_rows for table in tables))
         try:
-            tables.append(_part_table(part, size))
+            tables.append(_first_rows(data_file, size))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(
-                [f"{part.file}: its rows cannot be converted to a table ({error}). Give each field one type."]
+                [f"{data_file.file}: its rows cannot be converted to a table ({error}). Give each field one type."]
             ) from error
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        files = ", ".join(part.file for part in rows.parts)
+        files = ", ".join(data_file.file for data_file in rows.data_files)
         raise DataError([f"{files}: a column has several types ({error}). Generate each file separately."]) from error
 
 
-def _part_table(part: Part, size: int) -> pa.Table:
-    if isinstance(part, ArrowPart):
-        return part.table.slice(0, size)
-    return pa.Table.from_pylist(part.rows(0, size))
+def _first_rows(data_file: DataFile, size: int) -> pa.Table:
+    if isinstance(data_file, ArrowFile):
+        return data_file.table.slice(0, size)
+    return pa.Table.from_pylist(data_file.rows(0, size))
 
 
 def _file_stats(folder: str) -> list[list[Any]]:

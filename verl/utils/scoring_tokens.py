@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.utils.dataset.chat import Messages
-from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+from verl.utils.dataset.conversation import ConversationEncoder, ids_up_to_answer
 
 __all__ = ["SCORED_AT_END", "ScoringEncoder"]
 
@@ -64,7 +64,7 @@ class ScoringEncoder:
                 f"the role of the last message is {messages[-1].get('role')}, and the model scores the assistant's"
             )
         try:
-            return up_to_answer(encoder.rows(messages)[0])
+            return ids_up_to_answer(encoder.rows(messages)[0])
         except ValueError:  # the template changes the answer: it is scored as rendered
             ids = self._tokenizer(self._render([messages]), add_special_tokens=False)["input_ids"][0]
             return ids[: encoder.sampled_length(ids)]

@@ -7,7 +7,7 @@ import pytest
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 from tests.support.family_turns import TOOL, TOOLS, USER, Case, Conversation, template_kwargs
 from verl.trainer.supervised.rm import padding_token
-from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+from verl.utils.dataset.conversation import ConversationEncoder, ids_up_to_answer
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.scoring_tokens import SCORED_AT_END, ScoringEncoder
 
@@ -46,7 +46,7 @@ def test_the_loss_falls_on_the_answer_and_the_token_that_ends_it(case):
     # Alone, as in generation, where white space of the prompt and of the answer would be one token together.
     assert learned in (whole[len(before) :], conversation.encode(turn + end))
     assert encoder.learns_end_token(row) == bool(end.strip())
-    assert up_to_answer(row)[-1] == whole[-1]
+    assert ids_up_to_answer(row)[-1] == whole[-1]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.tools], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.rows import ArrowPart, JsonPart, Part, arrow_errors, is_json_array, json_object, read_arrow
+from verl.utils.dataset.rows import ArrowFile, DataFile, JsonFile, arrow_errors, is_json_array, json_object, read_arrow
 
 # Limit for the first line of a file, which is read even if it exceeds the file's share of the budget.
 _MAX_FIRST_LINE = 1024**2
@@ -44,13 +44,13 @@ class ReadBudget:
 class FilePreview:
     """The first rows of a file, or all rows of a small file."""
 
-    rows: Part
+    rows: DataFile
     row_count: int | None
     """Upper bound for the number of rows of the whole file; None: unknown without reading the file."""
 
 
 class ParsedRows:
-    """A `Part` (rows of a file) with parsed rows in memory."""
+    """A `DataFile` with parsed rows in memory."""
 
     def __init__(self, file: str, rows: Sequence[dict[str, Any]], places: Sequence[str]) -> None:
         self.file, self._rows, self._places = file, rows, places
@@ -69,7 +69,7 @@ class ParsedRows:
 
 def read_preview(file: str, budget: ReadBudget) -> FilePreview | None:
     """Return the first rows of a file; None for a JSON array larger than its share of the budget, since an array can
-    only be parsed as a whole. Raises the errors of `open_part`."""
+    only be parsed as a whole. Raises the errors of `open_data_file`."""
     size, share = os.path.getsize(file), budget.next_share()
     if size == 0:
         raise ValueError(f"{file}: the file is empty (0 bytes). Write it again, or leave it out.")
@@ -79,7 +79,7 @@ def read_preview(file: str, budget: ReadBudget) -> FilePreview | None:
         return _preview_lines(file, size, share, budget)
     if size > share.size:
         return None
-    whole = JsonPart(file)
+    whole = JsonFile(file)
     budget.spend(len(whole), size)
     places = [whole.where(row) for row in range(len(whole))]
     return FilePreview(ParsedRows(file, whole.rows(0, len(whole)), places), len(whole))
@@ -98,7 +98,7 @@ def _preview_arrow(file: str, share: ReadBudget, budget: ReadBudget) -> FilePrev
             rows, size = source.metadata.num_rows, sum(group.total_byte_size for group in groups)
             table = _first_rows(source, _row_limit(rows, size, share))
     budget.spend(table.num_rows, size * table.num_rows // max(1, rows))
-    return FilePreview(ArrowPart(file, table), rows)
+    return FilePreview(ArrowFile(file, table), rows)
 
 
 def _row_limit(rows: int, size: int, share: ReadBudget) -> int:

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
-from verl.utils.dataset.conversation import LOSS, ConversationEncoder, Pieces, up_to_answer
+from verl.utils.dataset.conversation import LOSS, ConversationEncoder, Pieces, ids_up_to_answer
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, chat_problem, raise_missing_columns, raise_problems
+from verl.utils.dataset.problems import DataError, RowRule, chat_problem, raise_missing_columns, raise_problems
 from verl.utils.dataset.rows import Rows, bool_at, value_at
 from verl.utils.dataset.tokens import TokenStore, truncate
 
@@ -57,7 +57,7 @@ class PreferenceDataset(Dataset):
         self.rows = Rows(find_files(data_files, split))
         if split != "validation":
             raise_missing_columns(self.rows, config, ("preference_key", "tie_key", "margin_key", "weight_key"))
-        raise_problems(self.rows, [Rule(self._columns(), self._problem, lambda table: False)])
+        raise_problems(self.rows, [RowRule(self._columns(), self._problem, lambda table: False)])
         self._encoder = ConversationEncoder(tokenizer, config.apply_chat_template_kwargs, last_turn_only=True)
         self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._equal_pairs: list[int] = []
@@ -66,8 +66,8 @@ class PreferenceDataset(Dataset):
         if config.truncation == "error":
             self._check_lengths(np.array([len(ids) for ids, _ in encoded]))
         self._answer_tokens = [self._kept_answer(len(ids), tokens) for ids, tokens in encoded]
-        self._ids = TokenStore.of(truncate(ids, config.max_length, config.truncation) for ids, _ in encoded)
-        logger.info("%s: %d pairs of %d prompts", self.rows.parts[0].file, self._pairs, len(self._prompts))
+        self._ids = TokenStore.from_sequences(truncate(ids, config.max_length, config.truncation) for ids, _ in encoded)
+        logger.info("%s: %d pairs of %d prompts", self.rows.data_files[0].file, self._pairs, len(self._prompts))
         if self._equal_pairs:
             logger.warning(
                 "%s (and %d more rows): both answers are equal; such a pair counts as half correct in val/accuracy. "
@@ -161,7 +161,7 @@ class PreferenceDataset(Dataset):
         for first, rows in self._read():
             rendered = [answer for at, row in enumerate(rows) for answer in self._render(first + at, row)]
             for (row,) in self._encoder.tokenize(rendered):
-                yield np.array(up_to_answer(row), np.int32), sum(1 for weight in row.weights if weight)
+                yield np.array(ids_up_to_answer(row), np.int32), sum(1 for weight in row.weights if weight)
 
     def _render(self, number: int, row: Row) -> list[list[Pieces]]:
         try:

@@ -189,9 +189,10 @@ class CheckpointManager:
 
 
 def _apply_limits(root: Path, newest: Path, limits: Mapping[str, int | None]) -> None:
-    """Delete old steps, or parts of them: part -> how many steps keep it (None: all); `_STEP` is the step itself.
+    """Delete old steps, or parts of them. `limits`: the number of steps that keep a part (None: all); `_STEP` stands
+    for the whole step.
 
-    A step is deleted with its last part. `newest`, folders of others and steps being read stay; damaged steps do not
+    A step is deleted with its last part. `newest`, other folders and steps being read are kept; damaged steps do not
     count.
     """
     newer = 0
@@ -200,14 +201,14 @@ def _apply_limits(root: Path, newest: Path, limits: Mapping[str, int | None]) ->
         manifest = manifest_of(folder)
         if manifest is None:
             continue
-        kept = {part for part, limit in limits.items() if limit is None or newer < limit}
+        kept_parts = {part for part, limit in limits.items() if limit is None or newer < limit}
         newer += not damaged_files(folder, manifest, contents=False)
         if folder == newest:
             continue
-        if not any(manifest.has_part(part) for part in kept):
+        if not any(manifest.has_part(part) for part in kept_parts):
             _delete_unless_read(folder, root)
             continue
-        for part in sorted(limits.keys() - kept):
+        for part in sorted(limits.keys() - kept_parts):
             # Not listed but still there: a deletion was interrupted.
             if manifest.has_part(part) or (folder / part).exists():
                 _delete_unless_read(folder, root, part)
@@ -239,8 +240,8 @@ def _resume_newest(root: Path, remote: str | None) -> Path | None:
                 clean_up(root)
     local, rejected = _newest_complete(root, STEP_FORMAT)
     if remote is not None:
-        known = -1 if local is None else serial_of(local)
-        fetched = _fetch_newer(remote, root, -1 if known is None else known)
+        serial = None if local is None else serial_of(local)
+        fetched = _fetch_newer(remote, root, -1 if serial is None else serial)
         if fetched is not None:
             return fetched
     if local is None and rejected:
@@ -282,24 +283,24 @@ def _resume_from(location: str | os.PathLike[str] | None, root: Path) -> Path:
     if not problems:
         return path
     if not path.exists():
-        cause, beside = "does not exist", path.parent
+        cause, folder = "does not exist", path.parent
     elif newest_first(path):
-        cause, beside = "is a folder of steps, not a step", path
+        cause, folder = "is a folder of steps, not a step", path
     else:
-        cause, beside = f"is not complete: {_summary(problems)}", path.parent
-    raise ValueError(f"{key}: {path} {cause}. {_advice(path, beside)}")
+        cause, folder = f"is not complete: {_summary(problems)}", path.parent
+    raise ValueError(f"{key}: {path} {cause}. {_advice(path, folder)}")
 
 
-def _advice(path: Path, beside: Path) -> str:
-    """Name an alternative: the newest complete step before `path`, else the newest complete one in `beside`."""
+def _advice(path: Path, root: Path) -> str:
+    """Name an alternative: the newest complete step before `path`, else the newest complete one in `root`."""
     step = step_of(path.name)
-    others = [folder for folder in newest_first(beside) if folder != path]
+    others = [folder for folder in newest_first(root) if folder != path]
     earlier = [folder for folder in others if step is not None and _step_or_zero(folder) < step]
     for folder in [*sorted(earlier, key=_step_or_zero, reverse=True), *others]:
         if not find_problems(folder):
             kind = "newest complete step before it" if folder in earlier else "newest complete step there"
             return f"The {kind} is {folder}: set trainer.resume_from_path={folder}."
-    return f"There is no complete step in {beside}."
+    return f"There is no complete step in {root}."
 
 
 def _newest_complete(root: Path, directory_format: str) -> tuple[Path | None, list[tuple[Path, list[str]]]]:

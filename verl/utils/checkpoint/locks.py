@@ -180,9 +180,9 @@ def _lock_owner_file(file: BinaryIO, path: Path) -> bool:
 
 def _is_alive_without_locks(owner: Owner | None, path: Path, error: OSError) -> bool:
     """Whether the owner in the file still runs, on a file system without locks."""
-    me = _this_process()
-    if owner is not None and owner.host == me.host:
-        return owner.pid != me.pid and owner.birth == _birth(owner.pid)
+    this = _this_process()
+    if owner is not None and owner.host == this.host:
+        return owner.pid != this.pid and owner.birth == _birth(owner.pid)
     logger.warning(
         "%s: no locks on this file system (%s): two runs in one folder are not noticed across machines%s",
         path,

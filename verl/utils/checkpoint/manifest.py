@@ -158,7 +158,7 @@ def decode_manifest(content: bytes) -> Manifest:
         checksum = fields.pop("crc32")
         if fields["format"] != _FORMAT or checksum != zlib.crc32(_canonical(fields)):
             raise ValueError("its checksum does not match")
-        files = {_inside(name): FileRecord(**record) for name, record in fields["files"].items()}
+        files = {_check_inside(name): FileRecord(**record) for name, record in fields["files"].items()}
         return Manifest(fields["step"], fields["serial"], files, tuple(fields.get("dropped", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST}: damaged ({error})") from error
@@ -177,7 +177,7 @@ def find_problems(folder: Path) -> list[str]:
 def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> list[str]:
     """Return the files of a step that do not match its manifest, one line each. `contents=False`: only sizes."""
     with _pool() as pool:
-        problems = pool.map(lambda item: _problem(folder, item[0], item[1], contents), manifest.files.items())
+        problems = pool.map(lambda item: _find_problem(folder, item[0], item[1], contents), manifest.files.items())
         return [problem for problem in problems if problem]
 
 
@@ -244,7 +244,7 @@ def _read_record(file: io.BufferedReader) -> FileRecord:
     return FileRecord(size, crc)
 
 
-def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> str | None:
+def _find_problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> str | None:
     path = folder / name
     try:
         size = path.stat().st_size
@@ -262,7 +262,7 @@ def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> s
     return None
 
 
-def _inside(name: str) -> str:
+def _check_inside(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name!r} is not inside the step")

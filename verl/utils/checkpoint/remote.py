@@ -62,8 +62,8 @@ def move_remote_aside(remote: str) -> str | None:
         "%s: moving %d steps of an earlier run (%.2f GB) to %s. Object stores copy every byte: this may take a while.",
         *(KEY, len(steps), size / 2**30, posixpath.join(remote, name)),
     )
-    for moved in [*latest, *steps]:
-        fs.mv(posixpath.join(inside, moved), posixpath.join(inside, name, moved), recursive=moved in steps)
+    for entry in [*latest, *steps]:
+        fs.mv(posixpath.join(inside, entry), posixpath.join(inside, name, entry), recursive=entry in steps)
     return posixpath.join(remote, name)
 
 
@@ -201,15 +201,15 @@ class Uploader:
         with self._changed:
             self._waiting = {**dict.fromkeys(missing, 0), **self._waiting}
 
-    def _retry(self, act: Callable[[], None], what: str) -> bool:
-        """Call `act` until it succeeds, a few times; return whether it did."""
+    def _retry(self, action: Callable[[], None], description: str) -> bool:
+        """Call `action` until it succeeds, at most `_ATTEMPTS` times; return whether it did."""
         pause = _PAUSE_SECONDS
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                act()
+                action()
                 return True
             except Exception as error:  # noqa: BLE001 - file systems raise any type; the local step is safe
-                summary = f"{KEY}: {what} to {self._remote} failed ({attempt} of {_ATTEMPTS})"
+                summary = f"{KEY}: {description} to {self._remote} failed ({attempt} of {_ATTEMPTS})"
                 logger.warning("%s: %s: %s", summary, type(error).__name__, error)
             if attempt < _ATTEMPTS:
                 time.sleep(pause)

@@ -145,11 +145,13 @@ def as_tools(value: Any, key: str = "tools") -> list[dict[str, Any]] | None:
     value = _parse_json(value, repr(key))
     tools = [
         _parse_json(schema, f"schema {number} of {key!r}")
-        for number, schema in enumerate(_checked_list(value or [], repr(key)))
+        for number, schema in enumerate(_require_list(value or [], repr(key)))
     ]
-    wrong = next((number for number, schema in enumerate(tools) if not isinstance(schema, Mapping)), None)
-    if wrong is not None:
-        raise ValueError(f"schema {wrong} of {key!r} is a {type(tools[wrong]).__name__}. Write a list of JSON schemas.")
+    invalid = next((number for number, schema in enumerate(tools) if not isinstance(schema, Mapping)), None)
+    if invalid is not None:
+        raise ValueError(
+            f"schema {invalid} of {key!r} is a {type(tools[invalid]).__name__}. Write a list of JSON schemas."
+        )
     return _without_nulls(tools) or None
 
 
@@ -157,7 +159,7 @@ def with_parsed_tool_calls(number: int, message: Mapping[str, Any]) -> dict[str,
     """Return message `number` with the arguments of its tool calls as objects, without nulls of a columnar file."""
     changed = dict(message)
     where = f"'tool_calls' of message {number}"
-    calls = _without_nulls(_checked_list(_parse_json(changed.get("tool_calls") or [], where), where))
+    calls = _without_nulls(_require_list(_parse_json(changed.get("tool_calls") or [], where), where))
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, dict) or "name" not in function:
@@ -184,7 +186,7 @@ def _parse_json(value: Any, where: str) -> Any:
         raise ValueError(f"{where}: the text is not valid JSON ({error}). Correct it.") from error
 
 
-def _checked_list(value: Any, where: str) -> list[Any]:
+def _require_list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{where} is a {type(value).__name__}. Write a list, or its JSON text.")
     return value

@@ -32,9 +32,9 @@ class WeightedTokens:
     weights: list[float] = field(default_factory=list)
 
 
-def up_to_answer(row: WeightedTokens) -> list[int]:
+def ids_up_to_answer(row: WeightedTokens) -> list[int]:
     """Return the token ids up to the end of the last answer, where a reward model's score is read."""
-    return row.ids[: max(place for place, weight in enumerate(row.weights) if weight) + 1]
+    return row.ids[: max(index for index, weight in enumerate(row.weights) if weight) + 1]
 
 
 class ConversationEncoder:
@@ -52,8 +52,8 @@ class ConversationEncoder:
     ) -> None:
         self._tokenizer, self._last_turn_only, self._split = tokenizer, last_turn_only, split
         kwargs = dict(template_kwargs)
-        self._given_template, self._kwargs = kwargs.pop("chat_template", None), kwargs
-        self._has_template = bool(self._given_template or tokenizer.chat_template)
+        self._user_template, self._kwargs = kwargs.pop("chat_template", None), kwargs
+        self._has_template = bool(self._user_template or tokenizer.chat_template)
         self._ends = find_end_tokens(None, None, tokenizer, template_kwargs).ids
         self._end_tokens = tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(self._ends))))
         self._role_tokens = role_tokens(tokenizer, template_kwargs) if self._has_template else {}
@@ -96,7 +96,7 @@ class ConversationEncoder:
 
     def learns_end_token(self, row: WeightedTokens) -> bool:
         """Return whether the loss of the row's last answer includes an end token."""
-        last = max(place for place, weight in enumerate(row.weights) if weight)
+        last = max(index for index, weight in enumerate(row.weights) if weight)
         return row.ids[last] in self._ends
 
     def describe(self, row: WeightedTokens) -> str:
@@ -115,7 +115,7 @@ class ConversationEncoder:
         if not self._has_template:
             return _PlainRendering(self._tokenizer, messages, tools)
         kwargs = {**self._kwargs, **template_kwargs}
-        return _TemplateRendering(self._tokenizer, messages, tools, self._given_template, kwargs, self._two_end_tokens)
+        return _TemplateRendering(self._tokenizer, messages, tools, self._user_template, kwargs, self._two_end_tokens)
 
     def _with_role_token(
         self, chat: _TemplateRendering | _PlainRendering, turn: int, messages: Messages
@@ -214,10 +214,10 @@ class _PlainRendering:
     def __init__(self, tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> None:
         calling = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
         if tools or calling is not None:
-            what = "tools" if calling is None else f"the 'tool_calls' of message {calling}"
+            unsupported = "tools" if calling is None else f"the 'tool_calls' of message {calling}"
             raise ValueError(
-                f"the tokenizer has no chat template to render {what}. Use a model that has one (-Instruct, -it), or"
-                " set one (data.apply_chat_template_kwargs.chat_template)."
+                f"the tokenizer has no chat template to render {unsupported}. Use a model that has one (-Instruct,"
+                " -it), or set one (data.apply_chat_template_kwargs.chat_template)."
             )
         self._contents, self._end = [str(message["content"]) for message in messages], tokenizer.eos_token or ""
 
@@ -260,10 +260,10 @@ class _TemplateRendering:
                 f"message 0 is the assistant's: there is no prompt before it. Set '{LOSS}' of that message to 0, or"
                 " remove it."
             )
-        text, spans = _unmarked(self._render(turn + 1, generation_prompt=False))
+        text, spans = _remove_markers(self._render(turn + 1, generation_prompt=False))
         text = self._without_second_end(turn, text)
         if self.marks_generation:
-            before, earlier = _unmarked(self._render(turn, generation_prompt=False))
+            before, earlier = _remove_markers(self._render(turn, generation_prompt=False))
             if text.startswith(before):
                 start = len(before)
                 spans = [span for span in spans if span[0] >= start]
@@ -283,7 +283,7 @@ class _TemplateRendering:
                 raise ValueError(self._rewrite_problem(turn, text, before))
             start = len(before)
             spans = [(start, len(text))]
-        self._check_words(turn, text, start)
+        self._check_complete(turn, text, start)
         self._check_tools(text)
         return text, spans
 
@@ -294,7 +294,7 @@ class _TemplateRendering:
         first of several tool results).
         """
         try:
-            text, both = (_unmarked(self._render(turn + count, generation_prompt=False))[0] for count in (1, 2))
+            text, both = (_remove_markers(self._render(turn + count, generation_prompt=False))[0] for count in (1, 2))
         except ValueError:
             return None
         return both.removeprefix(text) if both.startswith(text) else None
@@ -325,7 +325,7 @@ class _TemplateRendering:
         if not match:
             return text
         try:
-            followed = _unmarked(self._render(turn + 1, False, [{"role": "user", "content": "?"}]))[0]
+            followed = _remove_markers(self._render(turn + 1, False, [{"role": "user", "content": "?"}]))[0]
         except ValueError:  # the template allows no user message here, so it has no such case
             return text
         answer, both = text[: match.end(1)], text[: match.end(2)]
@@ -333,7 +333,7 @@ class _TemplateRendering:
 
     def _generation_start(self, turn: int, text: str) -> int:
         """The end of the generation prompt in a text; 0 if the text does not begin with it."""
-        before = _unmarked(self._render(turn, generation_prompt=True))[0]
+        before = _remove_markers(self._render(turn, generation_prompt=True))[0]
         return len(before) if text.startswith(before) else 0
 
     def _rewrite_problem(self, turn: int, text: str, before: str) -> str:
@@ -352,20 +352,21 @@ class _TemplateRendering:
             " cannot be located. Set a template that does not (data.apply_chat_template_kwargs.chat_template)."
         )
 
-    def _check_words(self, turn: int, text: str, start: int) -> None:
+    def _check_complete(self, turn: int, text: str, start: int) -> None:
         """Raise ValueError if parts of the message are not in the text, white space aside."""
         message = self._messages[turn]
-        wanted = [message[name] for name in (*_REASONING_FIELDS, "content") if isinstance(message.get(name), str)]
-        wanted += [str(call["function"]["name"]) for call in message.get("tool_calls", ()) if "function" in call]
-        rendered = _squeeze(text[start:])
-        for words in wanted:
-            if _squeeze(words) in rendered:
+        expected = [message[name] for name in (*_REASONING_FIELDS, "content") if isinstance(message.get(name), str)]
+        expected += [str(call["function"]["name"]) for call in message.get("tool_calls", ()) if "function" in call]
+        rendered = _without_spaces(text[start:])
+        for part in expected:
+            if _without_spaces(part) in rendered:
                 continue
-            earlier = _unmarked(self._render(turn, generation_prompt=False))[0]
-            if _squeeze(words) in _squeeze(text.removeprefix(earlier)):  # begins in the generation prompt: <think>
+            earlier = _remove_markers(self._render(turn, generation_prompt=False))[0]
+            with_prompt = text.removeprefix(earlier)  # the part may begin in the generation prompt: <think>
+            if _without_spaces(part) in _without_spaces(with_prompt):
                 continue
             raise ValueError(
-                f"the chat template drops or changes part of message {turn}: {words[:60]!r} is not in its text"
+                f"the chat template drops or changes part of message {turn}: {part[:60]!r} is not in its text"
                 " unchanged. Set a template that keeps it (data.apply_chat_template_kwargs.chat_template), remove that"
                 f" part, or set '{LOSS}' of the message to 0."
             )
@@ -388,8 +389,8 @@ def _as_marker(tag: re.Match[str]) -> str:
     return f"{{%{left} if true %}}{_END if end else _BEGIN}{{% endif {right}%}}"
 
 
-def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """The text without markers, and the spans between them."""
+def _remove_markers(text: str) -> tuple[str, list[Span]]:
+    """Return the text without markers, and the spans between them."""
     parts = re.split(f"([{_BEGIN}{_END}])", text)
     plain, spans, start = "", [], 0
     for part in parts:
@@ -422,5 +423,5 @@ def _pieces(text: str, spans: Sequence[Span], done: int, weight: float) -> Piece
     return [*pieces, (text[position:], 0.0)]
 
 
-def _squeeze(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())

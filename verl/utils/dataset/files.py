@@ -12,7 +12,7 @@ from verl.utils.fs import copy_to_local
 # In this order of preference where a folder holds the same data in several formats.
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json")
 # Files with these suffixes that describe a dataset folder and have no rows.
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "val": "validation", "dev": "validation"}
 
 
@@ -29,11 +29,11 @@ def find_files(data_files: str | os.PathLike[str] | Sequence[str], split: str | 
     files: list[str] = []
     for name in names:
         local = copy_to_local(name, repo_type="dataset", key="data")
-        files += _files_of_folder(Path(local), split) if os.path.isdir(local) else [_known_format(local)]
+        files += _files_of_folder(Path(local), split) if os.path.isdir(local) else [_check_format(local)]
     return files
 
 
-def _known_format(file: str) -> str:
+def _check_format(file: str) -> str:
     if not file.endswith(SUFFIXES):
         raise ValueError(f"{file}: the format is not supported. Give one of {', '.join(SUFFIXES)} or a folder of them.")
     return file
@@ -41,8 +41,8 @@ def _known_format(file: str) -> str:
 
 def _files_of_folder(folder: Path, split: str | None) -> list[str]:
     by_split = _splits_of_card(folder) or _splits_of_names(folder)
-    files = _choose(folder, by_split, split) if len(by_split) > 1 else next(iter(by_split.values()))
-    return [_known_format(str(path)) for path in files]
+    files = _select_split(folder, by_split, split) if len(by_split) > 1 else next(iter(by_split.values()))
+    return [_check_format(str(path)) for path in files]
 
 
 def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
@@ -66,7 +66,7 @@ def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
     by_split: dict[str, list[Path]] = {}
     for name, files in data_files.items():
         paths = [_inside(folder, str(file)) for file in files]
-        by_split.setdefault(_known_split(str(name)) or str(name), []).extend(paths)
+        by_split.setdefault(_parse_split(str(name)) or str(name), []).extend(paths)
     return by_split
 
 
@@ -83,7 +83,7 @@ def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
         path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
-        and path.name not in _ABOUT
+        and path.name not in _METADATA_FILES
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
     by_suffix = ([path for path in visible if path.suffix == suffix] for suffix in SUFFIXES)
@@ -96,25 +96,25 @@ def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
     return by_split
 
 
-def _choose(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
+def _select_split(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
     # Without a validation split, the test split is used for validation, and vice versa.
-    wanted = {"test": ("test", "validation"), "validation": ("validation", "test")}.get(split or "", (split or "",))
-    chosen = next((by_split[name] for name in wanted if name in by_split), None)
-    if chosen is None:
+    candidates = {"test": ("test", "validation"), "validation": ("validation", "test")}.get(split or "", (split or "",))
+    selected = next((by_split[name] for name in candidates if name in by_split), None)
+    if selected is None:
         names = ", ".join(path.name for paths in by_split.values() for path in paths[:2])
         raise ValueError(f"{folder}: the folder has several splits ({names}). Name the file to use.")
-    return chosen
+    return selected
 
 
 def _split_of(path: Path, folder: Path) -> str:
     """The split in a file's name (`train-00000-of-00002.parquet`) or folder (`train/part-0.parquet`), or ""."""
     relative = path.relative_to(folder)
     for part in reversed((*relative.parts[:-1], relative.stem)):
-        if split := _known_split(part):
+        if split := _parse_split(part):
             return split
     return ""
 
 
-def _known_split(name: str) -> str:
+def _parse_split(name: str) -> str:
     word = re.match(r"[a-z]+", name.lower())
     return _SPLITS.get(word.group(), "") if word else ""

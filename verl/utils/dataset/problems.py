@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.config import DataConfig, names
-from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
+from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, value_at
 from verl.utils.exceptions import PicklableError
 from verl.utils.reward_score.registry import matching, unknown_source
 
@@ -22,7 +22,7 @@ GROUND_TRUTH = "ground_truth"
 # Columns that decide what scores a row.
 _SCORED_BY = ("reward_model", "agent_name")
 # A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
-Check = Callable[[dict[str, Any], Sequence[str]], str | None]
+RowCheck = Callable[[dict[str, Any], Sequence[str]], str | None]
 _BATCH = 4096
 
 
@@ -37,29 +37,29 @@ class DataError(PicklableError, ValueError):
 
 
 @dataclass(frozen=True)
-class Rule:
+class RowRule:
     """One requirement: the columns it reads, the check of a row, and whether a table's types prove it."""
 
     columns: tuple[str, ...]
-    check: Check
-    proven: Callable[[pa.Table], bool]
+    check: RowCheck
+    is_proven: Callable[[pa.Table], bool]
 
 
-def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
+def find_problems(rows: Rows, rules: Sequence[RowRule]) -> list[str]:
     """Return the broken rules per file: the first row that breaks it, how many more do, and the remedy."""
     problems = []
-    for part in rows.parts:
-        if len(part) == 0:
-            problems.append(f"{part.file}: it has no rows. Write it again, or leave it out.")
+    for data_file in rows.data_files:
+        if len(data_file) == 0:
+            problems.append(f"{data_file.file}: it has no rows. Write it again, or leave it out.")
             continue
-        for row, count, what in _broken_rules(part, rules):
+        for row, count, problem in _broken_rules(data_file, rules):
             more = count - 1
             others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
-            problems.append(f"{part.where(row)}{others}: {what}")
+            problems.append(f"{data_file.where(row)}{others}: {problem}")
     return problems
 
 
-def raise_problems(rows: Rows, rules: Sequence[Rule]) -> None:
+def raise_problems(rows: Rows, rules: Sequence[RowRule]) -> None:
     """Raise a DataError with all problems, if there are any."""
     if problems := find_problems(rows, rules):
         raise DataError(problems)
@@ -86,14 +86,14 @@ def raise_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> No
         raise DataError(list(problems.values()))
 
 
-def chat_rule(key: str, option: str) -> Rule:
+def chat_rule(key: str, option: str) -> RowRule:
     """`key` has a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
     return _value_rule(key, option, chat_problem, _is_valid_chat)
 
 
 def rl_rules(
     config: DataConfig, data_sources: Collection[str] | None, ground_truth: bool, default_loop: str | None = None
-) -> list[Rule]:
+) -> list[RowRule]:
     """Rules for the rows of RL data; parameters as in `RLHFDataset.validate`."""
     rules = [chat_rule(config.prompt_key, "data.prompt_key")]
     if data_sources is not None:
@@ -103,26 +103,26 @@ def rl_rules(
     return rules
 
 
-def sft_rules(config: Any, columns: Collection[str]) -> list[Rule]:
+def sft_rules(config: Any, columns: Collection[str]) -> list[RowRule]:
     """Rules for the rows of SFT data in files with these columns: a conversation, or a prompt and a response."""
     if config.messages_key in columns:
         return [chat_rule(config.messages_key, "data.messages_key")]
     return [chat_rule(config.prompt_key, "data.prompt_key"), text_rule(config.response_key, "data.response_key")]
 
 
-def text_rule(key: str, option: str) -> Rule:
+def text_rule(key: str, option: str) -> RowRule:
     """`key` has a non-empty string."""
     return _value_rule(key, option, _text_problem, _is_valid_text)
 
 
-def present_rule(key: str, option: str) -> Rule:
+def present_rule(key: str, option: str) -> RowRule:
     """`key` has a value, of any type."""
     return _value_rule(key, option, lambda key, value: None, lambda column: column.null_count == 0)
 
 
 def data_source_rules(
     key: str, known: Collection[str], exempt_reward_model: bool = False, default_loop: str | None = None
-) -> list[Rule]:
+) -> list[RowRule]:
     """`key` names a data source with a reward function: a non-empty string, a name or pattern of `known`.
 
     Rows that their agent loop may score are exempt, and with `exempt_reward_model` rows that a reward model scores.
@@ -134,38 +134,38 @@ def data_source_rules(
     return [_unless(exempt, rule) for rule in rules]
 
 
-def _unless(exempt: Callable[[dict[str, Any]], bool], rule: Rule) -> Rule:
+def _unless(exempt: Callable[[dict[str, Any]], bool], rule: RowRule) -> RowRule:
     """The rule for all rows that are not exempt from it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         return None if exempt(row) else rule.check(row, columns)
 
-    return Rule((*rule.columns, *_SCORED_BY), check, rule.proven)
+    return RowRule((*rule.columns, *_SCORED_BY), check, rule.is_proven)
 
 
-def _source_rule(key: str, known: Collection[str]) -> Rule:
+def _source_rule(key: str, known: Collection[str]) -> RowRule:
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         source = value_at(row, key)
         if not isinstance(source, str) or matching(source, known):  # another type is the text rule's to report
             return None
         return unknown_source(source, known, key)
 
-    def proven(table: pa.Table) -> bool:
+    def is_proven(table: pa.Table) -> bool:
         if key not in table.column_names:
             return True
         return all(matching(str(source), known) for source in pc.unique(table.column(key)).to_pylist())
 
-    return Rule((key.split(".")[0],), check, proven)
+    return RowRule((key.split(".")[0],), check, is_proven)
 
 
-def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) -> Rule:
+def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) -> RowRule:
     """A ground truth: `reward_model.ground_truth` or the column `key` (`data.ground_truth_key`), unless a reward model
     or the row's agent loop scores it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
         if reward is not None and not isinstance(reward, dict):
-            return f"'reward_model' is {_kind(reward)}. Write it as {{style, ground_truth}}."
+            return f"'reward_model' is {_type_name(reward)}. Write it as {{style, ground_truth}}."
         if ground_truth_of(row, key) is not None or _is_exempt(row, True, default_loop):
             return None
         return (
@@ -174,7 +174,7 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
             f" 'agent' where its agent loop does. Columns: {', '.join(columns)}."
         )
 
-    def proven(table: pa.Table) -> bool:
+    def is_proven(table: pa.Table) -> bool:
         if "reward_model" not in table.column_names:
             return key in table.column_names and table.column(key).null_count == 0
         kind = table.schema.field("reward_model").type
@@ -182,7 +182,7 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
             return False
         return pc.struct_field(table.column("reward_model"), "ground_truth").null_count == 0
 
-    return Rule((key.split(".")[0], *_SCORED_BY), check, proven)
+    return RowRule((key.split(".")[0], *_SCORED_BY), check, is_proven)
 
 
 def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
@@ -220,13 +220,13 @@ def chat_problem(key: str, value: Any) -> str | None:
     if isinstance(value, str):
         return _text_problem(key, value)
     if not isinstance(value, list):
-        return f"{key!r} is {_kind(value)}. Write it as text or as a list of {{role, content}}."
+        return f"{key!r} is {_type_name(value)}. Write it as text or as a list of {{role, content}}."
     if not value:
         return f"{key!r} has no messages. Fill it, or remove the row."
     for number, message in enumerate(value):
         at = f"message {number} of {key!r}"
         if not isinstance(message, dict):
-            return f"{at} is {_kind(message)}. Write it as {{role, content}}."
+            return f"{at} is {_type_name(message)}. Write it as {{role, content}}."
         if not isinstance(message.get("role"), str):
             return (
                 f"{at} has no 'role' (found: {', '.join(message) or 'nothing'}). Set it to user, system or assistant."
@@ -239,7 +239,7 @@ def chat_problem(key: str, value: Any) -> str | None:
 
 def _text_problem(key: str, value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"{key!r} is {_kind(value)}, not a string. Write it as text."
+        return f"{key!r} is {_type_name(value)}, not a string. Write it as text."
     return None if value else f"{key!r} is empty. Fill it, or remove the row."
 
 
@@ -249,7 +249,7 @@ def _value_rule(
     problem: Callable[[str, Any], str | None],
     is_valid: Callable[[pa.ChunkedArray], bool],
     remedy: str = "",
-) -> Rule:
+) -> RowRule:
     """`key` has a value, and `problem` finds nothing wrong with it. `remedy`: appended if the column is missing."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
@@ -263,10 +263,10 @@ def _value_rule(
             f" Columns: {', '.join(columns) or 'none'}."
         )
 
-    def proven(table: pa.Table) -> bool:
+    def is_proven(table: pa.Table) -> bool:
         return key in table.column_names and is_valid(table.column(key))
 
-    return Rule((key.split(".")[0],), check, proven)
+    return RowRule((key.split(".")[0],), check, is_proven)
 
 
 def _content_problem(content: Any) -> str | None:
@@ -274,47 +274,47 @@ def _content_problem(content: Any) -> str | None:
     if isinstance(content, str):
         return None
     if not isinstance(content, list):
-        return f"{_kind(content)}. Write it as text."
+        return f"{_type_name(content)}. Write it as text."
     if not content:
         return "an empty list. Fill it, or remove the row."
     for number, part in enumerate(content):
         if not isinstance(part, dict):
-            return f"a list whose part {number} is {_kind(part)}. Write text, or parts {{type: text, text: …}}."
+            return f"a list whose part {number} is {_type_name(part)}. Write text, or parts {{type: text, text: …}}."
         if not isinstance(part.get("type"), str):
             return f"a list whose part {number} has no 'type'. Write text, or parts {{type: text, text: …}}."
         if part["type"] == "text" and not isinstance(part.get("text"), str):
-            return f"a list whose part {number} has {_kind(part.get('text'))} as its 'text'. Write it as text."
+            return f"a list whose part {number} has {_type_name(part.get('text'))} as its 'text'. Write it as text."
     return None
 
 
-def _broken_rules(part: Part, rules: Sequence[Rule]) -> list[tuple[int, int, str]]:
+def _broken_rules(data_file: DataFile, rules: Sequence[RowRule]) -> list[tuple[int, int, str]]:
     """For each broken rule: the first row that breaks it, how many do, and what is wrong with the first.
 
     Rows are read once for all rules.
     """
-    rules = [rule for rule in rules if not (isinstance(part, ArrowPart) and _is_proven(rule, part.table))]
+    rules = [rule for rule in rules if not (isinstance(data_file, ArrowFile) and _table_proves(rule, data_file.table))]
     columns = list(dict.fromkeys(name for rule in rules for name in rule.columns))
     first: dict[int, tuple[int, str]] = {}
     counts = [0] * len(rules)
-    for start in range(0, len(part) if rules else 0, _BATCH):
-        rows = part.rows(start, min(start + _BATCH, len(part)), columns)
+    for start in range(0, len(data_file) if rules else 0, _BATCH):
+        rows = data_file.rows(start, min(start + _BATCH, len(data_file)), columns)
         for number, rule in enumerate(rules):
             for place, row in enumerate(rows, start):
-                what = rule.check(row, part.columns)
-                if what is not None:
+                problem = rule.check(row, data_file.columns)
+                if problem is not None:
                     counts[number] += 1
-                    first.setdefault(number, (place, what))
-    return [(row, counts[number], what) for number, (row, what) in sorted(first.items())]
+                    first.setdefault(number, (place, problem))
+    return [(row, counts[number], problem) for number, (row, problem) in sorted(first.items())]
 
 
-def _is_proven(rule: Rule, table: pa.Table) -> bool:
+def _table_proves(rule: RowRule, table: pa.Table) -> bool:
     try:
-        return rule.proven(table)
+        return rule.is_proven(table)
     except (ValueError, NotImplementedError):  # a value or type that pyarrow cannot convert: the rows are checked
         return False
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "missing" if value is None else f"a {type(value).__name__}"
 
 

@@ -118,13 +118,13 @@ class RLHFDataset(Dataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for other data: the saved position would refer to other prompts."""
-        own = self.state_dict()
-        if dict(state) != own:
-            files = ", ".join(part.file for part in self.rows.parts)
+        current = self.state_dict()
+        if dict(state) != current:
+            files = ", ".join(data_file.file for data_file in self.rows.data_files)
             raise ValueError(
-                f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {own['prompts']} "
-                f"here, {state['prompts']} there). Use the same files and limits, or start from scratch in another"
-                " folder."
+                f"data.train_files: not the prompts of the checkpoint, or in another order ({files}:"
+                f" {current['prompts']} here, {state['prompts']} there). Use the same files and limits, or start from"
+                " scratch in another folder."
             )
 
     def _field_names(self) -> dict[str, str]:
@@ -139,7 +139,7 @@ class RLHFDataset(Dataset):
                 taken.add(name)
                 logger.warning(
                     "%s: the column %r is named %r in batches, since %r is a reserved name",
-                    self.rows.parts[0].file, column, name, column,
+                    self.rows.data_files[0].file, column, name, column,
                 )  # fmt: skip
         if self.config.reward_fn_key in RESERVED:
             raise DataError(
@@ -171,8 +171,8 @@ class RLHFDataset(Dataset):
         if not len(self._kept):
             raise DataError(
                 [
-                    f"{self.rows.parts[0].file}: all {len(lengths)} prompts have more than data.max_prompt_length = "
-                    f"{limit} tokens (the shortest has {lengths.min()}). Raise it."
+                    f"{self.rows.data_files[0].file}: all {len(lengths)} prompts have more than data.max_prompt_length"
+                    f" = {limit} tokens (the shortest has {lengths.min()}). Raise it."
                 ]
             )
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MAP_ABOVE_BYTES = 64 * 1024**2
 
 
-class Part(Protocol):
+class DataFile(Protocol):
     """The rows of one file."""
 
     file: str
@@ -46,46 +46,46 @@ class Part(Protocol):
 class Rows:
     """The rows of several files, one after the other."""
 
-    def __init__(self, files: Iterable[str | Part]) -> None:
-        """`files`: names or results of `open_part`."""
-        self.parts = [open_part(file) if isinstance(file, str) else file for file in files]
-        self._starts = np.cumsum([0, *(len(part) for part in self.parts)])
-        self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
+    def __init__(self, files: Iterable[str | DataFile]) -> None:
+        """`files`: names or results of `open_data_file`."""
+        self.data_files = [open_data_file(file) if isinstance(file, str) else file for file in files]
+        self._starts = np.cumsum([0, *(len(data_file) for data_file in self.data_files)])
+        self.columns = list(dict.fromkeys(name for data_file in self.data_files for name in data_file.columns))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        part, inside = self._locate(row)
-        return part.rows(inside, inside + 1)[0]
+        data_file, number = self._locate(row)
+        return data_file.rows(number, number + 1)[0]
 
     def where(self, row: int) -> str:
-        part, inside = self._locate(row)
-        return part.where(inside)
+        data_file, number = self._locate(row)
+        return data_file.where(number)
 
-    def part_of(self, row: int) -> Part:
+    def file_of(self, row: int) -> DataFile:
         return self._locate(row)[0]
 
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield the number of the first row and up to `size` rows (some columns), over all rows in order."""
-        for first, part in zip(self._starts, self.parts, strict=False):
-            for start in range(0, len(part), size):
-                yield int(first) + start, part.rows(start, min(start + size, len(part)), columns)
+        for first, data_file in zip(self._starts, self.data_files, strict=False):
+            for start in range(0, len(data_file), size):
+                yield int(first) + start, data_file.rows(start, min(start + size, len(data_file)), columns)
 
     def versions(self) -> list[list[Any]]:
         """Return path, size and modification time of each file."""
-        return [_version(part.file) for part in self.parts]
+        return [_version(data_file.file) for data_file in self.data_files]
 
-    def _locate(self, row: int) -> tuple[Part, int]:
+    def _locate(self, row: int) -> tuple[DataFile, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self.parts[number], row - int(self._starts[number])
+        return self.data_files[number], row - int(self._starts[number])
 
 
-def open_part(file: str) -> Part:
+def open_data_file(file: str) -> DataFile:
     """Open a file by its suffix. ValueError, with the position and the remedy: it cannot be read."""
-    return ArrowPart(file) if file.endswith((".parquet", ".arrow")) else JsonPart(file)
+    return ArrowFile(file) if file.endswith((".parquet", ".arrow")) else JsonFile(file)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def arrow_errors(file: str) -> Iterator[None]:
         ) from error
 
 
-class ArrowPart:
+class ArrowFile:
     """A parquet or arrow file."""
 
     def __init__(self, file: str, table: pa.Table | None = None) -> None:
@@ -114,7 +114,7 @@ class ArrowPart:
         self.columns = list(self.table.column_names)
 
     def __reduce__(self) -> Any:
-        return ArrowPart, (self.file,)
+        return ArrowFile, (self.file,)
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -136,7 +136,7 @@ class ArrowPart:
         return f"{self.file} row {row}"
 
 
-class JsonPart:
+class JsonFile:
     """Objects of a JSON file, one per line or in one array; parsed on access, from text that processes share."""
 
     def __init__(self, file: str) -> None:
@@ -147,7 +147,7 @@ class JsonPart:
         self._unit = "row" if is_array else "line"
 
     def __reduce__(self) -> Any:
-        return JsonPart, (self.file,)
+        return JsonFile, (self.file,)
 
     def __len__(self) -> int:
         return len(self._spans)

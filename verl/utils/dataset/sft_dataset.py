@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from verl.utils.dataset.chat import Messages, as_messages, as_tools
 from verl.utils.dataset.conversation import ConversationEncoder, Pieces, WeightedTokens
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, raise_missing_columns, raise_problems, sft_rules
+from verl.utils.dataset.problems import DataError, RowRule, raise_missing_columns, raise_problems, sft_rules
 from verl.utils.dataset.rows import Rows, bool_at, value_at
 from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncate
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 _SAMPLE_CHARACTERS = 1200  # of the sample in the log
 
 # Row number in the files, token ids and loss weights.
-Encoded = tuple[int, np.ndarray, np.ndarray]
+EncodedRow = tuple[int, np.ndarray, np.ndarray]
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig:
+class SFTDatasetConfig:
     """Names of columns, and the maximum length of a row. A key with dots is a nested field: `extra_info.question`."""
 
     prompt_key: str = "prompt"
@@ -42,8 +42,8 @@ class SFTDataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Any) -> SFTDataConfig:
-        """Return a SFTDataConfig unchanged; from any other mapping, take the known keys."""
+    def from_config(cls, config: Any) -> SFTDatasetConfig:
+        """Return a SFTDatasetConfig unchanged; from any other mapping, take the known keys."""
         if isinstance(config, cls):
             return config
         known = [item.name for item in fields(cls)]
@@ -72,12 +72,12 @@ class SFTDataset(Dataset):
         self,
         data_files: str | os.PathLike[str] | Sequence[str],
         tokenizer: Any,
-        config: SFTDataConfig | Mapping[str, Any],
+        config: SFTDatasetConfig | Mapping[str, Any],
         max_samples: int = -1,
         *,
         split: str | None = None,
     ) -> None:
-        self.config = SFTDataConfig.of(config)
+        self.config = SFTDatasetConfig.from_config(config)
         self.tokenizer = tokenizer
         self.rows = Rows(find_files(data_files, split))
         if split != "validation":
@@ -117,7 +117,7 @@ class SFTDataset(Dataset):
         prompt, response = value_at(row, self.config.prompt_key), value_at(row, self.config.response_key)
         return [*as_messages(prompt), {"role": "assistant", "content": response}]
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[RowRule]:
         """Rules for the columns of the form that the files have."""
         return sft_rules(self.config, self.rows.columns)
 
@@ -138,8 +138,8 @@ class SFTDataset(Dataset):
         for first, rows in self.rows.batches(columns):
             if first >= self._conversations:
                 return
-            kept = rows[: self._conversations - first]
-            rendered = [self._render(number, row) for number, row in enumerate(kept, start=first)]
+            used = rows[: self._conversations - first]
+            rendered = [self._render(number, row) for number, row in enumerate(used, start=first)]
             for number, items in enumerate(self._encoder.tokenize(rendered), start=first):
                 yield from ((number, item) for item in items)
 
@@ -159,26 +159,27 @@ class SFTDataset(Dataset):
         if self.config.truncation == "error":
             self._check_lengths(np.array([len(ids) for _, ids, _ in encoded]), [number for number, _, _ in encoded])
         else:
-            encoded = self._with_loss(encoded)
+            encoded = self._drop_truncated_answers(encoded)
         return (
-            TokenStore.of(ids for _, ids, _ in encoded),
-            TokenStore.of((weights for _, _, weights in encoded), WEIGHTS),
+            TokenStore.from_sequences(ids for _, ids, _ in encoded),
+            TokenStore.from_sequences((weights for _, _, weights in encoded), WEIGHTS),
         )
 
-    def _with_loss(self, encoded: list[Encoded]) -> list[Encoded]:
+    def _drop_truncated_answers(self, encoded: list[EncodedRow]) -> list[EncodedRow]:
         """Drop rows whose answers are truncated completely: they would only take the place of others."""
         limit, how = self.config.max_length, self.config.truncation
-        lost = [not truncate(weights, limit, how).any() for _, _, weights in encoded]
-        if not any(lost):
+        without_answer = [not truncate(weights, limit, how).any() for _, _, weights in encoded]
+        if not any(without_answer):
             return encoded
+        first = self.rows.where(encoded[without_answer.index(True)][0])
         summary = (
-            f"{self.rows.where(encoded[lost.index(True)][0])} (and {sum(lost) - 1} more of {len(encoded)}): "
+            f"{first} (and {sum(without_answer) - 1} more of {len(encoded)}): "
             f"data.truncation={how} cuts off the whole answer, since data.max_length = {limit}."
         )
-        if all(lost):
+        if all(without_answer):
             raise DataError([f"{summary} No row is left. Raise it."])
         logger.warning("%s These rows are left out; raise it to keep them.", summary)
-        return [row for row, is_lost in zip(encoded, lost, strict=True) if not is_lost]
+        return [row for row, is_dropped in zip(encoded, without_answer, strict=True) if not is_dropped]
 
     def _log_sample(self) -> None:
         """Log the first row and its learned parts; warn if the loss includes no end token."""

@@ -47,7 +47,9 @@ class TokenStore:
         self.lengths: np.ndarray = pc.list_value_length(column).to_numpy()
 
     @classmethod
-    def of(cls, sequences: Iterable[Sequence[float] | np.ndarray], kind: pa.DataType = TOKENS) -> TokenStore:
+    def from_sequences(
+        cls, sequences: Iterable[Sequence[float] | np.ndarray], kind: pa.DataType = TOKENS
+    ) -> TokenStore:
         return cls(pa.chunked_array([pa.array(list(sequences), kind)], kind))
 
     def __len__(self) -> int:

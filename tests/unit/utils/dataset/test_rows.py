@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.utils.dataset import rows as rows_module
-from verl.utils.dataset.rows import Rows, open_part
+from verl.utils.dataset.rows import Rows, open_data_file
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8), lambda v: st.lists(v, max_size=3)
@@ -27,14 +27,14 @@ def test_json_rows_come_back_as_they_were_written(tmp_path_factory, written):
     (folder / "a.jsonl").write_text("\n\n".join(json.dumps(row) for row in written))
     (folder / "b.json").write_text(json.dumps(written))
     for name in ("a.jsonl", "b.json"):
-        part = open_part(str(folder / name))
+        part = open_data_file(str(folder / name))
         assert part.rows(0, len(part)) == written
         assert set(part.columns) == {key for row in written for key in row}
 
 
 def test_dates_and_numbers_in_json_stay_what_they_are(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"ground_truth": "2024-01-01"}\n{"ground_truth": 7}\n')
-    assert [row["ground_truth"] for row in open_part(str(tmp_path / "a.jsonl")).rows(0, 2)] == ["2024-01-01", 7]
+    assert [row["ground_truth"] for row in open_data_file(str(tmp_path / "a.jsonl")).rows(0, 2)] == ["2024-01-01", 7]
 
 
 def test_rows_of_several_files_are_numbered_through_and_know_their_place(tmp_path):
@@ -55,10 +55,10 @@ def test_a_large_parquet_file_is_mapped_from_one_copy_in_the_cache(tmp_path, mon
     rows = [{"x": i, "chat": [{"role": "user", "content": str(i)}]} for i in range(100)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=30)
     before = pa.total_allocated_bytes()
-    part = open_part(str(tmp_path / "a.parquet"))
+    part = open_data_file(str(tmp_path / "a.parquet"))
     assert part.rows(0, 100) == rows
     assert pa.total_allocated_bytes() - before < 1024
-    open_part(str(tmp_path / "a.parquet"))
+    open_data_file(str(tmp_path / "a.parquet"))
     assert len(list((tmp_path / "cache" / "datasets").glob("*.arrow"))) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.protocol import DataProto, object_array
-from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+from verl.utils.dataset.conversation import ConversationEncoder, ids_up_to_answer
 from verl.utils.dataset.tokens import pad_left
 from verl.utils.scoring_tokens import SCORED_AT_END, ScoringEncoder
 from verl.workers.roles.reward_model import RewardTexts
@@ -137,7 +137,7 @@ def test_a_reward_model_of_ours_without_a_template_reads_what_it_was_trained_on(
     for row in (0, 1):
         whole = [*CONVERSATIONS[row], {"role": "assistant", "content": ANSWERS[row]}]
         (ids,) = ScoringEncoder(tokenizer).encode([whole])
-        assert ids == up_to_answer(trained.rows(whole)[0])
+        assert ids == ids_up_to_answer(trained.rows(whole)[0])
         prompt = "\n".join(message["content"] for message in CONVERSATIONS[row])
         assert (
             ids == tokenizer(prompt)["input_ids"] + tokenizer(ANSWERS[row] + "</s>", add_special_tokens=False).input_ids
