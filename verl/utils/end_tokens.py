@@ -1,4 +1,4 @@
-"""Which token ids end an answer: the single definition for engines, agent loops, the gateway, SFT and reward models."""
+"""Token ids that end a response: the single definition for engines, agent loops, the gateway, SFT and reward models."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Token ids that end an answer, and the sources that name each."""
+    """Token ids that end a response, with the sources (generation config, tokenizer, …) that name each."""
 
     named_by: Mapping[int, tuple[str, ...]]
     text_ids: frozenset[int] = frozenset()
-    """Ids of `stop_token_ids` that are text of the answer: generation stops there, and the turn is still open."""
+    """Ids of `stop_token_ids` that are text of the response: generation stops there, but the turn continues."""
 
     @property
     def ids(self) -> frozenset[int]:
@@ -38,15 +38,15 @@ class EndTokens:
         """Tokens that end a turn: they are no part of its text, and the next message may follow them."""
         return self.ids - self.text_ids
 
-    def described(self, tokenizer: Any, ignore_eos: bool = False) -> str:
-        """One line for the log."""
+    def describe(self, tokenizer: Any, ignore_eos: bool = False) -> str:
+        """Return one line for the log."""
         if not self.named_by:
             return "no token ends a response: all reach their length limit. Set rollout.stop_token_ids."
         ids = sorted(self.named_by)
         tokens = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
-        shown = ", ".join(f"{token} = {number} ({', '.join(self.named_by[number])})" for number, token in tokens)
+        listed = ", ".join(f"{token} = {number} ({', '.join(self.named_by[number])})" for number, token in tokens)
         only = "rollout.ignore_eos = True: only those of stop_token_ids end a response" if ignore_eos else ""
-        return f"end tokens: {shown}. {only or 'Each of them ends a response'}."
+        return f"end tokens: {listed}. {only or 'Each of them ends a response'}."
 
 
 def find_end_tokens(
@@ -64,28 +64,28 @@ def find_end_tokens(
     are left out; among `stop_token_ids` they are an error.
     """
     vocab = None if model_config is None else getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
-    named: dict[int, tuple[str, ...]] = {}
+    sources: dict[int, tuple[str, ...]] = {}
     for source, ids in _sources(path, model_config, tokenizer, template_kwargs or {}):
         for number in ids:
-            if number >= 0 and (vocab is None or number < vocab) and source not in named.get(number, ()):
-                named[number] = (*named.get(number, ()), source)
+            if number >= 0 and (vocab is None or number < vocab) and source not in sources.get(number, ()):
+                sources[number] = (*sources.get(number, ()), source)
     stops = list(stop_token_ids)
     special = set() if tokenizer is None else _special_ids(tokenizer)
-    text_ids = frozenset(number for number in stops if number not in special and number not in named)
+    text_ids = frozenset(number for number in stops if number not in special and number not in sources)
     for number in stops:
         if number < 0 or (vocab is not None and number >= vocab):
             raise ValueError(
                 f"actor_rollout_ref.rollout.stop_token_ids: {number} is no token of {path}, whose ids go from 0 to"
                 f" {(vocab or 0) - 1}. Correct it."
             )
-        named[number] = (*named.get(number, ()), "stop_token_ids")
-    return EndTokens(named, text_ids)
+        sources[number] = (*sources.get(number, ()), "stop_token_ids")
+    return EndTokens(sources, text_ids)
 
 
 def _sources(
     path: str | None, model_config: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[int]]]:
-    """(source, the ids it names)."""
+    """Yield each source with the ids that it names."""
     from transformers import GenerationConfig
 
     if path is not None:

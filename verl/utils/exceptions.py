@@ -34,7 +34,7 @@ class RemoteTraceback(Exception):
 
 
 def annotate_error(error: BaseException, **context: Any) -> None:
-    """Set attributes on an error that passes by; attributes that are already set stay."""
+    """Set attributes on an error before it is raised again; attributes that are already set are not changed."""
     for name, value in context.items():
         if getattr(error, name, None) is None:
             with suppress(AttributeError):  # a class with __slots__
@@ -45,7 +45,7 @@ def cause_chain(error: BaseException) -> list[BaseException]:
     """Return the error followed by the errors it was raised from, the root cause last."""
     chain: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and all(current is not known for known in chain):
+    while current is not None and all(current is not earlier for earlier in chain):
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return chain

@@ -223,8 +223,8 @@ def find_hub_problems(repos: Collection[HubRepo], timeout: float | None = None) 
             if repo not in cached
         }
     errors = _request_all(repos, HUB_TIMEOUT_S if timeout is None else timeout)
-    answered = any(isinstance(error, HfHubHTTPError) for error in errors.values())
-    if cached and len(errors) == len(repos) and not answered:
+    hub_responds = any(isinstance(error, HfHubHTTPError) for error in errors.values())
+    if cached and len(errors) == len(repos) and not hub_responds:
         logger.warning("the hub (%s) cannot be reached: using the copies in the local cache", constants.ENDPOINT)
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True

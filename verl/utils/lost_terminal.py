@@ -36,15 +36,15 @@ class _FallbackFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Write all data: there is no buffer that would write the remainder later."""
-        left = memoryview(data).cast("B")
-        while left:
-            written = self._write_some(left)
+        remaining = memoryview(data).cast("B")
+        while remaining:
+            written = self._write_or_redirect(remaining)
             if written is None:
                 raise BlockingIOError(errno.EAGAIN, "the reader does not read, and the file is non-blocking")
-            left = left[written:]
+            remaining = remaining[written:]
         return len(data)
 
-    def _write_some(self, data: memoryview) -> int | None:
+    def _write_or_redirect(self, data: memoryview) -> int | None:
         try:
             return super().write(data)
         except OSError as error:

@@ -35,12 +35,13 @@ def create_random_mask(
             f" {min_ratio_of_valid_token}, {max_ratio_of_valid_token} and {max_ratio_of_left_padding} of left padding."
         )
     rows, length = input_ids.shape
-    least = max(1, round(min_ratio_of_valid_token * length))
-    most = max(least, int(max_ratio_of_valid_token * length))
-    valid = torch.randint(least, most + 1, (rows, 1))
-    left = torch.minimum(torch.randint(0, int(max_ratio_of_left_padding * length) + 1, (rows, 1)), length - valid)
+    min_valid = max(1, round(min_ratio_of_valid_token * length))
+    max_valid = max(min_valid, int(max_ratio_of_valid_token * length))
+    valid = torch.randint(min_valid, max_valid + 1, (rows, 1))
+    padding = torch.randint(0, int(max_ratio_of_left_padding * length) + 1, (rows, 1))
+    start = torch.minimum(padding, length - valid)
     position = torch.arange(length)
-    return ((position >= left) & (position < left + valid)).to(device=input_ids.device, dtype=torch.long)
+    return ((position >= start) & (position < start + valid)).to(device=input_ids.device, dtype=torch.long)
 
 
 def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:

@@ -98,10 +98,10 @@ def kill_tree_but_trackers(pid: int) -> None:
     _kill_but_trackers([*members - {pid}, pid])  # itself last: it may be the caller
 
 
-def kill_group(pid: int, within: float = 2.0) -> None:
-    """Send SIGKILL to the process group that `pid` leads or led; resource trackers get `within` seconds to end."""
+def kill_group(pid: int, timeout: float = 2.0) -> None:
+    """Send SIGKILL to the process group that `pid` leads or led; resource trackers get `timeout` seconds to end."""
     _kill_but_trackers(_group_members(pid))
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + timeout
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(pid, 0)
@@ -167,7 +167,7 @@ def continue_with_parent_death() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that no file backs, as far as it is in RAM; 0 where the system does not say."""
+    """Return the resident memory of this process that no file backs, in bytes; 0 if not known."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:

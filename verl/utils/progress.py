@@ -35,17 +35,17 @@ def pulse_count() -> int:
 @contextmanager
 def pulsing(seconds: float) -> Iterator[None]:
     """Pulse every second while the block runs, for at most `seconds`: for waits on other processes."""
-    over, deadline = threading.Event(), time.monotonic() + seconds
+    finished, deadline = threading.Event(), time.monotonic() + seconds
 
     def run() -> None:
-        while not over.wait(_PULSE_S) and time.monotonic() < deadline:
+        while not finished.wait(_PULSE_S) and time.monotonic() < deadline:
             pulse()
 
     threading.Thread(target=run, name="pulsing", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
 
 
 class Progress:

@@ -12,8 +12,8 @@ from verl.utils.dataset.conversation import ConversationEncoder, ids_up_to_answe
 __all__ = ["SCORED_AT_END", "ScoringEncoder"]
 
 SCORED_AT_END = "scored_at_end_token"
-"""In a tokenizer's configuration: the model's score is read at the end token of the answer, not after the text that the
-template writes behind it. `verl.trainer.main_rm` trains such models."""
+"""Key in a tokenizer's configuration: the score is read at the end token of the answer, not after text that the
+template adds. `verl.trainer.main_rm` trains such models."""
 # Tokenizers without a known limit report a huge number.
 _NO_LIMIT = 10**9
 
@@ -45,7 +45,7 @@ class ScoringEncoder:
 
     def encode(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
         """Return the token ids of each conversation. ValueError: the template rejects one."""
-        conversations = [_accepted_messages(self._tokenizer, messages) for messages in conversations]
+        conversations = [_renderable_messages(self._tokenizer, messages) for messages in conversations]
         at_end = self._tokenizer.init_kwargs.get(SCORED_AT_END)
         if not (at_end or getattr(self._tokenizer, "chat_template", None)):
             return self._encode_pairs(conversations)
@@ -87,14 +87,14 @@ class ScoringEncoder:
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in conversations], tokenize=False)
         except Exception as cause:  # a template is a program: it may raise anything
-            roles = sorted({", ".join(str(message.get("role")) for message in each) for each in conversations})
+            roles = sorted({", ".join(str(message.get("role")) for message in messages) for messages in conversations})
             raise ValueError(
                 f"its chat template rejects a conversation ({type(cause).__name__}: {cause}; roles:"
                 f" {' | '.join(roles)})"
             ) from cause
 
 
-def _accepted_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+def _renderable_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages with tool calls and tool results in a form that the tokenizer's chat template renders.
 
     If the template rejects or omits them, calls become text of the assistant message, and results a user message.
@@ -102,11 +102,11 @@ def _accepted_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Mess
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return list(messages)
     if getattr(tokenizer, "chat_template", None):
-        for convert in (_parsed, _as_json):
-            probe = _try_render(tokenizer, _with_arguments(_PROBE, convert))
+        for convert in (_parse_if_json, _as_json):
+            probe = _try_render(tokenizer, _convert_tool_calls(_PROBE, convert))
             if not all(word in probe for word in (_NAME, _ARGUMENT, _RESULT)):
                 continue
-            converted = _with_arguments(messages, convert)
+            converted = _convert_tool_calls(messages, convert)
             if _try_render(tokenizer, converted):
                 return converted
     return _as_text(messages)
@@ -120,21 +120,21 @@ def _try_render(tokenizer: Any, messages: Sequence[Message]) -> str:
         return ""
 
 
-def _with_arguments(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
+def _convert_tool_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
     return [
-        {**message, "tool_calls": [_with_converted(call, convert) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_convert_arguments(call, convert) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in messages
     ]
 
 
-def _with_converted(call: Message, convert: Callable[[Any], Any]) -> Message:
+def _convert_arguments(call: Message, convert: Callable[[Any], Any]) -> Message:
     function = call["function"]
     return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
 
 
-def _parsed(arguments: Any) -> Any:
+def _parse_if_json(arguments: Any) -> Any:
     try:
         return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
@@ -154,7 +154,7 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
         if is_tool:
             content = f"<tool_response>\n{content}\n</tool_response>"
         for call in message.get("tool_calls") or ():
-            function = {"name": call["function"]["name"], "arguments": _parsed(call["function"]["arguments"])}
+            function = {"name": call["function"]["name"], "arguments": _parse_if_json(call["function"]["arguments"])}
             call_text = f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
             content = f"{content}\n{call_text}" if content else call_text
         if is_tool and after_tool:

@@ -1,4 +1,4 @@
-"""Face: length balancing under the names users import; see `verl.utils.balancing` and the engines' micro-batches."""
+"""Alias: length balancing under the names that users import, of `verl.utils.balancing` and the micro-batches."""
 
 from verl.utils.balancing import (
     ceildiv,

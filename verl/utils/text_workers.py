@@ -82,7 +82,7 @@ class TextWorkers:
     async def call(self, function: Callable[..., T], *arguments: Any, heavy: bool = False) -> T:
         """Return `function(tokenizer, *arguments)`, or raise its exception, TextWorkLimit or TextWorkersBusy.
 
-        The function and its arguments are pickled. The work goes on until its limits if the caller is cancelled.
+        The function and its arguments are pickled. If the caller is cancelled, the work continues up to its limits.
         """
         if not self._started:
             await asyncio.to_thread(self.start)
@@ -96,7 +96,7 @@ class TextWorkers:
         finally:
             self._waiting -= 1
         loop, future = asyncio.get_running_loop(), self._submit(function, arguments)
-        # Released by the end of the work, not of the caller, who may leave earlier.
+        # Released when the work ends: the caller may be cancelled earlier.
         future.add_done_callback(lambda _: _release(loop, self._heavy))
         return await self._result(future)
 
@@ -119,14 +119,14 @@ class TextWorkers:
 
 
 def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
-    """A function that returns the tokenizer in another process: pickled, or loaded again if its class is remote code.
+    """Return a function that provides the tokenizer in another process: pickled, or reloaded if it is remote code.
 
     Remote code is only executed there if this process was already allowed to execute it.
     """
     trusted = type(tokenizer).__module__.startswith("transformers_modules")
     if trusted:
         return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=trusted)
-    return partial(_same, tokenizer)
+    return partial(_identity, tokenizer)
 
 
 @lru_cache(8)
@@ -159,7 +159,7 @@ def text_length(value: Any) -> int:
     return total
 
 
-def _same(tokenizer: Any) -> Any:
+def _identity(tokenizer: Any) -> Any:
     return tokenizer
 
 

@@ -76,12 +76,12 @@ class OpenAIParser:
         """The text does not include the analysis channel."""
         content, calls = [], []
         for message in text.split("<|start|>"):
-            head, found, rest = message.partition("<|message|>")
-            body = self._end.split(rest if found else head, maxsplit=1)[0]
-            recipient = self._recipient.search(head) if found else None
+            header, marker, rest = message.partition("<|message|>")
+            body = self._end.split(rest if marker else header, maxsplit=1)[0]
+            recipient = self._recipient.search(header) if marker else None
             if recipient is not None:
                 calls.append(_parse_arguments(recipient.group(1).removeprefix("functions."), body))
-            elif not head.partition("<|channel|>")[2].startswith("analysis"):
+            elif not header.partition("<|channel|>")[2].startswith("analysis"):
                 content.append(body)
         return "".join(content), calls
 
@@ -94,9 +94,9 @@ class Qwen3CoderParser:
         return content, [self._call(body, schemas) for body in bodies]
 
     def _call(self, body: str, schemas: Schemas) -> ToolCall:
-        before, found, rest = body.partition("<function=")
+        before, marker, rest = body.partition("<function=")
         name, closed, parameters = rest.partition(">")
-        if before.strip() or not found or not closed:
+        if before.strip() or not marker or not closed:
             expected = "it must be <function=name> with a <parameter=key> for each value"
             return ToolCall("", body, f"Invalid tool call: {expected}")
         values = []
@@ -150,8 +150,8 @@ class GlmParser:
         name, *pairs = body.split("<arg_key>")
         name, values = name.strip(), []
         for pair in pairs:
-            key, found, value = pair.partition("<arg_value>")
-            if not found:
+            key, marker, value = pair.partition("<arg_value>")
+            if not marker:
                 expected = "write <arg_key>key</arg_key><arg_value>value</arg_value>"
                 return ToolCall(name, body, f"Invalid pair in arguments for '{name[:64]}': {expected}")
             values.append((key.partition("</arg_key>")[0].strip(), value.partition("</arg_value>")[0]))
@@ -170,9 +170,9 @@ class KimiParser:
 
     def _call(self, body: str) -> ToolCall:
         separator = "<|tool_call_argument_begin|>"
-        name, found, arguments = body.partition(separator)
+        name, separated, arguments = body.partition(separator)
         name = name.strip().removeprefix("functions.").partition(":")[0]
-        if not found:
+        if not separated:
             return ToolCall(name, body, f"Invalid tool call of '{name[:64]}': it has no {separator}")
         return _parse_arguments(name, arguments)
 
@@ -187,8 +187,8 @@ class DeepSeekParser:
 
     def _call(self, body: str) -> ToolCall:
         separator = "<｜tool▁sep｜>"
-        name, found, arguments = body.partition(separator)
-        if not found:
+        name, separated, arguments = body.partition(separator)
+        if not separated:
             return ToolCall("", body, f"Invalid tool call: it has no {separator} between name and arguments")
         if name.strip() == "function":  # V3 and R1 write the type, then the name, then fenced arguments
             name, _, arguments = arguments.partition("\n")

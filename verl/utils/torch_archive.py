@@ -62,7 +62,7 @@ class TensorLocation:
         """Whether its elements are consecutive in row-major order."""
         steps = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         return not self.numel or all(
-            size == 1 or step == wanted for size, step, wanted in zip(self.shape, self.stride, steps, strict=True)
+            size == 1 or step == expected for size, step, expected in zip(self.shape, self.stride, steps, strict=True)
         )
 
 
@@ -78,7 +78,7 @@ def read_archive(
         end = size if length is None else start + length
         if not 0 <= start <= end <= size:
             raise ValueError(f"bytes {start} to {end} are not in the file of {size} bytes")
-        with zipfile.ZipFile(_Part(file, start, end)) as archive:
+        with zipfile.ZipFile(_FileSlice(file, start, end)) as archive:
             contents = _Contents(archive, file, path, start, end)
             return load_records(contents.pickle(), contents.known(convert), contents.storage, () if plain else None)
 
@@ -117,12 +117,12 @@ class _ReadStorages:
         values = torch.empty(size, dtype=torch.uint8)
         with self._path.open("rb", buffering=0) as file:
             file.seek(position)
-            left = memoryview(values.numpy())
-            while left:
-                count = file.readinto(left)
+            remaining = memoryview(values.numpy())
+            while remaining:
+                count = file.readinto(remaining)
                 if not count:
                     raise ValueError(f"{self._path}: ends at byte {file.tell()}, in a tensor: it is truncated.")
-                left = left[count:]
+                remaining = remaining[count:]
         return values.untyped_storage()
 
 
@@ -201,7 +201,7 @@ class _Contents:
             dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
             return convert(_locate(self._path, storage, offset, shape, stride, dtype))
 
-        text_bytes = _Budget(len(self.pickle()))
+        text_bytes = _TextBudget(len(self.pickle()))
         rebuild = "torch._utils"
         return {
             **plain_types(),
@@ -211,7 +211,7 @@ class _Contents:
             (rebuild, "_rebuild_tensor_v3"): tensor,
             (rebuild, "_rebuild_parameter"): lambda data, *_: data,
             (rebuild, "_rebuild_parameter_with_state"): lambda data, *_: data,
-            (rebuild, "_rebuild_wrapper_subclass"): _record_of,
+            (rebuild, "_rebuild_wrapper_subclass"): _wrapper_record,
             ("torch._tensor", "_rebuild_from_type_v2"): _record_with_state,
             ("_codecs", "encode"): text_bytes.encode,
         }
@@ -254,34 +254,34 @@ class _StateDict(dict[Any, Any]):
         """Ignore the versions of modules."""
 
 
-class _Budget:
+class _TextBudget:
     """Limits the bytes that protocol 2 writes as text to the size of the pickle in total."""
 
     def __init__(self, size: int) -> None:
-        self._left = size
+        self._remaining = size
 
     def encode(self, text: Any, encoding: Any) -> bytes:
         if not isinstance(text, str) or encoding != "latin1":
             raise ValueError("it encodes text")
-        self._left -= len(text)
-        if self._left < 0:
+        self._remaining -= len(text)
+        if self._remaining < 0:
             raise ValueError("it repeats bytes")
         return text.encode("latin1")
 
 
-def _record_of(kind: Any, *args: Any) -> Any:
+def _wrapper_record(kind: Any, *args: Any) -> Any:
     """A tensor of a wrapper subclass; everything that a pickle can call is inert."""
     return kind(*args)
 
 
-def _record_with_state(make: Any, _: Any, args: Any, state: Any) -> Any:
-    value = make(*args)
+def _record_with_state(rebuild: Any, _: Any, args: Any, state: Any) -> Any:
+    value = rebuild(*args)
     if isinstance(value, Record):
         value.__setstate__(state)
     return value
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Part of a file as a file: the directory of an archive is at its end, and offsets count from its beginning."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:

@@ -43,21 +43,21 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Sum of unmasked `values` over all positions, or over `axis`. At least float32."""
-    weights, kept = _weights_and_kept(values, mask)
-    return _sum(kept * weights, axis)
+    weights, unmasked = _split_mask(values, mask)
+    return _sum(unmasked * weights, axis)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Mean of unmasked `values`; 0 if all are masked. At least float32."""
-    weights, kept = _weights_and_kept(values, mask)
+    weights, unmasked = _split_mask(values, mask)
     count = _sum(weights, axis)
-    return _sum(kept * weights, axis) / torch.where(count > 0, count, torch.ones_like(count))
+    return _sum(unmasked * weights, axis) / torch.where(count > 0, count, torch.ones_like(count))
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
     """Variance of unmasked `values`; `unbiased` divides by n - 1. 0 for fewer than two values."""
-    weights, kept = _weights_and_kept(values, mask)
-    variance = masked_mean((kept - masked_mean(values, mask)) ** 2, mask)
+    weights, unmasked = _split_mask(values, mask)
+    variance = masked_mean((unmasked - masked_mean(values, mask)) ** 2, mask)
     if unbiased:
         count = weights.sum()
         variance = torch.where(count > 1, variance * count / (count - 1).clamp(min=1e-8), torch.zeros_like(variance))
@@ -66,9 +66,9 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
     """`values` with variance 1 over the mask, and mean 0 unless `shift_mean` is False; masked positions become 0."""
-    weights, kept = _weights_and_kept(values, mask)
+    weights, unmasked = _split_mask(values, mask)
     mean, variance = masked_mean(values, mask), masked_var(values, mask)
-    whitened = (kept - mean) * torch.rsqrt(variance + 1e-8)
+    whitened = (unmasked - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(weights != 0, whitened, torch.zeros_like(whitened))
@@ -97,16 +97,16 @@ def distributed_masked_mean(local: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
     Without a process group: of this tensor.
     """
-    weights, kept = _weights_and_kept(local.detach(), mask)
-    total, count = _all_reduce((kept * weights).sum(), "SUM"), _all_reduce(weights.sum(), "SUM")
+    weights, unmasked = _split_mask(local.detach(), mask)
+    total, count = _all_reduce((unmasked * weights).sum(), "SUM"), _all_reduce(weights.sum(), "SUM")
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
 
-def _all_reduce(value: torch.Tensor, how: str) -> torch.Tensor:
+def _all_reduce(value: torch.Tensor, operation: str) -> torch.Tensor:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(value, op=getattr(dist.ReduceOp, how))
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, operation))
     return value
 
 
@@ -207,8 +207,8 @@ class _LogProbs(torch.autograd.Function):
         for rows, block in _row_blocks(logits):
             log_norm[rows] = torch.logsumexp(block.to(log_norm.dtype), dim=-1)
         ctx.save_for_backward(logits, labels, log_norm)
-        picked = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        return picked.to(log_norm.dtype) - log_norm.view(labels.shape)
+        label_logits = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return label_logits.to(log_norm.dtype) - log_norm.view(labels.shape)
 
     @staticmethod
     @once_differentiable
@@ -216,9 +216,9 @@ class _LogProbs(torch.autograd.Function):
         logits, labels, log_norm = ctx.saved_tensors
         grad, upstream, targets = _flat_grad(logits), grad_output.reshape(-1, 1), labels.reshape(-1, 1)
         for rows, block in _row_blocks(logits):
-            slope = (block.to(log_norm.dtype) - log_norm[rows, None]).exp_().neg_()
-            slope.scatter_add_(-1, targets[rows], torch.ones_like(log_norm[rows, None]))
-            grad[rows] = _scaled(slope, upstream[rows])
+            derivative = (block.to(log_norm.dtype) - log_norm[rows, None]).exp_().neg_()
+            derivative.scatter_add_(-1, targets[rows], torch.ones_like(log_norm[rows, None]))
+            grad[rows] = _scale_rows(derivative, upstream[rows])
         return grad.view(logits.shape), None
 
 
@@ -231,7 +231,7 @@ class _Entropy(torch.autograd.Function):
         entropy = torch.empty(shape.numel(), dtype=_compute_dtype(logits), device=logits.device)
         for rows, block in _row_blocks(logits):
             log_p = torch.log_softmax(block.to(entropy.dtype), dim=-1)
-            entropy[rows] = -_p_times(log_p, log_p).sum(dim=-1)
+            entropy[rows] = -_times_probability(log_p, log_p).sum(dim=-1)
         ctx.save_for_backward(logits, entropy)
         return entropy.view(shape)
 
@@ -242,7 +242,7 @@ class _Entropy(torch.autograd.Function):
         grad, upstream = _flat_grad(logits), grad_output.reshape(-1, 1)
         for rows, block in _row_blocks(logits):
             log_p = torch.log_softmax(block.to(entropy.dtype), dim=-1)
-            grad[rows] = _scaled(_p_times(log_p, log_p + entropy[rows, None]), -upstream[rows])
+            grad[rows] = _scale_rows(_times_probability(log_p, log_p + entropy[rows, None]), -upstream[rows])
         return grad.view(logits.shape)
 
 
@@ -269,12 +269,12 @@ def _flat_grad(logits: torch.Tensor) -> torch.Tensor:
     return torch.empty(logits.shape[:-1].numel(), vocab, dtype=logits.dtype, device=logits.device)
 
 
-def _scaled(slope: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
-    """slope × upstream per row; a row whose upstream gradient is 0 (masked) gets 0 even where its slope is NaN."""
-    return slope.mul_(upstream).masked_fill_(upstream == 0, 0.0)
+def _scale_rows(derivative: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+    """derivative × upstream per row; a row with upstream gradient 0 (masked) gets 0 even if its derivative is NaN."""
+    return derivative.mul_(upstream).masked_fill_(upstream == 0, 0.0)
 
 
-def _p_times(log_p: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _times_probability(log_p: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """exp(log_p) × factor, and 0 where the probability is 0 (there the factor is -inf)."""
     return torch.where(log_p == -math.inf, torch.zeros_like(log_p), log_p.exp() * factor)
 
@@ -284,8 +284,8 @@ def _compute_dtype(values: torch.Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def _weights_and_kept(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask with the shape and dtype of the values, and the values with 0 at masked positions."""
+def _split_mask(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mask with the shape and dtype of the values, and the values with 0 at masked positions."""
     values = values.to(_compute_dtype(values))
     weights = mask.to(values.dtype).expand_as(values)
     return weights, torch.where(weights != 0, values, torch.zeros_like(values))

@@ -49,7 +49,7 @@ class Placement:
 
     @classmethod
     def of_shard(cls, shape: Sequence[int], dim: int, start: int, full: int) -> Placement:
-        """Of a shard of this shape: entries from `start` on of the `full` entries in dimension `dim`."""
+        """Return the placement of a shard of this shape: from `start` on, of `full` entries in dimension `dim`."""
         inner = math.prod(shape[dim + 1 :])
         if math.prod(shape[:dim]) == 1:
             return cls(start * inner)
@@ -77,10 +77,11 @@ def fingerprints(
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device
-    where = [(placements or {}).get(name, FULL) for name in tensors]
+    aligned = [(placements or {}).get(name, FULL) for name in tensors]  # in the order of `tensors`
     if device.type == "cuda" and find_spec("triton") is not None and all(t.device == device for t in tensors.values()):
-        return dict(zip(tensors, _sums_on_cuda([_cast(t, dtype) for t in tensors.values()], where), strict=True))
-    sums = [tensor_fingerprint(tensor, dtype, place) for tensor, place in zip(tensors.values(), where, strict=True)]
+        return dict(zip(tensors, _sums_on_cuda([_cast(t, dtype) for t in tensors.values()], aligned), strict=True))
+    pairs = zip(tensors.values(), aligned, strict=True)
+    sums = [tensor_fingerprint(tensor, dtype, placement) for tensor, placement in pairs]
     return dict(zip(tensors, torch.stack([total.to(device) for total in sums]).tolist(), strict=True))
 
 
@@ -107,7 +108,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _sum_of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Of consecutive elements, the first at index `start`: whole blocks at once, the remainders at both ends apart."""
+    """Return the sum over consecutive elements, the first at index `start`; partial blocks at both ends separately."""
     head = min(len(bits), -start % BLOCK)
     body = (len(bits) - head) // BLOCK * BLOCK
     total = _sum_in_block(bits[:head], start) + _sum_in_block(bits[head + body :], start + head + body)
@@ -121,7 +122,7 @@ def _sum_of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _sum_in_block(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Of consecutive elements that lie in one block."""
+    """Return the sum over consecutive elements of one block, the first at index `start`."""
     low, high = low_weights(bits.device), high_weights(start // BLOCK + 1, bits.device)
     first = start % BLOCK
     return (bits * low[first : first + len(bits)]).sum() * high[start // BLOCK]

@@ -64,10 +64,10 @@ def test_every_source_counts_and_is_named(tokenizer, tmp_path):
         end: ("chat template",),
         turn: ("stop_token_ids",),
     }
-    told = found.described(tokenizer)
+    told = found.describe(tokenizer)
     assert "<|end|> = 1 (tokenizer)" in told
     assert told.endswith("Each of them ends a response.")
-    assert "rollout.ignore_eos = True: only those of stop_token_ids" in found.described(tokenizer, ignore_eos=True)
+    assert "rollout.ignore_eos = True: only those of stop_token_ids" in found.describe(tokenizer, ignore_eos=True)
 
 
 def test_template_arguments_of_the_run_decide_which_template_it_is(tokenizer, tmp_path):
@@ -95,7 +95,7 @@ def test_a_model_without_any_says_so(tmp_path):
     tokenizer = tiny_tokenizer()
     found = find_end_tokens(str(tmp_path), tiny_config(eos_token_id=None))
     assert found.ids == frozenset()
-    assert "no token ends a response" in found.described(tokenizer)
+    assert "no token ends a response" in found.describe(tokenizer)
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])

@@ -77,7 +77,7 @@ class ModelLoader:
         dtype = resolve_dtype(options.dtype, device)
         built = build_engine(self._path, self._config, engine_config(options, max_model_len), device, dtype)
         tokenizer = self.load_tokenizer()
-        logger.info(built.end_tokens.described(tokenizer))
+        logger.info(built.end_tokens.describe(tokenizer))
         model_info = ModelInfo(
             _names(options),
             max_model_len,

@@ -22,7 +22,7 @@ def response_end_tokens(
     folder = resolve_model_path(model.path)
     hf_config = read_config(folder, model.trust_remote_code, model.override_config)
     end_tokens = find_end_tokens(folder, hf_config, tokenizer, template_kwargs, rollout.stop_token_ids)
-    logger.info(end_tokens.described(tokenizer, rollout.ignore_eos))
+    logger.info(end_tokens.describe(tokenizer, rollout.ignore_eos))
     return sorted(end_tokens.ids)
 
 

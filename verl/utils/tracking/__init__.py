@@ -1,4 +1,4 @@
-"""Where metrics go: console, file, tensorboard and hosted trackers behind one `Tracking`."""
+"""Trackers of metrics (console, file, TensorBoard, hosted services) behind one `Tracking`."""
 
 from verl.utils.tracking.tracking import (
     Generation,

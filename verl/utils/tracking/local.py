@@ -33,7 +33,7 @@ class Console(Tracker):
     on_console: ClassVar[bool] = True
 
     def __init__(self, run: TrackedRun | None = None, stream: TextIO | None = None) -> None:
-        self._given_stream = stream
+        self._stream_override = stream
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         headline = [f"{short}={_text(data[key])}" for key, short in _HEADLINE.items() if key in data]
@@ -54,7 +54,7 @@ class Console(Tracker):
     @property
     def _stream(self) -> TextIO:
         # Looked up each time: programs (and pytest) replace sys.stdout while they run.
-        return self._given_stream or sys.stdout
+        return self._stream_override or sys.stdout
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -127,7 +127,7 @@ class _JsonLines:
         if self._file is None:
             # Unbuffered: one record is one write.
             self._file = self._path.open("ab", buffering=0)
-            self._end_torn_line()
+            self._terminate_last_line()
         for row in rows:
             self._file.write((_json(row) + "\n").encode())
 
@@ -163,7 +163,7 @@ class _JsonLines:
         with atomic_write(self._path) as stream:
             stream.writelines(lines)
 
-    def _end_torn_line(self) -> None:
+    def _terminate_last_line(self) -> None:
         """Terminate an incomplete last line of a killed run: otherwise the next record would continue it."""
         with self._path.open("rb") as file:
             if file.seek(0, 2) and file.seek(-1, 2) is not None and file.read(1) != b"\n":
@@ -225,15 +225,15 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str, indent=indent)
+    return json.dumps(_to_json_value(value), ensure_ascii=False, allow_nan=False, default=str, indent=indent)
 
 
-def _strict(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """The value with non-finite floats as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _strict(entry) for key, entry in value.items()}
+        return {str(key): _to_json_value(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(entry) for entry in value]
+        return [_to_json_value(entry) for entry in value]
     return value

@@ -134,14 +134,14 @@ class Tracking:
         Trackers other than the console get those of `SHORT_NAMES` under both names.
         """
         plain = {key: _plain_value(value) for key, value in data.items()}
-        both = {short: plain[key] for key, short in SHORT_NAMES.items() if key in plain} | plain
-        self._for_each(lambda tracker: tracker.log(plain if tracker.on_console else both, int(step)))
+        with_short_names = {short: plain[key] for key, short in SHORT_NAMES.items() if key in plain} | plain
+        self._for_each(lambda tracker: tracker.log(plain if tracker.on_console else with_short_names, int(step)))
 
     def log_generations(self, samples: Iterable[Sequence[Any]], step: int, on_console: int | None = None) -> None:
         """Record validation samples, (input, output, score) each; a console shows the first `on_console` of them."""
         rows = [Generation(str(prompt), str(response), _plain_value(score)) for prompt, response, score in samples]
-        few = rows[:on_console]
-        self._for_each(lambda tracker: tracker.log_generations(few if tracker.on_console else rows, int(step)))
+        console_rows = rows[:on_console]
+        self._for_each(lambda tracker: tracker.log_generations(console_rows if tracker.on_console else rows, int(step)))
 
     def close(self) -> None:
         """Close every tracker; safe to call twice."""
