@@ -21,9 +21,9 @@ from verl.utils.reward_score import registry
 
 # Kinds of errors, counted as reward/errors/<kind>.
 RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
-# value, extra fields, error message, kind of error
-Fields = tuple[float, dict[str, Any], str | None, str | None]
-Row = Mapping[str, Any]
+# Result of a row: value, extra fields, error message, kind of error.
+ScoreFields = tuple[float, dict[str, Any], str | None, str | None]
+RewardArguments = Mapping[str, Any]
 
 # Before each message: the number of the call, and the size of its content. The first message has the process id.
 HEADER = struct.Struct("<QI")
@@ -32,28 +32,28 @@ _loaded: Callable[[Any], Any]
 _loop = SharedEventLoop("rewards")
 
 
-def load(score: Callable[[Any], Any], users_own: dict[str, registry.ScoreFunction]) -> None:
+def load(score: Callable[[Any], Any], user_functions: dict[str, registry.ScoreFunction]) -> None:
     """In a scorer process: set the function that `score_loaded` calls, and register the functions of users."""
     global _loaded
     _loaded = score
-    registry.add_all(users_own)
+    registry.register_all(user_functions)
 
 
 def score_loaded(row: Any) -> Any:
     return _loaded(row)
 
 
-def score_row(function: Callable[..., Any], row: Row) -> Fields:
-    """Call the function for one row. What it raises is the row's error, except MemoryError, which ends the process."""
+def score_row(function: Callable[..., Any], row: RewardArguments) -> ScoreFields:
+    """Call the function for one row. Exceptions become the row's error, except MemoryError, which ends the process."""
     try:
-        return parse_result(_awaited(registry.call_with_accepted(function, **row)))
+        return parse_result(_run_if_coroutine(registry.call_with_accepted(function, **row)))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - counted and shown by the reward manager
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
-async def score_awaited(function: Callable[..., Any], row: Row) -> Fields:
+async def score_awaited(function: Callable[..., Any], row: RewardArguments) -> ScoreFields:
     """`score_row` of an async function, in an event loop."""
     try:
         call: Any = registry.call_with_accepted(function, **row)
@@ -64,21 +64,21 @@ async def score_awaited(function: Callable[..., Any], row: Row) -> Fields:
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
-def score_together(function: Callable[..., Any], rows: Sequence[Row]) -> list[Fields]:
+def score_together(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> list[ScoreFields]:
     """Call an async function for all rows concurrently."""
 
-    async def score_all() -> list[Fields]:
+    async def score_all() -> list[ScoreFields]:
         return await asyncio.gather(*(score_awaited(function, row) for row in rows))
 
     return _loop.run(score_all())
 
 
-def _awaited(result: Any) -> Any:
-    """Run a coroutine to its end; return anything else as it is."""
+def _run_if_coroutine(result: Any) -> Any:
+    """Return the result of a coroutine; any other value unchanged."""
     return _loop.run(result) if inspect.iscoroutine(result) else result
 
 
-def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:
+def score_lists(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> tuple[ScoreFields, ...]:
     """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
 
     It may omit parameters. If the call raises, all its rows have the error.
@@ -87,7 +87,7 @@ def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fiel
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
     try:
-        returned = _awaited(
+        returned = _run_if_coroutine(
             function(**{name: values for name, values in lists.items() if takes_any or name in parameters})
         )
         if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
@@ -95,7 +95,7 @@ def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fiel
                 f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}"
             )
         if len(returned) != len(rows):
-            raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} answers")
+            raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} responses")
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - counted and shown by the reward manager
@@ -104,15 +104,15 @@ def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fiel
 
 
 def call_error(count: int, error: str) -> str:
-    """The error of each row of a call."""
-    return f"the call with its {count} answers failed: {error}"
+    """Return the error message for each row of a failed call."""
+    return f"the call with its {count} responses failed: {error}"
 
 
 def last_lines(trace: str) -> str:
     return "".join(trace.splitlines(keepends=True)[-_TRACE_LINES:]).strip()
 
 
-def parse_result(result: Any) -> Fields:
+def parse_result(result: Any) -> ScoreFields:
     """Convert the result of a reward function: a finite number, or a dict with one under `score`."""
     extra: dict[str, Any] = {}
     number = result
@@ -130,7 +130,7 @@ def parse_result(result: Any) -> Fields:
     return (value, extra, None, None) if math.isfinite(value) else invalid(f"the reward function returned {value}")
 
 
-def invalid(error: str) -> Fields:
+def invalid(error: str) -> ScoreFields:
     """The fields of a row without a valid score."""
     return 0.0, {}, error, INVALID
 

@@ -46,8 +46,8 @@ class Judge:
         if self.model is not None:
             body["model"] = self.model
         if self.parser == "json" and self.constrain:
-            described = {"name": "judgement", "schema": self.json_schema or self._default_schema()}
-            body["response_format"] = {"type": "json_schema", "json_schema": described}
+            schema = {"name": "judgement", "schema": self.json_schema or self._default_schema()}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 
     def _default_schema(self) -> dict[str, Any]:

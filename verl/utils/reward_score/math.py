@@ -1,4 +1,4 @@
-"""MATH: the answer stands in the last `\\boxed{…}` (Hendrycks et al., arXiv 2103.03874) and is compared as mathematics.
+"""MATH: the answer is in the last `\\boxed{…}` (Hendrycks et al., arXiv 2103.03874) and is compared as mathematics.
 
 Most answers are decided as text or as numbers, in microseconds; only the others are compared by math-verify.
 """
@@ -177,12 +177,12 @@ _FACTORIAL = re.compile(r"(\d+|[)}\]!])\s*!")
 
 def symbolically_equal(truth: str, answer: str) -> bool:
     """Whether the answer equals the truth symbolically; False if that cannot be decided in time."""
-    if len(answer) > max(_MAX_CHARACTERS, 3 * len(truth)) or not _is_readable(answer) or _explodes(answer):
+    if len(answer) > max(_MAX_CHARACTERS, 3 * len(truth)) or not _has_matching_brackets(answer) or _may_be_huge(answer):
         return False
     if threading.current_thread() is threading.main_thread():
         return _compare_in_time(truth, answer)
     try:
-        return _helper(os.getpid()).submit(_compare_in_time, truth, answer, timeout=_HELPER_SECONDS).result()
+        return _helper_process(os.getpid()).submit(_compare_in_time, truth, answer, timeout=_HELPER_SECONDS).result()
     except (TaskTimeout, ProcessDied):
         return False
 
@@ -201,7 +201,7 @@ def _compare_in_time(truth: str, answer: str) -> bool:
     # It repeats: an exception that is raised in a finalizer is lost.
     timer = signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_SECONDS, _CPU_SECONDS / 10)
     try:
-        ours, theirs = _parsed(answer), _parsed(truth)
+        ours, theirs = _parse_latex(answer), _parse_latex(truth)
         return bool(verify(list(theirs), list(ours), timeout_seconds=None)) and not _far_apart(theirs, ours)
     except (_OutOfTimeError, RecursionError):
         return False
@@ -211,7 +211,7 @@ def _compare_in_time(truth: str, answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)  # one truth is compared with many answers
-def _parsed(latex: str) -> tuple[Any, ...]:
+def _parse_latex(latex: str) -> tuple[Any, ...]:
     package = _math_verify()
     # Only LaTeX: for plain expressions math-verify would evaluate the text as Python.
     target = package.LatexExtractionConfig(boxed_match_priority=0)
@@ -221,7 +221,7 @@ def _parsed(latex: str) -> tuple[Any, ...]:
 
 def _far_apart(truth: tuple[Any, ...], answer: tuple[Any, ...]) -> bool:
     """Whether two numbers differ in their first digits; math-verify compares six decimals, all zero for `2^{-98}`."""
-    if not (truth and answer and all(getattr(one[0], "is_number", False) for one in (truth, answer))):
+    if not (truth and answer and all(getattr(values[0], "is_number", False) for values in (truth, answer))):
         return False
     try:
         left, right = complex(answer[0].evalf(15)), complex(truth[0].evalf(15))
@@ -242,7 +242,7 @@ def _math_verify() -> Any:
     return package
 
 
-def _is_readable(latex: str) -> bool:
+def _has_matching_brackets(latex: str) -> bool:
     """Whether brackets of any kind (`[0, 1)`) match and are not nested deeply: the parser takes seconds otherwise."""
     depth = deepest = 0
     for character in latex:
@@ -251,14 +251,16 @@ def _is_readable(latex: str) -> bool:
     return depth == 0 and deepest <= _MAX_DEPTH
 
 
-def _explodes(latex: str) -> bool:
+def _may_be_huge(latex: str) -> bool:
     """Whether its value may be an enormous number; no alarm interrupts such arithmetic."""
     text = latex.replace("\\!", "")
     if _TOWER.search(text):
         return True
-    exponents = [_whole(one or other) for one, other in _EXPONENT.findall(text)]
+    exponents = [_bounded_int(one or other) for one, other in _EXPONENT.findall(text)]
     product = functools.reduce(lambda a, b: min(a * max(b, 1), 10**9), exponents, 1)
-    factorials = [_whole(number) if number.isdigit() else _MAX_FACTORIAL + 1 for number in _FACTORIAL.findall(text)]
+    factorials = [
+        _bounded_int(number) if number.isdigit() else _MAX_FACTORIAL + 1 for number in _FACTORIAL.findall(text)
+    ]
     nested = ")^" in text or "}^" in text  # powers of powers multiply their exponents
     return (
         max(exponents, default=0) > _MAX_EXPONENT
@@ -267,12 +269,12 @@ def _explodes(latex: str) -> bool:
     )
 
 
-def _whole(digits: str) -> int:
+def _bounded_int(digits: str) -> int:
     return int(digits) if len(digits) < 10 else 10**9
 
 
 @functools.lru_cache(maxsize=1)
-def _helper(owner: int) -> ProcessPool:
+def _helper_process(owner: int) -> ProcessPool:
     """The process that compares for threads without an alarm; one per process (`owner`), started on first use."""
     _math_verify()  # raise here if it is not installed
     return ProcessPool(1, initializer=_math_verify)

@@ -15,7 +15,7 @@ from verl.utils.reward_score.registry import register_score
 
 _LETTERS = "ABCDEFGHIJ"
 _MAX_CHARACTERS = 300
-# What announces an answer; it follows.
+# Phrases before an answer.
 _CUE = re.compile(
     r"(?:\b(?:answer|choice|option)|(?:^|(?<=\bthe ))correct(?: one)?)[*_ \t]{0,8}"
     r"(?:[:：=]|- | (?:is|(?:should|must|would|will) be)\b(?: \w+ly| indeed| therefore| thus)?[:：]?)|答案 ?[:：是]",
@@ -27,7 +27,7 @@ _DECISION = re.compile(
     re.IGNORECASE,
 )
 _DECISION_WORDS = ("I ", "I'", "we ", "we'", "that leaves")
-# The answer, and then what announces it.
+# Phrases after an answer.
 _VERDICT = re.compile(
     r"(?<=[A-J)\]\"'*]) (?:is (?:the |our |my |therefore ){0,2}(?:correct|right|best|answer)|fits|matches)\b"
 )
@@ -57,9 +57,9 @@ def extract_solution(solution_str: str, choices: Any = None) -> str | None:
     """The letter that a response decides on; None if it names none or several. `choices`: texts of the options."""
     options = _options(choices)
     for statement in (last_tagged(solution_str, "answer"), last_boxed(solution_str)):
-        if statement and (letter := _stated(statement[:_MAX_CHARACTERS], options)) is not None:
+        if statement and (letter := _letter_of_statement(statement[:_MAX_CHARACTERS], options)) is not None:
             return letter
-    return _announced(solution_str, options) or _on_last_line(solution_str, options)
+    return _letter_after_cue(solution_str, options) or _letter_on_last_line(solution_str, options)
 
 
 def answer_of(ground_truth: Any) -> str:
@@ -100,21 +100,21 @@ def compute_score(
     return score if letter == truth else format_score
 
 
-def _announced(text: str, options: Mapping[str, str]) -> str | None:
+def _letter_after_cue(text: str, options: Mapping[str, str]) -> str | None:
     """The letter after the last `answer is`, unless `I choose` or `is the answer` names one behind it."""
     cue = last_match(_CUE, text, _CUE_WORDS)
     start = cue.start() if cue else 0
     verdict = last_match(_VERDICT, text, _VERDICT_WORDS, start)
-    if verdict is not None and (letter := _judged(text, verdict)) is not None:
+    if verdict is not None and (letter := _letter_before_verdict(text, verdict)) is not None:
         return letter
-    for found in (last_match(_DECISION, text, _DECISION_WORDS, start), cue):
-        statement = text[found.end() : found.end() + _MAX_CHARACTERS].strip().partition("\n")[0] if found else ""
-        if (letter := _stated(statement, options)) is not None:
+    for match in (last_match(_DECISION, text, _DECISION_WORDS, start), cue):
+        statement = text[match.end() : match.end() + _MAX_CHARACTERS].strip().partition("\n")[0] if match else ""
+        if (letter := _letter_of_statement(statement, options)) is not None:
             return letter
     return None
 
 
-def _judged(text: str, verdict: re.Match[str]) -> str | None:
+def _letter_before_verdict(text: str, verdict: re.Match[str]) -> str | None:
     """The letter before a verdict, unless it is one of several or the sentence denies it."""
     before = text[max(0, verdict.start() - _MAX_CHARACTERS) : verdict.start()]
     behind = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MAX_CHARACTERS])[0]
@@ -124,27 +124,27 @@ def _judged(text: str, verdict: re.Match[str]) -> str | None:
     return letter.group(1)
 
 
-def _stated(statement: str, options: Mapping[str, str]) -> str | None:
+def _letter_of_statement(statement: str, options: Mapping[str, str]) -> str | None:
     """The letter of a text that should be an answer and nothing else."""
     plain = _plain(statement)
-    found = _LETTER.match(plain)
-    if found is None:
+    match = _LETTER.match(plain)
+    if match is None:
         conclusion = _CONCLUSION.search(plain)
         return conclusion.group(1) if conclusion and not _OPEN.search(plain) else _option_with_text(plain, options)
-    letter, *rest = found.groups()
+    letter, *rest = match.groups()
     behind = next((text.strip() for text in rest if text), "")
     named = _option_with_text(behind, options)
     denied = _DENIED.match(behind.removeprefix("is ")) if rest[-1] or behind.startswith("is ") else None
     return None if denied or _SEVERAL.match(behind) or named not in (None, letter.upper()) else letter.upper()
 
 
-def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
+def _letter_on_last_line(text: str, options: Mapping[str, str]) -> str | None:
     """A letter alone or after `so`, the only one in brackets, or one option; not `D. …`, which ends a list of them."""
     lines = text.rstrip()[-_MAX_CHARACTERS:].splitlines()
     plain = _plain(lines[-1]) if lines else ""
     if _OPTION_LINE.match(plain) and len(plain) > 3:
-        listed = {found.group(1) for found in _OPTION_LINE.finditer(text)} | set(_IN_BRACKETS.findall(plain))
-        return _stated(plain, options) if len(listed) == 1 else None
+        listed = {match.group(1) for match in _OPTION_LINE.finditer(text)} | set(_IN_BRACKETS.findall(plain))
+        return _letter_of_statement(plain, options) if len(listed) == 1 else None
     if alone := _ONLY_LETTER.fullmatch(plain):
         return alone.group(1).upper()
     clause = _last_clause(plain)
@@ -165,8 +165,8 @@ def _last_clause(text: str) -> str:
 
 
 def _option_with_text(text: str, options: Mapping[str, str]) -> str | None:
-    wanted = normalize_text(text)
-    same = [letter for letter, option in options.items() if wanted and normalize_text(option) == wanted]
+    target = normalize_text(text)
+    same = [letter for letter, option in options.items() if target and normalize_text(option) == target]
     return same[0] if len(same) == 1 else None
 
 

@@ -275,7 +275,7 @@ def clean_latex(answer: str) -> str:
         text = pattern.sub(latex, text) if word in text else text
     text = _LIST_CONJUNCTION.sub(",", _strip_unit(text)).strip().rstrip(".,;")
     if not re.search(r"[(\[]|\\\{", text):  # in `(1,234)` the comma separates two numbers
-        text = _THOUSANDS.sub(lambda found: found.group().replace(",", ""), text).replace(";", ",")
+        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text).replace(";", ",")
     return text[1:-1] if re.fullmatch(r"\{[^{}]*\}|\([^(),]*\)", text) else text
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-Result = float | dict[str, Any]
+Score = float | dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 UNKNOWN_SOURCE = "unknown"
-"""Data source that is passed to the reward function for rows without one."""
+"""Data source of rows without one, as passed to the reward function."""
 _BUILT_IN = "verl.utils.reward_score."
 
 
@@ -21,7 +21,7 @@ _BUILT_IN = "verl.utils.reward_score."
 class ScoreFunction:
     """A reward function, and helpers for checks of its task."""
 
-    compute: Callable[..., Result]
+    compute: Callable[..., Score]
     # Formats a ground truth as a correct response (None: not possible for this one); checks score it.
     answer: Callable[[Any], str | None] | None = None
     # Extracts the answer from a response, None without one; explains rewards that are always 0.
@@ -29,9 +29,7 @@ class ScoreFunction:
     # Arguments from the configuration, added to every call.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
-    ) -> Result:
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any) -> Score:
         return call_with_accepted(
             self.compute,
             data_source=data_source,
@@ -58,11 +56,11 @@ def register_score(
 
     def add(function: Function) -> Function:
         for source in data_sources:
-            known = _TABLE.get(source)
-            if known is not None and _name(known.compute) != _name(function):
+            existing = _TABLE.get(source)
+            if existing is not None and _name(existing.compute) != _name(function):
                 raise ValueError(
-                    f"data_source {source!r}: {_name(known.compute)} already scores it. Register another name, or set "
-                    "custom_reward_function.path to replace it."
+                    f"data_source {source!r}: {_name(existing.compute)} already scores it. Register another name, or"
+                    " set custom_reward_function.path to replace it."
                 )
             _TABLE[source] = ScoreFunction(function, answer, extract)
         return function
@@ -110,21 +108,21 @@ def unknown_source(data_source: str, known: Iterable[str], key: str = "data_sour
     )
 
 
-def _select_rm_score_fn(data_source: str) -> Callable[..., Result]:
+def _select_rm_score_fn(data_source: str) -> Callable[..., Score]:
     """The plain `compute_score(solution_str, ground_truth, …)` of a data source, as scripts of users call it."""
     return score_function(data_source).compute
 
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
-) -> Result:
-    """The score of an answer by the function registered for its data source; `kwargs` go to that function."""
+) -> Score:
+    """Return the score of a response by the function of its data source; `kwargs` are passed to that function."""
     return score_function(data_source)(data_source, solution_str, ground_truth, extra_info, **kwargs)
 
 
 def call_with_accepted(
-    function: Callable[..., Result], *, data_source: str, extra_info: Any, raw_prompt: Any = None, **arguments: Any
-) -> Result:
+    function: Callable[..., Score], *, data_source: str, extra_info: Any, raw_prompt: Any = None, **arguments: Any
+) -> Score:
     """Call a reward function; `data_source`, `extra_info` and `raw_prompt` only if it has such parameters."""
     named, takes_any = _parameters(function)
     if "raw_prompt" in named:
@@ -136,7 +134,7 @@ def call_with_accepted(
     return function(**arguments)
 
 
-def users_own() -> dict[str, ScoreFunction]:
+def user_functions() -> dict[str, ScoreFunction]:
     """Functions that were registered outside this package or have arguments; sent to scorer processes."""
     return {
         source: entry
@@ -145,8 +143,8 @@ def users_own() -> dict[str, ScoreFunction]:
     }
 
 
-def add_all(entries: dict[str, ScoreFunction]) -> None:
-    """Register the functions of `users_own`, in a scorer process."""
+def register_all(entries: dict[str, ScoreFunction]) -> None:
+    """Register the functions of `user_functions`, in a scorer process."""
     _TABLE.update(entries)
 
 

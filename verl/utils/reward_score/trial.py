@@ -21,7 +21,7 @@ class Trial:
     problem: str | None  # None: it scores 1, as it must
 
 
-def right_answer(data_source: str, ground_truth: Any) -> str | None:
+def correct_response(data_source: str, ground_truth: Any) -> str | None:
     """Format the ground truth as a correct response; None if no function is known or it cannot be formatted.
 
     ValueError: the ground truth is invalid.
@@ -36,7 +36,7 @@ def right_answer(data_source: str, ground_truth: Any) -> str | None:
 def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None) -> Trial | None:
     """Score the ground truth of a row as a response; None if it cannot be formatted as one."""
     try:
-        answer = right_answer(data_source, ground_truth)
+        answer = correct_response(data_source, ground_truth)
     except (ValueError, TypeError) as error:
         return Trial(0.0, f"cannot be scored ({error})")
     if answer is None:
@@ -48,7 +48,7 @@ def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None
     return Trial(value, None if value == 1.0 else f"scores {value:g} against itself, not 1")
 
 
-def everything(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) -> list[str]:
+def responses_with_all_answers(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) -> list[str]:
     """Responses that list many answers, including the correct one: plain, and in the expected format if possible.
 
     The correct one is neither first nor last. `others`: correct answers of other rows.
@@ -57,11 +57,11 @@ def everything(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) 
     candidates = [*map(str, range(1, _DECOYS)), *map(str, others)]
     if len(truth) == 1 and truth.isalpha():
         candidates = list("ABCDEFGHIJ")
-    decoys = [one for one in dict.fromkeys(candidates) if one != truth]
+    decoys = [candidate for candidate in dict.fromkeys(candidates) if candidate != truth]
     middle = len(decoys) // 2
     text = ", ".join([*decoys[:middle], truth, *decoys[middle:]])
     try:
-        formatted = right_answer(data_source, text) if isinstance(ground_truth, str) else None
+        formatted = correct_response(data_source, text) if isinstance(ground_truth, str) else None
     except (ValueError, TypeError):
         formatted = None
     return [text] if formatted is None else [text, formatted]

@@ -14,7 +14,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from verl.utils.reward_score.trial import EMPTY, everything, right_answer
+from verl.utils.reward_score.trial import EMPTY, correct_response, responses_with_all_answers
 from verl.workers.reward_manager.scorer import Sample, Score
 
 Submit = Callable[[Sample], "Future[Score]"]
@@ -115,7 +115,7 @@ def _cases(rows: Sequence[RewardRow], is_user_function: bool, quick: bool, repor
     for number, row in enumerate(rows):
         sample = Sample(row.data_source, EMPTY, row.ground_truth, row.extra_info)
         try:
-            right = right_answer(row.data_source, row.ground_truth)
+            right = correct_response(row.data_source, row.ground_truth)
         except (ValueError, TypeError) as error:
             right = None
             errors.append(str(error))
@@ -124,7 +124,7 @@ def _cases(rows: Sequence[RewardRow], is_user_function: bool, quick: bool, repor
         if right is not None:
             yield _Case("right", number, replace(sample, solution_str=right))
         yield _Case("empty", number, sample)
-        for text in everything(row.data_source, row.ground_truth, others[:5])[: 1 if quick else 2]:
+        for text in responses_with_all_answers(row.data_source, row.ground_truth, others[:5])[: 1 if quick else 2]:
             yield _Case("everything", number, replace(sample, solution_str=text))
     if errors and not is_user_function:
         text = f"{len(errors)} of {len(rows)} cannot be compared with: {errors[0]}"

@@ -28,7 +28,7 @@ from verl.utils.reward_score.calls import (
     MEMORY,
     RAISED,
     TIMEOUT,
-    Fields,
+    ScoreFields,
     call_error,
     last_lines,
     load,
@@ -94,7 +94,7 @@ class ScorerPool:
         self._pool = self._loops = None
         self._is_async = is_async(compute_score) and not takes_lists
         if processes:
-            registered = registry.users_own() if compute_score is registry.default_compute_score else {}
+            registered = registry.user_functions() if compute_score is registry.default_compute_score else {}
             initializer = functools.partial(load, self._score_here, registered)
             with self._explained_errors():
                 portable_pickle(initializer)  # raises now, not at the first sample
@@ -218,7 +218,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _score(result: Fields | Exception) -> Score:
+def _score(result: ScoreFields | Exception) -> Score:
     if not isinstance(result, Exception):
         return Score(*result)
     kind = next((kind for error, kind in _KINDS.items() if isinstance(result, error)), RAISED)
@@ -227,7 +227,7 @@ def _score(result: Fields | Exception) -> Score:
     return Score(0.0, {}, f"the reward function {result}", kind)
 
 
-def _scores_of_call(count: int, result: Sequence[Fields] | Exception) -> list[Score]:
+def _scores_of_call(count: int, result: Sequence[ScoreFields] | Exception) -> list[Score]:
     """The scores of one call with `count` samples."""
     if not isinstance(result, Exception):
         return [Score(*fields) for fields in result]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.reward_score import default_compute_score, score_function
-from verl.utils.reward_score.trial import everything, try_ground_truth
+from verl.utils.reward_score.trial import responses_with_all_answers, try_ground_truth
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data (see its README for the sources)")
@@ -63,7 +63,7 @@ def test_changed_answers_score_less(name):
     make = score_function(source).answer
     for truth in random.Random(0).sample(answers, 20):
         plain = truth["target"][0] if isinstance(truth, dict) else truth
-        for text in ["", plain, make(f"{plain}7"), make(_changed(plain)), *everything(source, truth)]:
+        for text in ["", plain, make(f"{plain}7"), make(_changed(plain)), *responses_with_all_answers(source, truth)]:
             assert score(source, text, truth) == 0.0, (text, truth)
 
 

@@ -23,7 +23,7 @@ def _only_ours_afterwards():
 
 
 def test_functions_are_called_with_the_parameters_they_have():
-    before = set(registry.users_own())
+    before = set(registry.user_functions())
 
     @register_score("mine/plain")
     def plain(solution_str, ground_truth):
@@ -37,7 +37,7 @@ def test_functions_are_called_with_the_parameters_they_have():
     told = default_compute_score("mine/other", "a", "a", {"level": 3}, bonus=0.5)
     assert told == {"score": 0.5, "source": "mine/other", "level": 3}
     assert {"mine/plain", "mine/all", "openai/gsm8k"} <= set(known_data_sources())
-    assert set(registry.users_own()) - before == {"mine/plain", "mine/all", "mine/other"}
+    assert set(registry.user_functions()) - before == {"mine/plain", "mine/all", "mine/other"}
 
 
 def test_an_unknown_source_lists_the_known_ones_and_the_nearest():

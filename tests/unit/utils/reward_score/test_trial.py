@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.trial import everything, right_answer, try_ground_truth
+from verl.utils.reward_score.trial import correct_response, responses_with_all_answers, try_ground_truth
 
 
 def test_good_ground_truths_score_one_and_bad_ones_say_why():
@@ -17,13 +17,13 @@ def test_good_ground_truths_score_one_and_bad_ones_say_why():
 
 def test_where_nothing_can_be_tried_there_is_no_verdict():
     assert try_ground_truth("nobody/knows", "72") is None
-    assert right_answer("nobody/knows", "72") is None
+    assert correct_response("nobody/knows", "72") is None
     assert try_ground_truth("countdown", {"target": 5, "numbers": [1] * 9}) is None
 
 
 def test_an_answer_that_names_everything_contains_the_truth_and_does_not_score():
     for source, truth in [("gsm8k", "7"), ("math", "7"), ("math", r"\frac12"), ("math_dapo", "7"), ("mmlu", "B")]:
-        texts = everything(source, truth, others=["13", "x+1"])
+        texts = responses_with_all_answers(source, truth, others=["13", "x+1"])
         assert all(truth in text for text in texts)
         for text in texts:
             told = default_compute_score(source, text, truth)

@@ -51,7 +51,7 @@ class StdinTest:
 
     def blocks(self) -> list[dict[str, Any]]:
         limit = _output_limit(2 * len(self.expected.encode()))
-        return [{"kind": "stdin", "stdin": self.stdin, "most": limit}]
+        return [{"kind": "stdin", "stdin": self.stdin, "max_bytes": limit}]
 
     def passed(self, outcome: Outcome) -> bool:
         return same_output(outcome["output"], self.expected)
@@ -69,7 +69,7 @@ class CallTest:
 
     def blocks(self) -> list[dict[str, Any]]:
         limit = _output_limit(4 * len(json.dumps(self.expected)))
-        return [{"kind": "call", "name": self.name, "arguments": self.arguments, "most": limit}]
+        return [{"kind": "call", "name": self.name, "arguments": self.arguments, "max_bytes": limit}]
 
     def passed(self, outcome: Outcome) -> bool:
         try:
@@ -103,7 +103,7 @@ class AssertTest:
     def blocks(self) -> list[dict[str, Any]]:
         statements = {"source": self.source, "token": self.token}
         if self.forgeable:
-            return [{"kind": "assert", "most": 64}, statements]
+            return [{"kind": "assert", "max_bytes": 64}, statements]
         return [{**statements, **asdict(self.plan)}]
 
     def passed(self, outcome: Outcome) -> bool:
@@ -121,7 +121,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
     "output": …}` (LiveCodeBench); assertions as a list, or under `asserts` or `test_list` (MBPP); `{"test": "def
     check(candidate): …", "entry_point": …}` (HumanEval). As JSON text or as objects.
     """
-    truth = _loaded(ground_truth)
+    truth = _parse_json(ground_truth)
     if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
         return _asserts(truth)
     if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
@@ -141,7 +141,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
     )
 
 
-def _loaded(ground_truth: Any) -> Any:
+def _parse_json(ground_truth: Any) -> Any:
     if not isinstance(ground_truth, str):
         return ground_truth
     try:
@@ -209,9 +209,10 @@ def _value(text: Any) -> Any:
 
 def same_output(output: str, expected: str) -> bool:
     """Compare line by line without surrounding white space; words of a line may be equal as numbers."""
-    ours, theirs = _stripped(output), _stripped(expected)
-    return len(ours) == len(theirs) and all(
-        one == other or _same_words(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True)
+    lines, expected_lines = _stripped(output), _stripped(expected)
+    return len(lines) == len(expected_lines) and all(
+        line == other or _same_words(line.split(), other.split())
+        for line, other in zip(lines, expected_lines, strict=True)
     )
 
 
@@ -221,7 +222,7 @@ def _stripped(text: str) -> list[str]:
 
 def _same_words(words: list[str], expected: list[str]) -> bool:
     return len(words) == len(expected) and all(
-        one == other or _same_number(one, other) for one, other in zip(words, expected, strict=True)
+        word == other or _same_number(word, other) for word, other in zip(words, expected, strict=True)
     )
 
 

@@ -105,7 +105,7 @@ def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: s
         return Plan()  # it fails in the judge as well
     helpers = _definitions(prompt, without=entry_point)
     broadcasts = _broadcasts(tree)
-    usage = _Names(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
+    usage = _NameUsage(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
     return Plan(
         reason=_needs_interpreter(tree) or usage.problem() or (_empty_display(tree) if broadcasts else None),
         names=sorted(usage.provided),
@@ -183,7 +183,7 @@ def _is_test_case(base: ast.expr) -> bool:
     return ast.unparse(base).endswith("TestCase")
 
 
-class _Names:
+class _NameUsage:
     """Which names of a test belong to the solution, and which values of the test are objects of its classes."""
 
     def __init__(self, tree: ast.Module, entry_point: str | None, helpers: set[str]) -> None:
@@ -193,14 +193,14 @@ class _Names:
         loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
         free = [node for node in loaded if node.id not in defined]
         self.modules = self._used_modules(free)
-        ours = {node.id for node in free} - set(self.modules)
+        used = {node.id for node in free} - set(self.modules)
         called = {node.id for node in free if getattr(self._parents[node], "func", None) is node}
-        taken = _PRELUDE - (called & _TYPING)  # a class may be named as a type hint: `Container()`
-        self.provided = {name for name in ours if name not in _BUILTINS and name not in taken}
+        reserved = _PRELUDE - (called & _TYPING)  # a class may be named as a type hint: `Container()`
+        self.provided = {name for name in used if name not in _BUILTINS and name not in reserved}
         if entry_point is not None:
             self.provided.add(entry_point)
         elif not self.provided:  # a solution may be named as a builtin function: `assert sum(10, 15) == 6`
-            self.provided = self._innermost_calls(ours)
+            self.provided = self._innermost_calls(used)
         self._free = [node for node in free if node.id in self.provided]
         self.classes = {name for name in self.provided if self._is_class(name)}
         self._aliases = self._parameters(entry_point)
@@ -262,12 +262,12 @@ class _Names:
         """`is_equal(f(2), 4)`: a function of the solution decides; not `decode(encode(x)) == x`."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id in self.classes:
             return False
-        own = self._provider(node)
-        if own is None:
+        provider = self._provider(node)
+        if provider is None:
             return False
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         inner = [part for argument in arguments for part in ast.walk(argument)]
-        others = [part for part in inner if self._provider(part) not in (None, own, *self.classes)]
+        others = [part for part in inner if self._provider(part) not in (None, provider, *self.classes)]
         if not others:
             return False
         parent = self._parents[node]

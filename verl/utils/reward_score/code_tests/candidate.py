@@ -107,12 +107,12 @@ class _Candidate:
         ]
         return [*reply, updates, self._take_output()]
 
-    def _on_names(self, wanted: list[str], definitions: str) -> Any:
+    def _on_names(self, names: list[str], definitions: str) -> Any:
         if self.failure is not None:
             raise self.failure
         if definitions:
             exec(compile(definitions, "setup.py", "exec"), self._names)
-        values = [self._names[name] if self._defines(name) else _MISSING for name in wanted]
+        values = [self._names[name] if self._defines(name) else _MISSING for name in names]
         return [_Object(value) if callable(value) else value for value in values]
 
     def _defines(self, name: str) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_tests.candidate import defines, serve_candidate
 from verl.utils.reward_score.code_tests.isolation import can_read, confine, keep_descriptors, kill_all, protect
-from verl.utils.reward_score.code_tests.judge import Judge, execute_test
+from verl.utils.reward_score.code_tests.judge import JudgeSession, execute_test
 
 # Names that solutions of programming exercises use without importing them.
 PRELUDE = """
@@ -61,15 +61,15 @@ def main() -> None:
     judged = JudgedTests(solution)
     end = time.monotonic() + job["budget"]
     for number, kind in enumerate(job["kinds"], 1):
-        left = min(job["timeout"], end - time.monotonic())
-        if left <= 0:
+        seconds = min(job["timeout"], end - time.monotonic())
+        if seconds <= 0:
             write_line({"status": "timeout"})
             continue
         with fresh_folder():
             if kind == "judged":
-                outcome = judged.run(left, last=number == len(job["kinds"]))
+                outcome = judged.run(seconds, last=number == len(job["kinds"]))
             else:
-                outcome = run_alone(solution, read_block(), left)
+                outcome = run_alone(solution, read_block(), seconds)
         write_line(outcome)
         if outcome["status"] != "done" and job["stop_at_failure"]:
             return
@@ -93,7 +93,7 @@ def read_block(source: int = 0) -> Any:
 
 
 def read_exactly(source: int, count: int) -> bytes:
-    """Read no byte more: the next block must not be in the memory of a process that this one forks."""
+    """Read exactly `count` bytes: the next block must not be in the memory of a process that this one forks."""
     received = b""
     while len(received) < count:
         part = os.read(source, count - len(received))
@@ -110,7 +110,7 @@ def write_line(outcome: Outcome, target: int = 1) -> None:
 
 
 def fork(action: Callable[[], None]) -> int:
-    """The process number of a fork that runs `action` and ends without exit functions."""
+    """Fork a process that runs `action` and ends without exit functions; return its pid."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -146,11 +146,11 @@ class JudgedTests:
             self._start_judge()
         ours, theirs = socket.socketpair()
         judges = [os.getpid()] if self._judge is None else [os.getpid(), self._judge]
-        candidate = fork(lambda: be_candidate(theirs.fileno(), judges, self._solution, seconds))
+        candidate = fork(lambda: run_candidate(theirs.fileno(), judges, self._solution, seconds))
         theirs.close()
         with ours:
             if self._judge is None:
-                return judge_here(ours.fileno(), candidate, self._path, self._solution, deadline)
+                return judge_in_this_process(ours.fileno(), candidate, self._path, self._solution, deadline)
             with contextlib.suppress(OSError):  # a judge that was killed: no verdict
                 request = json.dumps([os.getcwd(), deadline]).encode()
                 socket.send_fds(self._control, [request], [ours.fileno()])
@@ -165,18 +165,18 @@ class JudgedTests:
 
     def _start_judge(self) -> None:
         self._control, theirs = socket.socketpair()
-        self._judge = fork(lambda: be_judge(theirs, self._path, self._solution))
+        self._judge = fork(lambda: run_judge(theirs, self._path, self._solution))
         theirs.close()
 
 
 def read_verdict(control: int, deadline: float) -> Outcome:
     received = b""
     while not received.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        part = os.read(control, _READ_SIZE) if left > 0 and select.select([control], [], [], left)[0] else b""
-        if not part:
+        timeout = deadline - time.monotonic()
+        chunk = os.read(control, _READ_SIZE) if timeout > 0 and select.select([control], [], [], timeout)[0] else b""
+        if not chunk:
             break
-        received += part
+        received += chunk
     if time.monotonic() > deadline:  # also for a verdict that arrived while this process was stopped
         return {"status": "timeout"}
     if not received.endswith(b"\n"):
@@ -186,12 +186,12 @@ def read_verdict(control: int, deadline: float) -> Outcome:
 
 
 def installed_path() -> list[str]:
-    """Where a judge imports from: not from the working directory, where a candidate can write modules."""
-    here = os.path.realpath(os.curdir)
-    return [path for path in sys.path if path and os.path.realpath(path) != here]
+    """Return the import path of a judge: without the working directory, where a candidate can write modules."""
+    working_directory = os.path.realpath(os.curdir)
+    return [path for path in sys.path if path and os.path.realpath(path) != working_directory]
 
 
-def be_judge(control: socket.socket, path: list[str], solution: CodeType) -> None:
+def run_judge(control: socket.socket, path: list[str], solution: CodeType) -> None:
     """Execute a test for every channel that arrives; its statements are the next block of stdin."""
     blocks = os.dup(0)
     keep_descriptors([control.fileno(), blocks])
@@ -210,8 +210,10 @@ def be_judge(control: socket.socket, path: list[str], solution: CodeType) -> Non
         os.close(channels[0])
 
 
-def judge_here(channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float) -> Outcome:
-    """Be the judge of the only test."""
+def judge_in_this_process(
+    channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float
+) -> Outcome:
+    """Execute the only test in this process."""
     block = read_block()
     results = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -251,13 +253,13 @@ def judge(
         """Execute the test beside the solution. `protected` says so: its score is labelled as forgeable."""
         nonlocal protected
         protected = False
-        end(run_alone(solution, {"kind": "assert", "most": 64}, deadline - time.monotonic(), test))
+        end(run_alone(solution, {"kind": "assert", "max_bytes": 64}, deadline - time.monotonic(), test))
 
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the test may replace and close it
-    judge = Judge(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
-    protected = judge.hello()
+    session = JudgeSession(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
+    protected = session.hello()
     try:
-        execute_test(judge, test, _prelude)
+        execute_test(session, test, _prelude)
     except BaseException as error:  # noqa: BLE001 - whatever a test raises, it has failed
         lines = traceback.format_exception_only(type(error), error)
         outcome = {"status": "error", "error": f"{type(error).__name__}: " + lines[-1][:1000]}
@@ -266,7 +268,7 @@ def judge(
     return {**outcome, "protected": protected}
 
 
-def be_candidate(channel: int, judges: list[int], solution: CodeType, seconds: float) -> None:
+def run_candidate(channel: int, judges: list[int], solution: CodeType, seconds: float) -> None:
     keep_descriptors([channel])
     confine(seconds)
     names = fresh_names("solution")
@@ -286,13 +288,13 @@ def fresh_names(name: str) -> dict[str, Any]:
 def run_alone(
     solution: CodeType, test: dict[str, Any], seconds: float, statements: dict[str, Any] | None = None
 ) -> Outcome:
-    """A whole program, one call, or statements that have to share an interpreter with the solution."""
+    """Run a program, one call, or statements that share an interpreter with the solution; return the outcome."""
     with contextlib.ExitStack() as files:
         stdin, output, errors, report = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         ours, theirs = map(files.enter_context, socket.socketpair())
         stdin.write(test.get("stdin", "").encode())
         stdin.seek(0)
-        began = time.monotonic()
+        start = time.monotonic()
         pid = os.fork()
         if pid == 0:
             inherited = files.pop_all()  # closed below, not by this stack when the program ends
@@ -304,15 +306,15 @@ def run_alone(
         theirs.close()
         if test["kind"] == "assert":
             send_statements(ours, seconds, statements)
-        status = wait(pid, began + seconds)
+        status = wait(pid, start + seconds)
         kill_all([pid])
         outcome = {"status": status}
         if test["kind"] == "stdin":
-            outcome["output"] = contents(output, test["most"])
+            outcome["output"] = read_text(output, test["max_bytes"])
         else:
-            outcome["report"] = contents(report, test["most"])
+            outcome["report"] = read_text(report, test["max_bytes"])
         if status == "error":
-            outcome["error"] = "\n".join(contents(errors, 1 << 16).strip().splitlines()[-_LAST_LINES:])
+            outcome["error"] = "\n".join(read_text(errors, 1 << 16).strip().splitlines()[-_LAST_LINES:])
         return outcome
 
 
@@ -337,15 +339,15 @@ def wait(pid: int, deadline: float) -> str:
     return "timeout"
 
 
-def contents(file: Any, most: int) -> str:
+def read_text(file: Any, max_bytes: int) -> str:
     file.seek(0)
-    return str(file.read(most).decode(errors="replace"))
+    return str(file.read(max_bytes).decode(errors="replace"))
 
 
 def child(solution: CodeType, test: dict[str, Any], parent: socket.socket, report: Any, _: object) -> NoReturn:
-    """A program ends as every program does, threads and exit functions included; a function ends at once."""
-    alone = test["kind"] == "stdin"
-    names = fresh_names("__main__" if alone else "solution")
+    """Execute one test and end this process: a program with threads and exit functions, a function call at once."""
+    is_program = test["kind"] == "stdin"
+    names = fresh_names("__main__" if is_program else "solution")
     before = dict(names)
     status = 0
     try:
@@ -353,34 +355,34 @@ def child(solution: CodeType, test: dict[str, Any], parent: socket.socket, repor
         if test["kind"] == "call":
             if test["name"] in names and not defines(solution, names, before, test["name"]):
                 del names[test["name"]]
-            value = function(names, test["name"])(*test["arguments"])
-            report.write(json.dumps(value, default=plain).encode())
+            value = find_function(names, test["name"])(*test["arguments"])
+            report.write(json.dumps(value, default=to_json_value).encode())
         elif test["kind"] == "assert":
             parent.sendall(b"L")
             length = parent.recv(10, socket.MSG_WAITALL)
-            rest = json.loads(parent.recv(int(length), socket.MSG_WAITALL))
-            exec(compile(rest["source"], "test.py", "exec"), names)
-            report.write(rest["token"].encode())
+            statements = json.loads(parent.recv(int(length), socket.MSG_WAITALL))
+            exec(compile(statements["source"], "test.py", "exec"), names)
+            report.write(statements["token"].encode())
         report.flush()
     except BaseException as error:
-        if alone and isinstance(error, SystemExit):
+        if is_program and isinstance(error, SystemExit):
             raise
         status = 1
         traceback.print_exc()
-    if alone:
+    if is_program:
         raise SystemExit(status)
     sys.stderr.flush()
     os._exit(status)
 
 
-def function(names: dict[str, Any], name: str) -> Any:
+def find_function(names: dict[str, Any], name: str) -> Any:
     """The function of that name, or the method of the class `Solution`."""
     if name in names:
         return names[name]
     return getattr(names["Solution"](), name)
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Types that JSON does not have: sets and other sequences become lists, other numbers floats."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)

@@ -135,7 +135,7 @@ def _killed(pid: int) -> bool:
 
 
 def _children() -> set[int]:
-    """Children of this process, adopted ones included; none where /proc is not to be seen."""
+    """Return the children of this process, including adopted ones; empty if /proc is not available."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
             return set(map(int, file.read().split()))

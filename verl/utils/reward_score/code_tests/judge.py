@@ -33,7 +33,7 @@ _RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
 
 
-class Judge:
+class JudgeSession:
     """The judge's end of the channel. `abort(reason)` ends the process with a failed test.
 
     `not_plain()` ends it, too: the first call of the test passes a value that cannot be sent to another process. It is
@@ -176,8 +176,8 @@ class Judge:
         try:
             reply = ["value", encoder.encode(self._exports[number](*args, **kwargs))]
         except Exception as error:  # noqa: BLE001 - raised again in the candidate
-            known = getattr(builtins, type(error).__name__, None) is type(error)
-            name = ["standard", "builtins", type(error).__name__ if known else "RuntimeError", ""]
+            is_builtin = getattr(builtins, type(error).__name__, None) is type(error)
+            name = ["standard", "builtins", type(error).__name__ if is_builtin else "RuntimeError", ""]
             texts = [value if isinstance(value, str | int) else repr(value) for value in error.args]
             reply = ["raise", ["exception", name, ["tuple", *texts]]]
         updates = [
@@ -214,8 +214,8 @@ class Judge:
             self._export_ids[id(value)] = len(self._exports)
             self._exports.append(value)
         doc = getattr(value, "__doc__", None)
-        shown = str(name or type(value).__name__), doc if isinstance(doc, str) else None
-        return ["judge", self._export_ids[id(value)], *shown]
+        text = doc if isinstance(doc, str) else None
+        return ["judge", self._export_ids[id(value)], str(name or type(value).__name__), text]
 
     def _import(self, decoder: Decoder, node: list[Any]) -> Any:
         tag, *parts = node
@@ -306,13 +306,13 @@ def _standard_exception(module: Any, name: Any, fallback: Any) -> Any:
     return None
 
 
-def execute_test(judge: Judge, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
+def execute_test(judge: JudgeSession, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
     """Execute the statements of a test among the names of `prelude`; it has passed if this returns."""
     names: dict[str, Any] = {**prelude, "__name__": "test"}
     if test["prompt"]:
         exec(compile(test["prompt"], "prompt.py", "exec"), names)
-    for name, wanted in test["modules"].items():
-        module, _, member = wanted.partition(":")
+    for name, import_path in test["modules"].items():
+        module, _, member = import_path.partition(":")
         names[name] = importlib.import_module(module)
         if member:
             names[name] = getattr(names[name], member)

@@ -49,12 +49,12 @@ class Mirror(type):
     """
 
     _proxy_number: int
-    _proxy_judge: Any  # a Judge
+    _proxy_judge: Any  # a JudgeSession
     _proxy_constructs: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        own = cls.__dict__["_proxy_constructs"]
-        return cls._proxy_judge.call(cls, args, kwargs, own)
+        constructs = cls.__dict__["_proxy_constructs"]
+        return cls._proxy_judge.call(cls, args, kwargs, constructs)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
@@ -92,7 +92,7 @@ class Proxy:
     """
 
     _proxy_number: int
-    _proxy_judge: Any  # a Judge
+    _proxy_judge: Any  # a JudgeSession
     _proxy_constructs = False
     _proxy_is_instance = False
     _proxy_items: Any = None
@@ -126,8 +126,8 @@ def forward_method(method: str) -> Callable[..., Any]:
     def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
         if method == "__call__":
             fields = object.__getattribute__(self, "__dict__")
-            own = fields.get("_proxy_constructs", False)
-            return type(self)._proxy_judge.call(Encoded(["object", fields["_proxy_number"]]), args, kwargs, own)
+            constructs = fields.get("_proxy_constructs", False)
+            return type(self)._proxy_judge.call(Encoded(["object", fields["_proxy_number"]]), args, kwargs, constructs)
         judge, instance = self._proxy_judge, self._proxy_is_instance
         if method == "__next__":
             return judge.request("special", self, method, [], may_stop=True)

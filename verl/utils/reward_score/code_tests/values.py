@@ -334,15 +334,15 @@ def _named_type(name: str, fields: tuple[str, ...]) -> Any:
     return _named_types[name, fields]
 
 
-def _whole(values: list[Any]) -> list[int]:
+def _require_ints(values: list[Any]) -> list[int]:
     if not all(type(value) is int for value in values):
         raise ValueRefused("whole numbers expected")
     return values
 
 
-def _text(values: list[Any], most: int = 1 << 24) -> str:
+def _text(values: list[Any], max_length: int = 1 << 24) -> str:
     (text,) = values
-    if type(text) is not str or len(text) > most:
+    if type(text) is not str or len(text) > max_length:
         raise ValueRefused("a text expected")
     return text
 
@@ -354,7 +354,7 @@ def _zone(microseconds: Any) -> datetime.tzinfo | None:
         import zoneinfo
 
         return zoneinfo.ZoneInfo(microseconds)
-    return datetime.timezone(datetime.timedelta(microseconds=_whole([microseconds])[0]))
+    return datetime.timezone(datetime.timedelta(microseconds=_require_ints([microseconds])[0]))
 
 
 def _array(decoder: Decoder, nodes: list[Any], scalar: bool = False) -> Any:
@@ -368,7 +368,7 @@ def _array(decoder: Decoder, nodes: list[Any], scalar: bool = False) -> Any:
     if scalar:
         return values.reshape(())[()]
     (sizes,) = shape
-    return decoder.numbered(values.reshape(tuple(_whole(sizes))).copy())
+    return decoder.numbered(values.reshape(tuple(_require_ints(sizes))).copy())
 
 
 def _objects(decoder: Decoder, nodes: list[Any]) -> Any:
@@ -378,18 +378,18 @@ def _objects(decoder: Decoder, nodes: list[Any]) -> Any:
     values = numpy.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         values[index] = decoder.decode(item)
-    return values.reshape(tuple(_whole(shape)))
+    return values.reshape(tuple(_require_ints(shape)))
 
 
 def _rebuilt_match(nodes: list[Any]) -> Any:
     """The match of that span, computed again."""
     pattern, flags, text, pos, endpos, start, end = nodes
-    compiled = re.compile(_text([pattern], 1 << 16), *_whole([flags]))
+    compiled = re.compile(_text([pattern], 1 << 16), *_require_ints([flags]))
     for search in (compiled.match, compiled.fullmatch, compiled.search):
-        match = search(_text([text]), *_whole([pos, endpos]))
+        match = search(_text([text]), *_require_ints([pos, endpos]))
         if match is not None and match.span() == (start, end):
             return match
-    match = compiled.match(text, *_whole([start, endpos]))  # one of `finditer`
+    match = compiled.match(text, *_require_ints([start, endpos]))  # one of `finditer`
     if match is None or match.span() != (start, end):
         raise ValueRefused("not a match")
     return match
@@ -431,18 +431,18 @@ _DECODERS: dict[str, Callable[[Decoder, list[Any]], Any]] = {
     "frozenset": lambda d, n: frozenset(d.items(n)),
     "bytes": lambda d, n: _text(n).encode("latin-1"),
     "complex": lambda d, n: complex(float(_text(n[:1], 64)), float(_text(n[1:], 64))),
-    "range": lambda d, n: range(*_whole(d.items(n))),
+    "range": lambda d, n: range(*_require_ints(d.items(n))),
     "slice": lambda d, n: slice(*d.items(n)),
     "decimal": lambda d, n: _decimal(_text(n, 1 << 16)),
-    "fraction": lambda d, n: fractions.Fraction(*_whole(d.items(n))),
-    "datetime": lambda d, n: datetime.datetime(*_whole(n[:7]), tzinfo=_zone(n[8]), fold=n[7]),  # type: ignore[arg-type, misc]
-    "time": lambda d, n: datetime.time(*_whole(n[:4]), tzinfo=_zone(n[5]), fold=n[4]),  # type: ignore[arg-type, misc]
-    "date": lambda d, n: datetime.date(*_whole(n)),
-    "timedelta": lambda d, n: datetime.timedelta(*_whole(n)),
+    "fraction": lambda d, n: fractions.Fraction(*_require_ints(d.items(n))),
+    "datetime": lambda d, n: datetime.datetime(*_require_ints(n[:7]), tzinfo=_zone(n[8]), fold=n[7]),  # type: ignore[arg-type, misc]
+    "time": lambda d, n: datetime.time(*_require_ints(n[:4]), tzinfo=_zone(n[5]), fold=n[4]),  # type: ignore[arg-type, misc]
+    "date": lambda d, n: datetime.date(*_require_ints(n)),
+    "timedelta": lambda d, n: datetime.timedelta(*_require_ints(n)),
     "keys": lambda d, n: dict.fromkeys(d.items(n)).keys(),
     "values": lambda d, n: dict(enumerate(d.items(n))).values(),
     "items": lambda d, n: dict(d.items(n)).items(),
-    "pattern": lambda d, n: re.compile(_text(n[:1], 1 << 16), *_whole(n[1:])),
+    "pattern": lambda d, n: re.compile(_text(n[:1], 1 << 16), *_require_ints(n[1:])),
     "match": lambda d, n: _rebuilt_match(n),
     "path": lambda d, n: _path(n),
     "typed": lambda d, n: _typed(n),
