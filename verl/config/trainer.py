@@ -60,7 +60,7 @@ class RunConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):
-    logger: list[str] = key("Where metrics go: one name or a list.", choices=names.LOGGERS, extendable=True)
+    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.LOGGERS, extendable=True)
     mode: str = key(
         "sync: generate, then train; one_step_off: train one batch behind generation; async: stream of responses.",
         choices=("sync", "one_step_off", "async"),

@@ -36,7 +36,7 @@ from verl.trainer.recovery.signals import (
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.exceptions import annotate_error
 from verl.utils.logging_setup import messages_on_stderr
-from verl.utils.lost_terminal import outlive_terminal
+from verl.utils.lost_terminal import survive_lost_terminal
 from verl.utils.resources import freeze_gc
 from verl.utils.stacks import enable_stack_dumps
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Train a model by reinforcement learning; an invalid configuration lists every problem and exits with 2."""
-    outlive_terminal()
+    survive_lost_terminal()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _main()
 

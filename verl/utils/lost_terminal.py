@@ -13,8 +13,8 @@ _LOST_ERRORS = (errno.EIO, errno.EPIPE)
 _fallback = os.devnull
 
 
-def outlive_terminal() -> None:
-    """From now on, output to a lost sys.stdout or sys.stderr goes to the file of `keep_lost_output`.
+def survive_lost_terminal() -> None:
+    """Redirect further output to the file of `set_fallback_file` when sys.stdout or sys.stderr is lost.
 
     Call it before other code keeps references to these streams.
     """
@@ -25,8 +25,8 @@ def outlive_terminal() -> None:
             setattr(sys, name, _FallbackStream(stream))
 
 
-def keep_lost_output(path: str) -> None:
-    """Set the file for output after the loss; until then it is discarded."""
+def set_fallback_file(path: str) -> None:
+    """Set the file for output to a lost stream; until this is called, such output is discarded."""
     global _fallback
     _fallback = path
 

@@ -13,10 +13,10 @@ import pytest
 
 PROGRAM = """
 import logging, pathlib, signal, sys, time
-from verl.utils.lost_terminal import keep_lost_output, outlive_terminal
+from verl.utils.lost_terminal import set_fallback_file, survive_lost_terminal
 
-outlive_terminal()
-keep_lost_output("kept.log")
+survive_lost_terminal()
+set_fallback_file("kept.log")
 from verl.trainer.recovery.signals import stop_on_signals
 from verl.trainer.common.run_status import StatusSnapshot, progress_bar
 from verl.utils.logging_setup import setup_logging
@@ -89,8 +89,8 @@ def test_a_signal_in_the_middle_of_the_loss_may_write_too(tmp_path):
     program = """
 import os, signal
 from verl.utils import lost_terminal
-lost_terminal.outlive_terminal()
-lost_terminal.keep_lost_output("kept.log")
+lost_terminal.survive_lost_terminal()
+lost_terminal.set_fallback_file("kept.log")
 redirect = lost_terminal._FallbackFile._redirect
 lost_terminal._FallbackFile._redirect = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or redirect(*where)
 signal.signal(signal.SIGHUP, lambda *_: (signal.signal(signal.SIGHUP, signal.SIG_IGN), print("asked", flush=True)))
@@ -114,7 +114,7 @@ print("last")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_line_of_stderr_comes_at_once_and_of_stdout_where_python_does_not_buffer(unbuffered):
     program = (
-        "import sys, time; from verl.utils.lost_terminal import outlive_terminal; outlive_terminal();"
+        "import sys, time; from verl.utils.lost_terminal import survive_lost_terminal; survive_lost_terminal();"
         "print('printed'); print('said', file=sys.stderr); time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

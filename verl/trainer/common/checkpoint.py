@@ -161,8 +161,8 @@ class Saver:
         """Return the seconds that `wait_for_turn` took since the last call, and the number of failed copies so far."""
         metrics = {"checkpoint/wait_s": self._waited} if self._waited else {}
         self._waited = 0.0
-        copies = self._manager.copies
-        return metrics | ({"training/failed_copies": float(copies.failed)} if copies and copies.failed else {})
+        uploader = self._manager.uploader
+        return metrics | ({"training/failed_copies": float(uploader.failed)} if uploader and uploader.failed else {})
 
     @contextmanager
     def waits_on_error(self) -> Iterator[None]:
@@ -185,8 +185,8 @@ class Saver:
         for save in self.collect():
             if save.error is not None:
                 logger.error("save of step %d failed: %s", save.step, save.error)
-        copies = self._manager.copies
-        missing = copies.wait(_LAST_COPIES_S if error is None else 0.0) if copies is not None else []
+        uploader = self._manager.uploader
+        missing = uploader.wait(_LAST_COPIES_S if error is None else 0.0) if uploader is not None else []
         if missing:
             logger.error(
                 "%s: %s has no complete copy of %s, which %s has. The same command copies them at its next save; or"

@@ -16,7 +16,7 @@ from verl.config.load import ConfigInput, Preflight
 from verl.config.schema import Block
 from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.utils.logging_setup import setup_logging
-from verl.utils.lost_terminal import outlive_terminal
+from verl.utils.lost_terminal import survive_lost_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def command(
         composed = hydra.main(config_path="config", config_name=config_name, version_base=None)(run)
 
         def main() -> None:
-            outlive_terminal()
+            survive_lost_terminal()
             with exits(), prepared_arguments(config_name):
                 composed()
 

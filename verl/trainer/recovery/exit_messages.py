@@ -27,7 +27,7 @@ from verl.trainer.recovery.supervised_process import is_supervised, previous_att
 from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
 from verl.utils.exceptions import RemoteTraceback, annotate_error, cause_chain
 from verl.utils.fs import expand_path
-from verl.utils.lost_terminal import keep_lost_output
+from verl.utils.lost_terminal import set_fallback_file
 from verl.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def exit_with_message(
 def attach_resume_hint(trainer: Any) -> Iterator[None]:
     """Attach the run folder and `describe_resume` to errors that leave this block; report them to the supervisor."""
     folder = expand_path(trainer.default_local_dir)
-    keep_lost_output(os.path.join(folder, "after_the_terminal.log"))
+    set_fallback_file(os.path.join(folder, "after_the_terminal.log"))
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -95,7 +95,7 @@ class CheckpointManager:
 
     `max_to_keep` limits the local steps (None: no limit), or each part of them: {"actor": 3, "critic": 1} keeps the
     newest three with their folder `actor/` and only the newest one with `critic/`; a step is complete only with all its
-    parts. `remote`, a path or URL, gets a copy of each step, without limit and in the background (`copies`).
+    parts. `remote`, a path or URL, gets a copy of each step, without limit and in the background (`uploader`).
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class CheckpointManager:
                 key = "max_ckpt_to_keep" if part == _STEP else f"max_{part}_ckpt_to_keep"
                 raise ValueError(f"trainer.{key}: {limit} would keep no step. Use 1 or more, or null for all.")
         self.root = Path(expand_path(root)).absolute()
-        self.copies: Uploader | None = None
+        self.uploader: Uploader | None = None
         if remote is not None:
             filesystem_of(remote, REMOTE_KEY)
-            self.copies = Uploader(self.root, remote, self._delete_old_steps)
+            self.uploader = Uploader(self.root, remote, self._delete_old_steps)
         self._open: tuple[int, Path] | None = None
         self._newest: Path | None = None
         self._lock = ExitStack()
@@ -157,8 +157,8 @@ class CheckpointManager:
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._open, self._newest = None, target
-        if self.copies is not None:
-            self.copies.add(target)
+        if self.uploader is not None:
+            self.uploader.add(target)
         self._delete_old_steps()
         self._lock.close()
         return target

@@ -24,7 +24,7 @@ _DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco", "humaneval", "mbp
 
 
 def extract_code(solution_str: str) -> tuple[str, str] | None:
-    """(language, code) of the last fenced block in a supported language; None without one.
+    """Return (language, code) of the last fenced block in a supported language; None without one.
 
     A block that is never closed ends with the response.
     """
@@ -116,8 +116,8 @@ def _python_outcomes(
     if outcomes and outcomes[-1]["status"] == "syntax":
         return [outcomes[-1]] * len(tests)
     # Missing outcomes were not run: the run ended early, or a failure had decided the score.
-    rest = {"status": result.status if result.status in _OUTCOME_NAMES else "not run"}
-    return outcomes + [rest] * (len(tests) - len(outcomes))
+    not_run = {"status": result.status if result.status in _OUTCOME_NAMES else "not run"}
+    return outcomes + [not_run] * (len(tests) - len(outcomes))
 
 
 def _read_outcomes(stdout: str) -> Iterator[dict[str, Any]]:

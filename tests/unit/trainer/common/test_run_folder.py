@@ -45,8 +45,8 @@ def save_copied_step(root: Path, step: int, copies: str) -> None:
     manager = CheckpointManager(root, remote=copies)
     (manager.begin(step) / "weights").write_bytes(b"x")
     manager.commit(step)
-    assert manager.copies is not None
-    assert manager.copies.wait(10) == []
+    assert manager.uploader is not None
+    assert manager.uploader.wait(10) == []
 
 
 def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task, tmp_path, monkeypatch):

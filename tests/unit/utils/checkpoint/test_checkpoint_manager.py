@@ -30,7 +30,7 @@ def save(root, step, max_to_keep=None, remote=None, content=None) -> Path:
         (folder / "critic" / "values.bin").write_bytes(b"values")
     (folder / "trainer.pt").write_bytes(b"state")
     path = manager.commit(step)
-    assert manager.copies is None or manager.copies.wait(10) == []
+    assert manager.uploader is None or manager.uploader.wait(10) == []
     return path
 
 
@@ -401,7 +401,7 @@ def test_a_copy_is_replaced_whole(tmp_path, memory_url):
     manager = CheckpointManager(tmp_path, remote=memory_url)
     (manager.begin(1) / "only_in_the_first").write_bytes(b"w")
     manager.commit(1)
-    manager.copies.wait(10)
+    manager.uploader.wait(10)
     save(tmp_path, 1, remote=memory_url)
     assert not fsspec.filesystem("memory").exists(f"{memory_url}/global_step_1/only_in_the_first")
 

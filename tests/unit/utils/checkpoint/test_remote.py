@@ -66,9 +66,9 @@ def test_a_remote_that_fails_twice_and_then_works_costs_nothing(tmp_path, store,
     manager = CheckpointManager(tmp_path / "run", remote=str(store.folder))
     with caplog.at_level(logging.WARNING, logger="verl"):
         save(manager, 1)
-        assert manager.copies.wait(PATIENCE) == []
+        assert manager.uploader.wait(PATIENCE) == []
     assert store.steps() == ["global_step_1"]
-    assert manager.copies.failed == 0
+    assert manager.uploader.failed == 0
     assert "failed (2 of 4): ConnectionError: the store is away" in caplog.text
 
 
@@ -80,7 +80,7 @@ def test_saving_goes_on_while_copies_wait_and_all_that_are_kept_follow_in_order(
     assert local(manager) == ["global_step_1", "global_step_10", "global_step_2"]
     assert store.steps() == []
     store.may_go_on.set()
-    assert manager.copies.wait(PATIENCE) == []
+    assert manager.uploader.wait(PATIENCE) == []
     assert store.uploads == ["global_step_1", "global_step_2", "global_step_10"]
     assert (store.folder / "latest").read_text() == "global_step_10"
 
@@ -90,11 +90,11 @@ def test_what_could_not_be_copied_is_counted_said_and_tried_with_the_next_save(t
     store.failures = 2 * remote._ATTEMPTS
     with caplog.at_level(logging.ERROR, logger="verl"):
         save(manager, 1)
-        assert manager.copies.wait(PATIENCE) == ["global_step_1"], "the last try of a run fails too"
-    assert manager.copies.failed == 2
+        assert manager.uploader.wait(PATIENCE) == ["global_step_1"], "the last try of a run fails too"
+    assert manager.uploader.failed == 2
     assert "only local for now: global_step_1. The next save tries again." in caplog.text
     save(manager, 2)
-    assert manager.copies.wait(PATIENCE) == []
+    assert manager.uploader.wait(PATIENCE) == []
     assert store.steps() == ["global_step_1", "global_step_2"]
 
 
@@ -108,7 +108,7 @@ def test_the_step_being_copied_is_kept_those_that_wait_are_not(tmp_path, store):
         save(manager, step)
         assert local(manager) == ["global_step_1", f"global_step_{step}"]
     store.may_go_on.set()
-    assert manager.copies.wait(PATIENCE) == []
+    assert manager.uploader.wait(PATIENCE) == []
     assert store.steps() == ["global_step_1", "global_step_4"]
     assert local(manager) == ["global_step_4"], "and it goes when it is copied"
 
@@ -118,26 +118,26 @@ def test_the_end_of_a_run_waits_only_so_long_and_names_what_is_missing(tmp_path,
     store.may_go_on.clear()
     save(manager, 1)
     save(manager, 2)
-    assert manager.copies.wait(0.1) == ["global_step_1", "global_step_2"]
+    assert manager.uploader.wait(0.1) == ["global_step_1", "global_step_2"]
     store.may_go_on.set()
-    assert manager.copies.wait(PATIENCE) == []
+    assert manager.uploader.wait(PATIENCE) == []
 
 
 def test_what_a_killed_run_did_not_copy_the_next_one_does(tmp_path, store):
     first = CheckpointManager(tmp_path / "run", remote=str(store.folder))
     save(first, 1)
-    assert first.copies.wait(PATIENCE) == []
+    assert first.uploader.wait(PATIENCE) == []
     alone = CheckpointManager(tmp_path / "run")
     save(alone, 2)
     unfinished = store.folder / "global_step_2"
     unfinished.mkdir()
     (unfinished / "weights").write_bytes(b"2")
     over = CheckpointManager(tmp_path / "run", remote=str(store.folder))
-    assert over.copies.wait(PATIENCE) == [], "a run that has nothing left to save does it at its end"
+    assert over.uploader.wait(PATIENCE) == [], "a run that has nothing left to save does it at its end"
     assert store.uploads == ["global_step_1", "global_step_2"]
     again = CheckpointManager(tmp_path / "run", remote=str(store.folder))
     save(again, 3)
-    assert again.copies.wait(PATIENCE) == []
+    assert again.uploader.wait(PATIENCE) == []
     assert store.uploads == ["global_step_1", "global_step_2", "global_step_3"]
     assert resolve_resume("auto", tmp_path / "new", remote=str(store.folder)).name == "global_step_3"
     assert remote.read_remote_manifest(str(store.folder), "global_step_2").step == 2
@@ -152,9 +152,9 @@ def test_a_step_that_cannot_be_deleted_costs_neither_the_save_nor_the_copies(tmp
         full.setattr("verl.utils.checkpoint.checkpoint_manager._apply_limits", fail)
         for step in (1, 2):
             save(manager, step)
-            assert manager.copies.wait(PATIENCE) == []
+            assert manager.uploader.wait(PATIENCE) == []
         assert store.steps() == local(manager) == ["global_step_1", "global_step_2"]
     assert "steps over the limit could not be deleted: [Errno 28] No space left on device" in caplog.text
     save(manager, 3)
-    assert manager.copies.wait(PATIENCE) == []
+    assert manager.uploader.wait(PATIENCE) == []
     assert local(manager) == ["global_step_3"]

@@ -1,4 +1,4 @@
-"""The driver of code rewards and the modules that it imports as one module, for Pythons without this package."""
+"""The driver of code tests and the modules that it imports as one source, for interpreters without this package."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import functools
 from pathlib import Path
 
 NAME = "verl_code_driver"
-"""Name under which programs of the local sandbox find the module imported."""
+"""Name of the module in the local sandbox, where it is preloaded."""
 _PACKAGE = "verl.utils.reward_score.code_tests"
 _MODULES = ("values", "channel", "candidate", "proxies", "judge", "isolation", "driver")
 _LOADER = """
 import sys, types
 def _load(package, sources):
     parts = package.split(".")
-    ours = [name for name in sys.modules if name.split(".")[0] == parts[0]]
-    replaced = {name: sys.modules.pop(name) for name in ours}
+    existing = [name for name in sys.modules if name.split(".")[0] == parts[0]]
+    replaced = {name: sys.modules.pop(name) for name in existing}
     parents = [".".join(parts[: count + 1]) for count in range(len(parts))]
     for name in parents:
         sys.modules[name] = types.ModuleType(name)
@@ -34,12 +34,12 @@ def _load(package, sources):
 
 @functools.cache
 def driver_source() -> str:
-    """The source of a module that defines `main`."""
+    """Return the source of a module that defines `main`."""
     folder = Path(__file__).parent
     sources = [(name, (folder / f"{name}.py").read_text()) for name in _MODULES]
     return f"{_LOADER}main = _load({_PACKAGE!r}, {sources!r})\n"
 
 
 def driver_program(preloaded: bool) -> str:
-    """A program that runs the driver. `preloaded`: the module `NAME` can be imported."""
+    """Return a program that runs the driver. `preloaded`: the module `NAME` can be imported."""
     return f"from {NAME} import main\nmain()\n" if preloaded else driver_source() + "main()\n"
