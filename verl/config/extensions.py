@@ -24,7 +24,7 @@ _VERL = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Traits:
-    """What the configuration knows about an extension. Subclasses have a field per trait, with a default."""
+    """Properties of an extension that the configuration reads. Subclasses have a field per trait, with a default."""
 
     at: str
     """Import path of the function or class, `module:attribute`."""

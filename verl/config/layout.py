@@ -33,7 +33,7 @@ class Layout:
     world_size: int
     ranks_per_copy: int
     split: str  # parallel sizes of a copy, e.g. "TP 4 × PP 2"
-    sharing: int = 1  # ranks that share the tokens of each sequence; their token budgets add up
+    ranks_per_sequence: int = 1  # ranks that share the tokens of each sequence; their token budgets add up
 
     @property
     def dp_size(self) -> int:

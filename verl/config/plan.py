@@ -313,16 +313,16 @@ def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     mini, group_size = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
     if plan.token_budget is not None:
         longest = config.data.max_prompt_length + config.data.max_response_length
-        sharing = plan.layout.sharing
-        if plan.token_budget * sharing >= longest:
+        ranks_per_sequence = plan.layout.ranks_per_sequence
+        if plan.token_budget * ranks_per_sequence >= longest:
             return []
         return [
             Problem(
                 f"{block}.ppo_max_token_len_per_gpu",
                 plan.token_budget,
                 f"a sample of {longest} tokens (data.max_prompt_length + data.max_response_length) does not fit"
-                + (f" on {sharing} sequence-parallel ranks" if sharing > 1 else ""),
-                f"Set it to {math.ceil(longest / sharing)} or more",
+                + (f" on {ranks_per_sequence} sequence-parallel ranks" if ranks_per_sequence > 1 else ""),
+                f"Set it to {math.ceil(longest / ranks_per_sequence)} or more",
                 ("data.max_prompt_length", "data.max_response_length"),
             )
         ]

@@ -76,7 +76,7 @@ class SFTConfig(SupervisedConfig):
         return {"TP": sizes.tensor_model_parallel_size, "PP": stages, "CP": sizes.context_parallel_size}
 
     @property
-    def sharing(self) -> int:
+    def ranks_per_sequence(self) -> int:
         split = self.split
         return split.get("Ulysses") or split["CP"]
 

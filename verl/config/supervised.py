@@ -121,7 +121,7 @@ class SupervisedConfig(RootConfig):
         return {"Ulysses": self.ulysses_sequence_parallel_size}
 
     @property
-    def sharing(self) -> int:
+    def ranks_per_sequence(self) -> int:
         """Ranks that share the tokens of each row."""
         return self.ulysses_sequence_parallel_size
 
@@ -160,11 +160,11 @@ def validate(config: SupervisedConfig, report: Report) -> None:
     if size == 0 or (size > 0 and ranks % size):
         why = f"does not divide the {count(ranks, 'rank')}"
         report.problem("fsdp_config.fsdp_size", size, why, "Set it to -1 (all ranks), or a divisor", _RANKS)
-    sharing = config.ulysses_sequence_parallel_size
-    if ranks % sharing:
+    ulysses_size = config.ulysses_sequence_parallel_size
+    if ranks % ulysses_size:
         why, fix = f"does not divide the {count(ranks, 'rank')}", "Set it to 1, or a divisor"
-        report.problem("ulysses_sequence_parallel_size", sharing, why, fix, _RANKS)
-    sequence_parallel_rules("ulysses_sequence_parallel_size", sharing, "model", config, report)
+        report.problem("ulysses_sequence_parallel_size", ulysses_size, why, fix, _RANKS)
+    sequence_parallel_rules("ulysses_sequence_parallel_size", ulysses_size, "model", config, report)
     for name in ("param_offload", "optimizer_offload"):
         if config.fsdp_config[name]:
             report.notice(f"fsdp_config.{name} has no effect: no other role uses the device between training steps.")
@@ -196,7 +196,7 @@ def _batches(config: SupervisedConfig, report: Report) -> None:
         why = f"is more than the {count(share, 'row')} of a training step on each rank"
         fix = f"Set it to {share} or less, or raise data.train_batch_size"
         report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
-    needed = math.ceil(data.max_length / config.sharing)
+    needed = math.ceil(data.max_length / config.ranks_per_sequence)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < needed:
         why = f"a row of data.max_length = {data.max_length} tokens does not fit"
         fix = f"Set it to {needed} or more"

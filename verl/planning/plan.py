@@ -62,14 +62,14 @@ def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Return the plan of a supervised run: training, and generation if there are validation prompts."""
-    data, sharing, kind = config.data, config.sharing, config.trainer.device
+    data, ranks_per_sequence, kind = config.data, config.ranks_per_sequence, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
     rows_limit = data.micro_batch_size_per_gpu * data.max_length
-    limit = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else rows_limit
+    limit = data.max_token_len_per_gpu * ranks_per_sequence if data.use_dynamic_bsz else rows_limit
     rows = config.max_rows_per_rank
     step_tokens = 2 * limit if rows is None else rows * data.max_length  # unbounded rows fill several micro-batches
     tokens = min(step_tokens, limit)
-    rank_tokens = math.ceil(tokens / sharing)
+    rank_tokens = math.ceil(tokens / ranks_per_sequence)
     state = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
     state["context"] = _context(kind, config.ranks)
     engine = _validation_engine(config, shape, device, model.weights())
@@ -125,12 +125,12 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     step_tokens = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
     if block[f"{dynamic_prefix}use_dynamic_bsz"]:
         # Sequence-parallel ranks add up their budgets; a sequence over the budget is its own micro-batch.
-        limit = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.sharing)
+        limit = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.ranks_per_sequence)
     else:
         size = "micro_batch_size_per_gpu" if phase == "reward" else f"{prefix}micro_batch_size_per_gpu"
         limit = block[size] * longest
     tokens = min(step_tokens, limit)
-    rank_tokens = math.ceil(tokens / layout.sharing)
+    rank_tokens = math.ceil(tokens / layout.ranks_per_sequence)
     response_tokens = math.ceil(rank_tokens * config.data.max_response_length / longest)
     return rank_tokens, response_tokens, math.ceil(step_tokens / tokens)
 

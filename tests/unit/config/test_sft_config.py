@@ -124,7 +124,12 @@ def test_scripts_written_for_the_older_keys_run_unchanged():
 def test_ranks_of_the_megatron_engine_share_rows_by_its_sizes():
     sizes = ("engine=megatron", "megatron.tensor_model_parallel_size=2", "megatron_config.context_parallel_size=2")
     config = load(*sizes, "trainer.n_gpus_per_node=8", "data.train_batch_size=6")
-    assert (config.strategy, config.dp_size, config.sharing, config.megatron_config.dtype) == ("megatron", 2, 2, "fp32")
+    assert (config.strategy, config.dp_size, config.ranks_per_sequence, config.megatron_config.dtype) == (
+        "megatron",
+        2,
+        2,
+        "fp32",
+    )
     assert "over 8 ranks = data-parallel 2 × TP 2 × CP 2 (cpu), 3 each" in describe(config)
     assert set(problems(*sizes)) == {"megatron_config.tensor_model_parallel_size"}
     found = problems("strategy=megatron", "model.lora_rank=8", "ulysses_sequence_parallel_size=2")

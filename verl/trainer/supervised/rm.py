@@ -96,7 +96,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         """Take one optimizer step. Every rank gets whole prompts if possible, and about equally many tokens."""
         pairs, places = batch_pairs(batch.batch), torch.arange(len(batch))
         lengths, prompts = batch.batch["attention_mask"].sum(dim=1), batch.batch[PROMPT]
-        micro = micro_batching(self.config).scaled_by(self.config.sharing)
+        micro = micro_batching(self.config).scaled_by(self.config.ranks_per_sequence)
         whole = whole_prompts(prompts, lengths, micro, self.config.dp_size)
         rows = batch.select(batch_keys=TOKENS)
         rows.meta_info["weight"] = float(pairs.weight.sum())

@@ -1,1 +1,1 @@
-"""Training checkpoints as folders: written beside, checked by manifest, renamed into place. Needs no torch."""
+"""Training checkpoints as folders: written under a temporary name, checked by manifest, renamed. Needs no torch."""

@@ -1,1 +1,1 @@
-"""Rows on disk to model inputs: prompts for RL, conversations for supervised training, and what is checked first."""
+"""Datasets: rows of files as model inputs (prompts for RL, conversations for supervised training), and their checks."""

@@ -250,7 +250,7 @@ def judge(
         os._exit(0)
 
     def not_plain() -> NoReturn:
-        """Execute the test beside the solution. `protected` says so: its score is labelled as forgeable."""
+        """Execute the test in the solution's process; `protected` is False, so its score is labelled as forgeable."""
         nonlocal protected
         protected = False
         end(run_alone(solution, {"kind": "assert", "max_bytes": 64}, deadline - time.monotonic(), test))
