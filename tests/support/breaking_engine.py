@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from verl.workers.rollout.native_rollout import NativeRollout
 
 FAILING_REQUEST = "fail the device"
 """ID of the request that raises a device error."""
+_FAILURE_DELAY_S = 0.5
 
 
 class BreakingRollout(NativeRollout):
@@ -32,9 +34,13 @@ class BreakingRollout(NativeRollout):
         self._memory = SharedMemory(f"verl-{os.getpid()}", create=True, size=64)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
+        if not any(request.id == FAILING_REQUEST for request in requests):
+            return super().submit(requests)
+        # As an error in a step: after `submit` has returned, and before the requests have finished.
+        self._loop.pause("keep")
         futures = super().submit(requests)
-        if any(request.id == FAILING_REQUEST for request in requests):
-            self._loop.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        threading.Timer(_FAILURE_DELAY_S, self._loop.fail, [error]).start()
         return futures
 
     def close(self) -> None:
