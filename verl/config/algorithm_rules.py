@@ -81,13 +81,7 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
 _OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
 
 
-def old_log_probs_from_update(config: PPOConfig) -> bool:
-    """Whether the update's first forward pass provides old log-probs: as set; null: if there are no conflicts."""
-    value = config.actor_rollout_ref.actor.old_log_prob_from_update
-    return not _old_log_prob_conflicts(config) if value is None else value
-
-
-def _old_log_prob_conflicts(config: PPOConfig) -> list[str]:
+def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
     """Return the reasons why the update cannot provide old log-probs.
 
     With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1. The
@@ -116,7 +110,7 @@ def _old_log_prob_conflicts(config: PPOConfig) -> list[str]:
 
 def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:
     """Report conflicts with `old_log_prob_from_update=True`."""
-    reasons = _old_log_prob_conflicts(config)
+    reasons = old_log_prob_conflicts(config)
     if config.actor_rollout_ref.actor.old_log_prob_from_update and reasons:
         report.problem(_OLD_LOG_PROB_FROM_UPDATE, True, "; ".join(reasons), "Leave it out, or change these keys")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
-from verl.config.algorithm_rules import old_log_probs_from_update
 from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
+from verl.config.resolve import old_log_probs_from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
