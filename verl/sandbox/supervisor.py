@@ -146,6 +146,8 @@ class _Supervisor:
                 code, drain_seconds = message["report"][0], 0.0
             else:
                 code = message["code"]
+            if code == 0 and self._out_of_memory():  # cgroup v1 kills one process of the run; v2 kills all
+                code = -int(signal.SIGKILL)
             pipes.drain(time.monotonic() + drain_seconds)
         status, note = self._status(problem, code)
         outcome = {"status": status, "return_code": code, "seconds": seconds}
