@@ -209,7 +209,7 @@ class _Server(uvicorn.Server):
         self._signals = _SIGNALS if signals else ()
         self._accept_queues: list[AcceptQueue] = []
         self._trimmed_to = 0
-        self._trimmed_after_requests = 0
+        self._activity_at_trim = (0, 0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -224,7 +224,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second. Free memory of the heap goes back to the system: malloc keeps it."""
         if counter % _TICKS_PER_TRIM == 0 and self._should_trim():
-            self._trimmed_after_requests = self.server_state.total_requests
+            self._activity_at_trim = self._activity()
             await asyncio.to_thread(trim_heap)
             self._trimmed_to = process_tree.resident_bytes()
         return await super().on_tick(counter)
@@ -232,7 +232,11 @@ class _Server(uvicorn.Server):
     def _should_trim(self) -> bool:
         if process_tree.resident_bytes() > self._trimmed_to + _GROWTH_BYTES:
             return True
-        return not self.server_state.tasks and self.server_state.total_requests > self._trimmed_after_requests
+        return not self.server_state.tasks and self._activity() != self._activity_at_trim
+
+    def _activity(self) -> tuple[int, int]:
+        """Requests so far and open connections: connections that send no request use memory, too."""
+        return self.server_state.total_requests, len(self.server_state.connections)
 
     def _create_accept_queue(self, bound: socket.socket) -> AcceptQueue:
         def create_protocol() -> asyncio.Protocol:
