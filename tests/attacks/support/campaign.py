@@ -42,7 +42,8 @@ class Figures:
     """Without the time in which the server was ready to run and had no CPU."""
     control_s: dict[str, float] = field(default_factory=dict)
     memory_mb: dict[str, float] = field(default_factory=dict)
-    """before, after: shared pages count once (PSS). peak, peak_parent: resident, pages count once per process."""
+    """before, after: without pages of files; shared pages count once (PSS).
+    peak, peak_parent: resident; shared pages count once per process."""
     processes: dict[str, int] = field(default_factory=dict)
     regular: dict[str, Any] = field(default_factory=dict)
     stop: dict[str, Any] = field(default_factory=dict)

@@ -151,12 +151,12 @@ class MemoryProbe(_Sampler):
         return total, len(tree)
 
     def level(self) -> tuple[int, int]:
-        """(bytes, number of processes); memory that processes share counts once (PSS). Slow, for an idle server."""
-        total, tree = 0, self._server.tree()
-        for process in tree:
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total, len(tree)
+        """(bytes, number of processes); memory that processes share counts once (PSS). Slow, for an idle server.
+
+        Without pages of files: their share depends on which other programs of the machine have mapped the same file.
+        """
+        tree = self._server.tree()
+        return sum(_proportional_bytes(process.pid) for process in tree), len(tree)
 
     def alive(self) -> list[psutil.Process]:
         """Processes of the server that still run."""
@@ -166,6 +166,16 @@ class MemoryProbe(_Sampler):
         self.peak = max(self.peak, self.read()[0])
         if self.peak > _KILL_BYTES:  # before the kernel kills other programs of the machine
             self._server.process.kill()
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Anonymous and shared memory of a process; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    kilobytes = {line.split()[0]: line.split()[1] for line in lines[1:]}
+    return sum(int(kilobytes[field]) << 10 for field in ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
 
 
 def _runs(process: psutil.Process) -> bool:

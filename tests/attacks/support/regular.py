@@ -24,6 +24,7 @@ _PAUSE_S = 0.1
 _TIMEOUT_S = 120.0
 _BATCH = 16
 """--max-num-seqs of the servers."""
+_CONCURRENT_CLIENTS = 8
 _numbers = itertools.count()
 
 
@@ -68,10 +69,16 @@ class RegularClients:
     problems: list[str] = field(default_factory=list)
 
     def record(self) -> None:
-        """Record the results without an attack, and that they are reproducible."""
+        """Record the results without an attack, and that they are reproducible, also by concurrent clients.
+
+        Concurrent clients use every worker process of the server: the idle level includes what each of them loads.
+        """
         self.expected = [work(self.url) for work in self.work]
-        again = [work(self.url) for work in self.work]
-        assert again == self.expected, "the regular requests are not reproducible without an attack"
+        with ThreadPoolExecutor(_CONCURRENT_CLIENTS) as threads:
+            for _ in range(_CONCURRENT_CLIENTS):
+                for work, expected in zip(self.work, self.expected, strict=True):
+                    results = list(threads.map(work, [self.url] * _CONCURRENT_CLIENTS))
+                    assert all(result == expected for result in results), "regular requests are not reproducible"
 
     def start(self) -> None:
         self._ended = threading.Event()
@@ -224,6 +231,14 @@ def _gateway() -> list[Work]:
         request(url, "DELETE", f"/sessions/{name}", key=name)
         return answer["content"], answer["stop_reason"]
 
+    def structured(url: str) -> Any:
+        """Output that follows a grammar: the idle level includes the grammar library."""
+        name = f"regular-{next(_numbers)}"
+        options = {"model": "any", "max_tokens": 8, "temperature": 0, "response_format": {"type": "json_object"}}
+        answer = request(url, "POST", f"/sessions/{name}/v1/chat/completions", {**options, "messages": messages}, name)
+        request(url, "DELETE", f"/sessions/{name}", key=name)
+        return answer["choices"][0]["message"]["content"]
+
     def victim(url: str) -> Any:
         """The session that is attacked: created by its first use, then only read."""
         if not victim_exists:
@@ -233,4 +248,4 @@ def _gateway() -> list[Work]:
         return request(url, "GET", f"/sessions/{VICTIM}", key=VICTIM_SECRET)
 
     victim_exists: list[bool] = []
-    return [chat, anthropic, crowd, victim]
+    return [chat, anthropic, structured, crowd, victim]
