@@ -1,24 +1,86 @@
-"""One run under faults: the real command; faults are timed by its phase log and followed until recovery."""
+"""A seeded plan of faults, and a run under them: faults are timed by its phase log and followed until recovery."""
 
 from __future__ import annotations
 
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _chaos_faults import LAYOUTS, Fault
-from _chaos_processes import by_kind, command_line, identity, send, state_of
-from _chaos_watch import STARTING, Checkpoints, PhaseLog, Position
+from _chaos_watch import STARTING, Checkpoints, PhaseLog, Position, by_kind, command_line, identity, send, state_of
 
 from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
+
+# "together": actor and rollout share their ranks; "apart": the rollout has its own pool.
+LAYOUTS = {
+    "together": ["trainer.n_gpus_per_node=2"],
+    "apart": [
+        "trainer.n_gpus_per_node=1",
+        "resource_pool_spec={train: [1], generation: [2]}",
+        "role_mapping={actor: train, rollout: generation}",
+    ],
+}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+# Faults that restart the run. All others may only repeat the work in progress.
+RESTARTS = ("rank", "saver", "controller", "driver", "GCS", "raylet", "starting")
+KINDS = {
+    "together": (*RESTARTS, "scorer", "fork server", "Ray's others"),
+    "apart": (*RESTARTS, "replica", "replica", "scorer", "fork server", "Ray's others"),
+}
+# "saver": a process that writes a checkpoint, during the write; "starting": any of these while the run starts.
+TARGETS = {"saver": ("rank", "controller"), "starting": ("rank", "controller", "driver", "raylet", "GCS")}
+# Phases of a step, named as in `_chaos_trainer`.
+_PHASES = (
+    "weight sync",
+    "generation",
+    "reward",
+    "old log-probs",
+    "advantages",
+    "update",
+    "save",
+    "validation",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Signal, target process and time: `steps` steps after the last recovery, at the fraction `share` of a phase."""
+
+    kind: str
+    target: str
+    done: str
+    phase: str
+    steps: int
+    share: float
+
+    @property
+    def restarts(self) -> bool:
+        return self.kind in RESTARTS
+
+    @property
+    def signal(self) -> signal.Signals:
+        return SIGNALS[self.done]
+
+
+def plan_faults(
+    layout: str, rng: random.Random, kinds: Collection[str] = (), signals: Collection[str] = tuple(SIGNALS)
+) -> Iterator[Fault]:
+    """Yield faults for runs of a layout, without end; every kind occurs once before any is repeated."""
+    deck = [(kind, done) for kind in KINDS[layout] if not kinds or kind in kinds for done in signals]
+    while deck:
+        for kind, done in rng.sample(deck, len(deck)):
+            target = rng.choice(TARGETS.get(kind, (kind,)))
+            phase = rng.choice(["start", "resume"]) if kind == "starting" else rng.choice(_PHASES)
+            yield Fault(kind, target, done, phase, rng.randrange(3), rng.random())
+
 
 ROOT = Path(__file__).parents[1]
 REWARD = '''

@@ -1,13 +1,19 @@
-"""Workloads of generation and their physical floors: what every engine is given, and what none can go below."""
+"""Generation workloads, the hardware limits of a decode step, and the engines that `inference.py` compares.
+
+Every engine has the settings that its documentation recommends for throughput, and random weights.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
+import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from _shapes import copy_bandwidth, matmul_rate
+from _shapes import copy_bandwidth, matmul_rate, synchronise
 
 __all__ = ["Case", "Floors", "cases_for", "dtype_of"]
 
@@ -103,3 +109,213 @@ class Floors:
     def multiply_ms(self, sequences: int) -> float:
         """The products with the weights at the rate of a large one."""
         return 2 * self.multiplied * sequences / self.rate * 1e3
+
+
+class System(Protocol):
+    """An engine with a model of the folder's config."""
+
+    def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None: ...
+
+    def generate(self, case: Case, seed: int) -> float:
+        """Seconds from the first submit to the last token."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Native:
+    """Ours, in this process."""
+
+    kind = "auto"
+
+    def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
+        from verl.config import ModelConfig, RolloutConfig, as_config
+        from verl.workers.rollout.native_rollout import NativeRollout
+
+        keys = {
+            "max_num_seqs": slots,
+            "max_model_len": max_len,
+            "max_num_batched_tokens": 8192 if device == "cuda" else 1024,
+            "gpu_memory_utilization": 0.7,
+            "load_format": "dummy",
+            "engine_kwargs": {"native": {"model": self.kind}},
+        }
+        self._vocab, self._device = config.vocab_size, device
+        self.rollout = NativeRollout(
+            folder, as_config(ModelConfig, {"path": folder}), as_config(RolloutConfig, keys), torch.device(device)
+        )
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        from verl.utils.weight_fingerprint import fingerprints
+
+        torch.manual_seed(0)
+        weights = self.rollout.weights
+        self.rollout.begin_update(1, None)
+        for name, tensor in weights.items():
+            tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, 0.02)
+        self.rollout.load_bucket(weights)
+        self.rollout.finish_update(fingerprints(weights))
+
+    def generate(self, case: Case, seed: int) -> float:
+        from verl.types.request import Request, SamplingParams
+
+        prompts = case.prompts(self._vocab, seed)
+        requests = []
+        for index, length in enumerate(case.lengths):
+            params = SamplingParams(key=index, max_new_tokens=length, ignore_eos=True)
+            group = index // case.n
+            requests.append(Request(f"{seed}-{index}", prompts[group], params, group=f"{seed}-{group}"))
+        synchronise(self._device)
+        start = time.perf_counter()
+        futures = self.rollout.submit(requests)
+        for future, length in zip(futures, case.lengths, strict=True):
+            assert len(future.result().token_ids) == length
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self.rollout.close()
+
+
+class Generic(Native):
+    """Ours, with the model's own module instead of fused layers."""
+
+    kind = "generic"
+
+
+class Vllm:
+    """vLLM in this process: no detokenising, prefix cache on, graphs whole for decoding and piecewise for the rest."""
+
+    in_process = True
+
+    def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.in_process else "1"
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if device == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm import LLM
+
+        graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "max_cudagraph_capture_size": min(slots, 1024)}
+        on_gpu = {"gpu_memory_utilization": 0.85, "compilation_config": graphs} if device == "cuda" else {}
+        self._vocab = config.vocab_size
+        self._llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(dtype_of(device)).removeprefix("torch."),
+            max_model_len=max_len,
+            max_num_seqs=slots,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            **on_gpu,
+        )
+
+    def generate(self, case: Case, seed: int) -> float:
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": ids} for ids in case.prompts(self._vocab, seed)]
+        asked = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "n": case.n}
+        if case.log_probs:
+            asked["logprobs"] = 0
+        params = [SamplingParams(max_tokens=length, **asked) for length in case.lengths[:: case.n]]
+        start = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert sum(len(one.token_ids) for output in outputs for one in output.outputs) == case.tokens
+        return seconds
+
+    def close(self) -> None:
+        del self._llm
+
+
+class VllmProcess(Vllm):
+    """The same, with its engine in a process of its own."""
+
+    in_process = False
+
+
+class Sglang:
+    """SGLang through its offline engine, which has a scheduler process of its own."""
+
+    def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
+        import sglang
+
+        self._vocab = config.vocab_size
+        keys: dict[str, Any] = {"cuda_graph_max_bs_decode": min(slots, 1024), "mem_fraction_static": 0.8}
+        if importlib.util.find_spec("sgl_kernel.flash_ops") is None:  # what its own choice stands on
+            keys["attention_backend"] = "triton"
+        if device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            keys = {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,
+            }
+        self._engine = sglang.Engine(
+            model_path=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(dtype_of(device)).removeprefix("torch."),
+            context_length=max_len,
+            max_running_requests=slots,
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            log_level="error",
+            **keys,
+        )
+
+    def generate(self, case: Case, seed: int) -> float:
+        prompts = case.prompts(self._vocab, seed)
+        params = [
+            {"temperature": 1.0, "ignore_eos": True, "n": case.n, "max_new_tokens": length}
+            for length in case.lengths[:: case.n]
+        ]
+        start = time.perf_counter()
+        self._engine.generate(input_ids=prompts, sampling_params=params, return_logprob=case.log_probs)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class HuggingFace:
+    """transformers' `generate`: batches of as many as there are slots; each runs until its longest is done."""
+
+    def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._vocab, self._device, self._slots = config.vocab_size, device, slots
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(device), attn_implementation="sdpa")
+        self._model = model.eval()
+
+    def generate(self, case: Case, seed: int) -> float:
+        prompts = [ids for ids in case.prompts(self._vocab, seed) for _ in range(case.n)]
+        synchronise(self._device)
+        start = time.perf_counter()
+        for at in range(0, len(prompts), self._slots):
+            ids = torch.tensor(prompts[at : at + self._slots], device=self._device)
+            longest = max(case.lengths[at : at + self._slots])
+            self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0,
+            )  # fmt: skip
+        synchronise(self._device)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        del self._model
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "native": Native,
+    "generic": Generic,
+    "vllm": Vllm,
+    "vllm-process": VllmProcess,
+    "sglang": Sglang,
+    "hf": HuggingFace,
+}

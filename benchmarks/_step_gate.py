@@ -1,4 +1,4 @@
-"""StepGate: a run's connection to the coordinator that decides when its next step starts (`_interleaved_runs`)."""
+"""StepGate: a run's connection to the coordinator that decides when its next step starts (`rollout_modes.py`)."""
 
 from __future__ import annotations
 

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from _agent_loops import TOOL_TOKENS, latencies
-from _ours_step import run
+from _ours_step import base, run
 from _report import report
 from _shapes import matmul_rate
 from _training_work import Work
-from _variants import base
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOOPS = Path(__file__).parent / "_agent_loops.py"

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ours_step import command, run_limited
+from _ours_step import ACTOR, ROLLOUT, base, command, run_limited
 from _report import report
 from _training_work import Work
-from _variants import ACTOR, ROLLOUT, base
 
 HERE = Path(__file__).parent
 MODES: dict[str, list[str]] = {
@@ -105,7 +104,6 @@ def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -
     overrides += _LARGE if work.shape == "qwen2.5-7b" else []
     environment = _environment()
     if options.profile:
-        overrides.append("external_libs=[_worker_clock,_overlap_profile]")
         environment |= {"OVERLAP_PROFILE": str(profile), "OVERLAP_UPDATE": str(min(options.warm + 2, work.steps - 1))}
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     for old in (metrics, profile):

@@ -34,10 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _chaos_faults import KINDS, LAYOUTS, SIGNALS, plan_faults
-from _chaos_processes import leftover_processes
-from _chaos_run import REWARD, ROOT, SAVE_FREQ, Run
-from _chaos_watch import ReferenceRun
+from _chaos_run import KINDS, LAYOUTS, REWARD, ROOT, SAVE_FREQ, SIGNALS, Run, plan_faults
+from _chaos_watch import ReferenceRun, leftover_processes
 from _report import report
 
 from verl.utils.process_tree import adopt_orphans

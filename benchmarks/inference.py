@@ -33,7 +33,7 @@ _OF_A_STEP = ("ms/step", "read ms", "x read", "least ms", "x least")
 
 def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> Iterator[Row]:
     """The workloads on one engine, in this process."""
-    from _generation_systems import SYSTEMS
+    from _generation import SYSTEMS
 
     cases = cases_for(device, quick)
     config = shape_config(shape, eos_token_id=None, bos_token_id=None)

@@ -13,8 +13,7 @@ import time
 from typing import Any
 
 import torch
-from _generation import Case
-from _generation_systems import Native
+from _generation import Case, Native
 from _report import report
 from _shapes import SHAPES, shape_config
 

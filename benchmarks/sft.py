@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from _ours_step import run_limited
 from _report import report
-from _sft_work import SFTWork
+from _sft_systems import SFTWork
 from _shapes import SHAPES, matmul_rate
 
 NOT_COUNTED = 2

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ours_step import run, run_limited
+from _ours_step import ENGINE_VARIANTS, chosen, run, run_limited, variants
 from _report import report
 from _shapes import SHAPES, matmul_rate
 from _training_work import Work
-from _variants import ENGINE_VARIANTS, chosen, variants
 
 ENGINE = "verl engine"
 # (system, variant, case, phase) of ours and of the comparison; minimum ratio of their times.

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _answer_lengths import in_groups, read_lengths
 from _pool_clock import Costs, Pool, Replica
 from async_pools import COSTS as MEASURED
-from async_pools import LENGTHS, Asynchronous, Work, bound, synchronous
+from async_pools import LENGTHS, Asynchronous, Work, bound, in_groups, read_lengths, synchronous
 
 from tests.support.tiny import tiny_tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _overlap_profile import summarised
+from _worker_profile import summarize_trace
 from asynchronous import summarize_run, summary, time_to_accuracy, window
 
 
@@ -43,6 +43,6 @@ def test_a_profile_tells_what_streams_did_at_once():
             ("decode", 20, 4.0, 1.0),
         )
     ]
-    found = summarised([*events, {"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1e9}], wall=6.0)
+    found = summarize_trace([*events, {"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1e9}], wall=6.0)
     assert (found["busy s"], found["several at once s"]) == (4.0, 1.0)
     assert [(stream["stream"], stream["s"]) for stream in found["streams"]] == [(20, 3.0), (7, 2.0)]

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _chaos_faults import KINDS, SIGNALS, plan_faults
-from _chaos_processes import by_kind, leftover_processes
-from _chaos_watch import Checkpoints, PhaseLog, Position, ReferenceRun
+from _chaos_run import KINDS, SIGNALS, plan_faults
+from _chaos_watch import Checkpoints, PhaseLog, Position, ReferenceRun, by_kind, leftover_processes
 from chaos import differing_answers, differing_weights
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _interleaved_runs import InterleavedRuns, Run, environment_for
 from _ours_step import command
-from rollout_modes import MODES, overrides, summarize, trees_of, violations, work_of
+from rollout_modes import (
+    MODES,
+    InterleavedRuns,
+    Run,
+    environment_for,
+    overrides,
+    summarize,
+    trees_of,
+    violations,
+    work_of,
+)
 
 from verl.config import load_config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from _ours_step import base, chosen, variants
 from _training_work import Work
 from _trl_step import ForcedEnds
-from _variants import base, chosen, variants
 from training_step import summary
 
 from verl.config import load_config
