@@ -19,7 +19,7 @@ from _chaos_watch import STARTING, Checkpoints, PhaseLog, Position, by_kind, com
 
 from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
-# "together": actor and rollout share their ranks; "apart": the rollout has its own pool.
+# "together": actor and rollout share their ranks; "apart": the rollout has a separate resource pool.
 LAYOUTS = {
     "together": ["trainer.n_gpus_per_node=2"],
     "apart": [
@@ -56,7 +56,7 @@ class Fault:
 
     kind: str
     target: str
-    done: str
+    action: str
     phase: str
     steps: int
     share: float
@@ -67,19 +67,19 @@ class Fault:
 
     @property
     def signal(self) -> signal.Signals:
-        return SIGNALS[self.done]
+        return SIGNALS[self.action]
 
 
 def plan_faults(
     layout: str, rng: random.Random, kinds: Collection[str] = (), signals: Collection[str] = tuple(SIGNALS)
 ) -> Iterator[Fault]:
     """Yield faults for runs of a layout, without end; every kind occurs once before any is repeated."""
-    deck = [(kind, done) for kind in KINDS[layout] if not kinds or kind in kinds for done in signals]
-    while deck:
-        for kind, done in rng.sample(deck, len(deck)):
+    pairs = [(kind, action) for kind in KINDS[layout] if not kinds or kind in kinds for action in signals]
+    while pairs:
+        for kind, action in rng.sample(pairs, len(pairs)):
             target = rng.choice(TARGETS.get(kind, (kind,)))
             phase = rng.choice(["start", "resume"]) if kind == "starting" else rng.choice(_PHASES)
-            yield Fault(kind, target, done, phase, rng.randrange(3), rng.random())
+            yield Fault(kind, target, action, phase, rng.randrange(3), rng.random())
 
 
 ROOT = Path(__file__).parents[1]
@@ -93,14 +93,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
 _TICK_S = 0.005
-# Without a restart a run has survived a fault after some more steps and seconds: Ray may notice a loss late.
-_SETTLE_STEPS = 3
-_SETTLE_S, _UNNOTICED_S = 6.0, 45.0
+# Without a restart, a run has survived a fault after this number of steps and seconds: Ray may detect a loss late.
+_SURVIVAL_STEPS = 3
+_SURVIVAL_S, _UNDETECTED_S = 6.0, 45.0
 
 
 @dataclass
 class Outcome:
-    """Result of a fault. `broken` is empty if all guarantees hold."""
+    """Result of a fault. `reaction`: restarted, continued or finished; `violations` is empty if all guarantees hold."""
 
     fault: Fault
     layout: str
@@ -109,21 +109,21 @@ class Outcome:
     phase: str
     saved: int
     seconds: float = 0.0
-    how: str = ""
+    reaction: str = ""
     reached: int = 0
-    """The last step started before a restart: a run may continue for a while without the lost process."""
+    """The last step started before a restart: a run may continue for some time without the lost process."""
     resumed_at: int | None = None
-    redone: int = 0
-    said: str = ""
-    broken: str = ""
+    repeated_steps: int = 0
+    message: str = ""
+    violations: str = ""
 
     def row(self) -> dict[str, Any]:
-        own = {name: value for name, value in asdict(self).items() if name != "fault"}
-        return {"kind": self.fault.kind, "target": self.fault.target, "done": self.fault.done, **own}
+        fields = {name: value for name, value in asdict(self).items() if name != "fault"}
+        return {"kind": self.fault.kind, "target": self.fault.target, "action": self.fault.action, **fields}
 
 
 class Run:
-    """The command in `folder`. It is restarted from outside only after a violation, which is counted."""
+    """The training command in `folder`. The benchmark restarts it only after a violation, which is counted."""
 
     def __init__(
         self, task: dict[str, str], folder: Path, layout: str, steps: int, limit: float, settings: Sequence[str] = ()
@@ -135,7 +135,7 @@ class Run:
         # A short path: Ray's socket names have a length limit.
         self.ray_folder = tempfile.mkdtemp(prefix="c", dir="/tmp")
         (folder / "tmp").mkdir()
-        self.notes = PhaseLog(folder / "notes.jsonl")
+        self.phase_log = PhaseLog(folder / "phases.jsonl")
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.command = [
             sys.executable,
@@ -145,7 +145,7 @@ class Run:
             *settings,
         ]
         self.newest_at_last_fault = 0
-        self.hands = self.stood_still = 0
+        self.forced_restarts = self.stalls = 0
         self.start()
 
     # ---------------------------------------------------------------- the process
@@ -169,9 +169,9 @@ class Run:
                 preexec_fn=die_with_parent,
             )
 
-    def start_again(self) -> None:
-        """Restart from outside; counted as a violation."""
-        self.hands += 1
+    def force_restart(self) -> None:
+        """Kill and restart the run; counted as a violation."""
+        self.forced_restarts += 1
         kill_tree(self.process.pid)
         self.process.wait()
         self.start()
@@ -181,7 +181,7 @@ class Run:
         return self.folder / "log.txt"
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process.poll() is not None
 
     def wait(self) -> int | None:
@@ -191,158 +191,166 @@ class Run:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            self.notes.read_new()
+            self.phase_log.read_new()
 
     def close(self) -> None:
         kill_tree(self.process.pid)
         self.process.wait()
         self.checkpoints.close()
-        self.notes.read_new()
+        self.phase_log.read_new()
 
-    # ---------------------------------------------------------------- aiming
+    # ---------------------------------------------------------------- injection
 
-    def hit(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
+    def inject(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
         """Inject the fault at its time and wait until the run has recovered; None if the run ended before."""
-        if not self._aim(fault, usual):
+        if not self._wait_for_moment(fault, usual):
             return None
         pid = rng.choice(self._processes(fault.target))
-        last = next(note for note in reversed(self.notes.all) if "phase" in note)
+        last = next(entry for entry in reversed(self.phase_log.all) if "phase" in entry)
         outcome = Outcome(fault, self.layout, pid, last["step"], last["phase"], self.checkpoints.newest())
         alive = {identity(member) for member in with_descendants(self.process.pid)[1:]} - {None}
-        said_before, self.newest_at_last_fault = self.log.stat().st_size, outcome.saved
+        log_size, self.newest_at_last_fault = self.log.stat().st_size, outcome.saved
         moment = time.monotonic()
         if not send(pid, fault.signal):
-            return self.hit(fault, usual, rng)
-        self._follow(outcome, Position.of(last), moment, usual["step"])
-        if outcome.how == "restarted":
+            return self.inject(fault, usual, rng)
+        self._wait_for_recovery(outcome, Position.of(last), moment, usual["step"])
+        if outcome.reaction == "restarted":
             self._check_restart(outcome, alive)
-        outcome.said = _sentence(self.log, said_before)
+        outcome.message = _fault_message(self.log, log_size)
         return outcome
 
     def _processes(self, kind: str) -> list[int]:
         """Pids of a kind; waits for them while the run starts."""
         for _ in range(round(self.limit / _TICK_S)):
-            pids = by_kind(self.process.pid, self.notes.actor_ranks())
+            pids = by_kind(self.process.pid, self.phase_log.actor_ranks())
             if kind in pids:
                 return pids[kind]
             self._tick()
         raise SystemExit(f"the run has no {kind}, but {pids}; see {self.log}")
 
-    def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
+    def _wait_for_moment(self, fault: Fault, usual: dict[str, float]) -> bool:
         """Wait for the time of the fault; False if the run has ended."""
         while self.checkpoints.newest(now=False) <= self.newest_at_last_fault:
-            self.notes.read_new()
-            if not self._tick_while_it_moves():
+            self.phase_log.read_new()
+            if not self._tick_between_faults():
                 return False
         if fault.kind == "starting":
-            return self._aim_at_start(fault, usual)
-        self.notes.read_new()
-        first = self.notes.all[-1]["step"] + fault.steps
-        for note in self._coming():
+            return self._wait_for_restart_phase(fault, usual)
+        self.phase_log.read_new()
+        first = self.phase_log.all[-1]["step"] + fault.steps
+        for entry in self._new_entries():
             if fault.kind == "saver":
-                if note["step"] >= first and (folder := self.checkpoints.saving()) is not None:
+                if entry["step"] >= first and (folder := self.checkpoints.saving()) is not None:
                     time.sleep(fault.share * 0.1)
                     if folder.exists():
                         return True
-            elif note["step"] >= first and note.get("phase") == fault.phase:
-                time.sleep(max(0.0, note["time"] + fault.share * usual[fault.phase] - time.monotonic()))
+            elif entry["step"] >= first and entry.get("phase") == fault.phase:
+                time.sleep(max(0.0, entry["time"] + fault.share * usual[fault.phase] - time.monotonic()))
                 return True
         return False
 
-    def _aim_at_start(self, fault: Fault, usual: dict[str, float]) -> bool:
+    def _wait_for_restart_phase(self, fault: Fault, usual: dict[str, float]) -> bool:
         """Kill the controller (not counted as a fault) and wait for a phase of the restart."""
-        before = self.notes.controller
+        before = self.phase_log.controller
         for pid in by_kind(self.process.pid, []).get("controller", []):
             send(pid, fault.signal.SIGKILL)
-        for note in self._coming(restarted=True):
-            if note["pid"] != before and note.get("phase") == fault.phase:
+        for entry in self._new_entries(restarted=True):
+            if entry["pid"] != before and entry.get("phase") == fault.phase:
                 time.sleep(fault.share * usual[fault.phase])
                 return True
         return False
 
-    def _coming(self, restarted: bool = False) -> Iterator[dict[str, Any]]:
+    def _new_entries(self, restarted: bool = False) -> Iterator[dict[str, Any]]:
         """Yield new log entries, or the last one again if there are none, until the run ends."""
         while True:
-            yield from self.notes.read_new() or self.notes.all[-1:]
-            if not self._tick_while_it_moves():
+            yield from self.phase_log.read_new() or self.phase_log.all[-1:]
+            if not self._tick_between_faults():
                 if not restarted or self.process.returncode == 0:
                     return
-                self.start_again()
+                self.force_restart()
 
-    def _tick_while_it_moves(self) -> bool:
-        """Restart a run that makes no progress between faults."""
-        if time.monotonic() - max(self._began, self.notes.all[-1]["time"] if self.notes.all else 0.0) > self.limit:
-            self.stood_still += 1
-            self._keep_evidence("stood still")
-            self.start_again()
+    def _tick_between_faults(self) -> bool:
+        """Like `_tick`, and restart a run that makes no progress."""
+        if (
+            time.monotonic() - max(self._began, self.phase_log.all[-1]["time"] if self.phase_log.all else 0.0)
+            > self.limit
+        ):
+            self.stalls += 1
+            self._dump_state("no progress between faults")
+            self.force_restart()
         return self._tick()
 
     def _tick(self) -> bool:
+        """Sleep briefly; return whether the run still exists."""
         time.sleep(_TICK_S)
-        return not self.over
+        return not self.has_ended
 
     # ---------------------------------------------------------------- recovery
 
-    def _follow(self, outcome: Outcome, hit: Position | None, moment: float, usual_step: float) -> None:
+    def _wait_for_recovery(self, outcome: Outcome, position: Position | None, moment: float, usual_step: float) -> None:
         """Wait until the run has passed the position of the fault, or violated a guarantee."""
-        before, deadline = self.notes.controller, moment + self.limit
-        beyond = settled = None
+        before, deadline = self.phase_log.controller, moment + self.limit
+        passed_at = survived_at = None
         while True:
-            for note in self.notes.read_new():
-                place = Position.of(note)
-                if note["pid"] != before:
-                    if outcome.how != "restarted":
-                        outcome.how, beyond, settled = "restarted", None, None
-                    outcome.resumed_at = note.get("resumed_at", outcome.resumed_at)
-                elif outcome.how != "restarted":
-                    outcome.reached = max(outcome.reached, note["step"])
-                if place is not None and beyond is None and (hit is None or place > hit) and note["time"] > moment:
-                    beyond = note["time"]
-                if settled is None and note["step"] >= outcome.step + _SETTLE_STEPS:
-                    settled = note["time"]
+            for entry in self.phase_log.read_new():
+                current = Position.of(entry)
+                if entry["pid"] != before:
+                    if outcome.reaction != "restarted":
+                        outcome.reaction, passed_at, survived_at = "restarted", None, None
+                    outcome.resumed_at = entry.get("resumed_at", outcome.resumed_at)
+                elif outcome.reaction != "restarted":
+                    outcome.reached = max(outcome.reached, entry["step"])
+                passed = current is not None and (position is None or current > position)
+                if passed and passed_at is None and entry["time"] > moment:
+                    passed_at = entry["time"]
+                if survived_at is None and entry["step"] >= outcome.step + _SURVIVAL_STEPS:
+                    survived_at = entry["time"]
             now = time.monotonic()
-            if beyond is not None:
-                patience = _UNNOTICED_S if outcome.fault.restarts else _SETTLE_S
-                if settled is not None and outcome.how != "restarted" and now > moment + patience:
+            if passed_at is not None:
+                patience = _UNDETECTED_S if outcome.fault.restarts else _SURVIVAL_S
+                if survived_at is not None and outcome.reaction != "restarted" and now > moment + patience:
                     # A loss may take effect later: count the additional time of these steps.
-                    outcome.how, late = "went on", settled - moment - _SETTLE_STEPS * usual_step
-                    outcome.seconds = max(beyond - moment, late)
+                    outcome.reaction, late = "continued", survived_at - moment - _SURVIVAL_STEPS * usual_step
+                    outcome.seconds = max(passed_at - moment, late)
                     return
-                if outcome.how == "restarted" or self._finished():
-                    outcome.how, outcome.seconds = outcome.how or "went on", beyond - moment
+                if outcome.reaction == "restarted" or self._finished():
+                    outcome.reaction, outcome.seconds = outcome.reaction or "continued", passed_at - moment
                     return
             if self._finished():
-                outcome.how, outcome.seconds = "ended", now - moment
+                outcome.reaction, outcome.seconds = "finished", now - moment
                 return
             if not self._tick() and self.process.returncode != 0:
-                outcome.broken += f"the run ended with {self.process.returncode}; "
-                self.start_again()
+                outcome.violations += f"the run ended with {self.process.returncode}; "
+                self.force_restart()
             elif now > deadline:
-                outcome.broken += f"no recovery in {self.limit:.0f} s; "
-                self._keep_evidence(outcome)
-                self.start_again()
+                outcome.violations += f"no recovery in {self.limit:.0f} s; "
+                self._dump_state(outcome)
+                self.force_restart()
                 deadline = now + self.limit
 
     def _finished(self) -> bool:
-        return self.over and self.process.returncode == 0
+        return self.has_ended and self.process.returncode == 0
 
     def _check_restart(self, outcome: Outcome, alive: set[Any]) -> None:
         left = [command_line(pid) for pid, began in alive if identity(pid) == (pid, began)]
         if left:
-            outcome.broken += f"left running: {', '.join(' '.join(words)[:60] for words in left)}; "
+            outcome.violations += f"left running: {', '.join(' '.join(words)[:60] for words in left)}; "
         if outcome.resumed_at is None or outcome.resumed_at < outcome.saved:
-            outcome.broken += f"resumed at {outcome.resumed_at}, though {outcome.saved} was saved; "
+            outcome.violations += f"resumed at {outcome.resumed_at}, though {outcome.saved} was saved; "
         starts = outcome.phase in STARTING
-        outcome.redone = (
+        outcome.repeated_steps = (
             0 if starts or outcome.resumed_at is None else max(outcome.step, outcome.reached) - outcome.resumed_at
         )
 
-    def _keep_evidence(self, what: object) -> None:
-        lines = [f"{what}", ""]
+    def _dump_state(self, reason: object) -> None:
+        """Write the processes and the end of the log to a file."""
+        lines = [f"{reason}", ""]
         lines += [
             f"{pid} {state_of(pid)} {' '.join(command_line(pid))[:120]}" for pid in with_descendants(self.process.pid)
         ]
-        (self.folder / f"hang-{self.hands}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
+        (self.folder / f"hang-{self.forced_restarts}.txt").write_text(
+            "\n".join(lines) + "\n" + self.log.read_text()[-5000:]
+        )
 
 
 _RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")
@@ -350,7 +358,7 @@ _RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")
 _MESSAGES = (re.compile(r"restart \d+ of \d+ in .*"), re.compile(r".*(died|was killed|stopped|hangs|again).*"))
 
 
-def _sentence(log: Path, since: int) -> str:
+def _fault_message(log: Path, since: int) -> str:
     """The log line that reports a fault."""
     with log.open("rb") as file:
         file.seek(since)
@@ -371,7 +379,7 @@ def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> l
         "actor_rollout_ref.rollout.n=2",
         "reward_model.reward_kwargs={num_processes: 2}",
         f"trainer.cls_path={ROOT / 'benchmarks' / '_chaos_trainer.py'}:PhaseLoggingTrainer",
-        f"trainer.rollout_data_dir={folder / 'answers'}",
+        f"trainer.rollout_data_dir={folder / 'rollouts'}",
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=1000",
         f"trainer.save_freq={SAVE_FREQ}",

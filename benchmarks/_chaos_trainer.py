@@ -25,46 +25,46 @@ PHASES = {
     "_compute_old_log_prob": "old log-probs",
     "_compute_advantage": "advantages",
     "_update": "update",
-    "_after_step": "answers",
+    "_after_step": "rollout dump",
     "_save_checkpoint": "save",
     "_validate": "validation",
     "_log_metrics": "log",
 }
 
 
-def _logged(method: str, phase: str) -> Callable[..., Any]:
+def _with_log(method: str, phase: str) -> Callable[..., Any]:
     def call(self: PhaseLoggingTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.inside is not None:  # nested phases: validation also generates and syncs weights
+        if self.current_phase is not None:  # nested phases: validation also generates and syncs weights
             return getattr(RayPPOTrainer, method)(self, *args, **kwargs)
-        self.inside = phase
-        self.note(phase=phase, number=list(PHASES.values()).index(phase))
+        self.current_phase = phase
+        self.log_entry(phase=phase, number=list(PHASES.values()).index(phase))
         try:
             result = getattr(RayPPOTrainer, method)(self, *args, **kwargs)
         finally:
-            self.inside = None
-        self.after(phase)
+            self.current_phase = None
+        self.log_results(phase)
         return result
 
     return call
 
 
 class PhaseLoggingTrainer(RayPPOTrainer):
-    """Appends to `notes.jsonl` next to `trainer.rollout_data_dir`."""
+    """Appends to `phases.jsonl` next to `trainer.rollout_data_dir`."""
 
-    inside: str | None = None
-    vars().update({method: _logged(method, phase) for method, phase in PHASES.items()})
+    current_phase: str | None = None
+    vars().update({method: _with_log(method, phase) for method, phase in PHASES.items()})
 
-    def note(self, **fields: Any) -> None:
+    def log_entry(self, **fields: Any) -> None:
         line = {"time": time.monotonic(), "pid": os.getpid(), "step": self.global_steps, **fields}
-        answers = Path(self.config.trainer.rollout_data_dir)
-        with (answers.parent / "notes.jsonl").open("a") as out:
+        rollouts = Path(self.config.trainer.rollout_data_dir)
+        with (rollouts.parent / "phases.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
 
-    def after(self, phase: str) -> None:
+    def log_results(self, phase: str) -> None:
         if phase == "start":
-            self.note(actor_ranks=[process.pid for process in self.actor_wg.processes])
+            self.log_entry(actor_ranks=[process.pid for process in self.actor_wg.processes])
         elif phase == "resume":
-            self.note(resumed_at=self.global_steps)
-        elif phase == "answers":
+            self.log_entry(resumed_at=self.global_steps)
+        elif phase == "rollout dump":
             path = Path(self.config.trainer.rollout_data_dir) / f"{self.global_steps}.jsonl"
-            self.note(answers=hashlib.sha256(path.read_bytes()).hexdigest())
+            self.log_entry(rollout_digest=hashlib.sha256(path.read_bytes()).hexdigest())

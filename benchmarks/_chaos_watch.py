@@ -19,7 +19,7 @@ from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.steps import step_of
 from verl.utils.process_tree import children, with_descendants
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 # Other files contain paths and times, which differ between runs.
 _TENSORS = (".distcp", ".safetensors")
 STARTING = ("start", "resume")
@@ -33,9 +33,9 @@ class Position:
     number: int
 
     @classmethod
-    def of(cls, note: dict[str, Any]) -> Position | None:
+    def of(cls, entry: dict[str, Any]) -> Position | None:
         """None during the start, and for entries that begin no phase."""
-        return cls(note["step"], note["number"]) if note.get("phase", "start") not in STARTING else None
+        return cls(entry["step"], entry["number"]) if entry.get("phase", "start") not in STARTING else None
 
 
 class PhaseLog:
@@ -65,32 +65,32 @@ class PhaseLog:
 
     def actor_ranks(self) -> list[int] | None:
         """Pids of the current controller's actor ranks; None before they have started."""
-        own = [note for note in self.all if note["pid"] == self.controller and "actor_ranks" in note]
+        own = [entry for entry in self.all if entry["pid"] == self.controller and "actor_ranks" in entry]
         return own[-1]["actor_ranks"] if own else None
 
     def usual_seconds(self) -> dict[str, float]:
         """Median duration of each phase and of a step."""
-        taken: dict[str, list[float]] = defaultdict(list)
-        phases = [note for note in self.all if "phase" in note]
-        for note, after in itertools.pairwise(phases):
-            if note["pid"] == after["pid"]:
-                taken[note["phase"]].append(after["time"] - note["time"])
-        steps = [note["time"] for note in phases if note["phase"] == "weight sync"]
-        taken["step"] = [after - before for before, after in itertools.pairwise(steps)]
-        return {phase: statistics.median(seconds) for phase, seconds in taken.items() if seconds}
+        durations: dict[str, list[float]] = defaultdict(list)
+        phases = [entry for entry in self.all if "phase" in entry]
+        for entry, after in itertools.pairwise(phases):
+            if entry["pid"] == after["pid"]:
+                durations[entry["phase"]].append(after["time"] - entry["time"])
+        steps = [entry["time"] for entry in phases if entry["phase"] == "weight sync"]
+        durations["step"] = [after - before for before, after in itertools.pairwise(steps)]
+        return {phase: statistics.median(seconds) for phase, seconds in durations.items() if seconds}
 
-    def answers(self) -> dict[str, list[str]]:
+    def rollout_digests(self) -> dict[str, list[str]]:
         """By step: digests of its training data; several if repetitions of the step differ."""
         digests: dict[str, set[str]] = defaultdict(set)
-        for note in self.all:
-            if "answers" in note:
-                digests[str(note["step"])].add(note["answers"])
+        for entry in self.all:
+            if "rollout_digest" in entry:
+                digests[str(entry["step"])].add(entry["rollout_digest"])
         return {step: sorted(values) for step, values in digests.items()}
 
 
 @dataclass
-class Saved:
-    """A saved step when it appeared; `tensors`: size and checksum of its tensor files."""
+class SavedStep:
+    """A saved step, as first seen; `tensors`: size and checksum of its tensor files."""
 
     serial: int
     tensors: dict[str, list[int]]
@@ -100,24 +100,24 @@ class Saved:
 class ReferenceRun:
     """A run without faults: data of each step, saved tensors, and durations of phases."""
 
-    answers: dict[str, list[str]]
+    rollout_digests: dict[str, list[str]]
     tensors: dict[str, dict[str, list[int]]]
     usual_seconds: dict[str, float]
 
     @classmethod
-    def of(cls, notes: PhaseLog, checkpoints: Checkpoints) -> ReferenceRun:
+    def of(cls, phase_log: PhaseLog, checkpoints: Checkpoints) -> ReferenceRun:
         """Keys are steps as strings, for JSON."""
         saved = {str(step): saved.tensors for step, saved in sorted(checkpoints.saved.items())}
-        return cls(notes.answers(), saved, notes.usual_seconds())
+        return cls(phase_log.rollout_digests(), saved, phase_log.usual_seconds())
 
 
 @dataclass
 class Checkpoints:
-    """Verifies every step folder in a thread when it appears; incomplete ones are listed in `broken`."""
+    """Verifies every step folder in a thread when it appears; incomplete ones are listed in `incomplete`."""
 
     root: Path
-    saved: dict[int, Saved] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
+    saved: dict[int, SavedStep] = field(default_factory=dict)
+    incomplete: set[str] = field(default_factory=set)
     verified: int = 0
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Checkpoints:
     def newest(self, now: bool = True) -> int:
         """The newest complete step, 0 if there is none; `now`: check the folder first."""
         if now:
-            self._look()
+            self._verify_new()
         return max(self.saved, default=0)
 
     def saving(self) -> Path | None:
@@ -139,13 +139,13 @@ class Checkpoints:
     def close(self) -> None:
         self._done.set()
         self._thread.join()
-        self._look()
+        self._verify_new()
 
     def _watch(self) -> None:
-        while not self._done.wait(_LOOK_S):
-            self._look()
+        while not self._done.wait(_POLL_S):
+            self._verify_new()
 
-    def _look(self) -> None:
+    def _verify_new(self) -> None:
         with self._lock:
             for folder in sorted(self.root.glob("global_step_*")):
                 step = step_of(folder.name)
@@ -167,9 +167,9 @@ class Checkpoints:
             tensors = {
                 name: [entry.size, entry.crc32] for name, entry in files.items() if Path(name).suffix in _TENSORS
             }
-            self.saved[step] = Saved(serial, tensors)
+            self.saved[step] = SavedStep(serial, tensors)
         elif folder.exists():  # otherwise it was deleted by the retention during the check
-            self.broken |= {f"{folder.name}: {'; '.join(problems)}"}
+            self.incomplete |= {f"{folder.name}: {'; '.join(problems)}"}
 
 
 _PROGRAM = "verl.trainer.main_ppo"

@@ -1,7 +1,7 @@
 """The training engine alone, in one process without Ray: update and log-prob pass of the real worker.
 
-The worker is the one that `main_ppo` starts, with the same configuration; only the controller is missing. Lengths are
-those of the second step of the work's schedule.
+The worker and its configuration are those of `main_ppo`, without the controller. Response lengths are those of the
+second step of the schedule (`Work.lengths`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from verl.single_controller.local import LocalWorkerGroup
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 STEP = 1
-# What a kernel's name tells of its purpose, the first that fits.
-KERNEL_KINDS = {
+# Parts of kernel names by category; the first match counts.
+KERNEL_CATEGORIES = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "vocabulary head": ("_row_statistics", "_logit_gradients", "softmax", "logsumexp"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "mm"),
@@ -36,18 +36,18 @@ KERNEL_KINDS = {
 
 
 def batch(work: Work) -> DataProto:
-    """A step's rows as the trainer sends them: prompts on the left, answers of the schedule's lengths."""
-    draw = torch.Generator().manual_seed(work.seed)
+    """The batch of a step as the trainer sends it: [prompt | response], responses padded on the right."""
+    generator = torch.Generator().manual_seed(work.seed)
     lengths = torch.tensor(work.lengths(STEP).ravel())
     rows, width = work.samples, int(lengths.max())
     vocabulary = work.model_config().vocab_size
-    ids = torch.randint(2, vocabulary, (rows, work.prompt_length + width), generator=draw)
+    ids = torch.randint(2, vocabulary, (rows, work.prompt_length + width), generator=generator)
     mask = (torch.arange(width) < lengths[:, None]).long()
     attention = torch.cat([torch.ones(rows, work.prompt_length, dtype=torch.long), mask], dim=1)
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     response = {
-        "old_log_probs": torch.randn(rows, width, generator=draw).abs().neg() - 10,
-        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, width).contiguous(),
+        "old_log_probs": torch.randn(rows, width, generator=generator).abs().neg() - 10,
+        "advantages": torch.randn(rows, 1, generator=generator).expand(rows, width).contiguous(),
     }
     tensors = {
         "prompts": ids[:, : work.prompt_length],
@@ -63,11 +63,11 @@ def batch(work: Work) -> DataProto:
 
 
 class Engine:
-    """The actor of one variant, in this process."""
+    """The actor worker of one variant, in this process."""
 
     def __init__(self, work: Work, folder: Path, overrides: list[str]) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        given = [
+        arguments = [
             "algorithm.adv_estimator=grpo",
             f"data.train_files={folder / f'{work.case}.parquet'}",
             f"data.train_batch_size={work.prompts}",
@@ -80,21 +80,21 @@ class Engine:
             f"trainer.device={self.device}",
             *overrides,
         ]
-        config = load_config(None, given, check_files=False).actor_rollout_ref
-        # The trainer sends none where the update's own forward pass gives them.
-        self.unsent = ["old_log_probs"] if config.actor.old_log_prob_from_update else []
+        config = load_config(None, arguments, check_files=False).actor_rollout_ref
+        # With this setting the update's own forward pass computes them.
+        self.omitted_columns = ["old_log_probs"] if config.actor.old_log_prob_from_update else []
         self.group: Any = LocalWorkerGroup(
             ray_cls_with_init=ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor"),
             device_name=self.device,
         )
         self.group.init_model()
 
-    def sent(self, data: DataProto) -> DataProto:
-        """What the trainer would send of a batch."""
-        return data.select([name for name in data.batch.keys() if name not in self.unsent])
+    def select_inputs(self, data: DataProto) -> DataProto:
+        """The columns that the trainer would send to the worker."""
+        return data.select([name for name in data.batch.keys() if name not in self.omitted_columns])
 
-    def timed(self, method: Callable[[DataProto], Any], data: DataProto, repeats: int) -> tuple[float, float]:
-        """(best seconds, peak GB) after a first call that compiles and allocates."""
+    def measure(self, method: Callable[[DataProto], Any], data: DataProto, repeats: int) -> tuple[float, float]:
+        """Return (best seconds, peak GB) over `repeats` calls, after a warm-up call that compiles and allocates."""
         method(data)
         self.group.memory_gb()
         best = float("inf")
@@ -115,23 +115,23 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-def rows(
+def measure_variant(
     work: Work, folder: Path, variant: str, overrides: list[str], rate: float, repeats: int
 ) -> list[dict[str, Any]]:
-    """Update and log-prob pass of a variant."""
+    """Rows of the update and of the log-prob pass of a variant; a variant that fails gives a row with a note."""
     data = batch(work)
     forward = work.forward_flops(STEP)
-    head = {"system": "verl engine", "variant": variant, "case": work.case, "shape": work.shape}
+    labels = {"system": "verl engine", "variant": variant, "case": work.case, "shape": work.shape}
     begin, engine = time.monotonic(), None
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     try:
         engine = Engine(work, folder, overrides)
         calls = {"update_actor": (engine.group.update_actor, 3), "log_prob": (engine.group.compute_log_prob, 1)}
         for phase, (method, passes) in calls.items():
-            seconds, peak = engine.timed(method, engine.sent(data), repeats)
-            found.append(
+            seconds, peak = engine.measure(method, engine.select_inputs(data), repeats)
+            rows.append(
                 {
-                    **head,
+                    **labels,
                     "phase": phase,
                     "s": seconds,
                     "tokens/s": work.tokens(STEP) / seconds,
@@ -140,54 +140,58 @@ def rows(
                     "note": f"{time.monotonic() - begin:.0f} s with set-up",
                 }
             )
-    except Exception as error:  # noqa: BLE001 - a variant that cannot run is a row that says so
+    except Exception as error:  # noqa: BLE001 - the failure becomes a row of the table
         print(error, file=sys.stderr, flush=True)
         note = "out of memory" if "out of memory" in str(error) else f"{type(error).__name__} (see above)"
-        found.append({**head, "phase": "update_actor", "note": note})
+        rows.append({**labels, "phase": "update_actor", "note": note})
     finally:
         if engine is not None:
             engine.close()
-    return found
+    return rows
 
 
 def profile(work: Work, folder: Path, overrides: list[str], samples: int) -> list[dict[str, Any]]:
-    """Where the time of an update of `samples` rows goes."""
+    """Profile an update of `samples` rows."""
     engine = Engine(work, folder, overrides)
     try:
-        part = engine.sent(batch(work).select_idxs(list(range(samples))))
-        return profiled(lambda: engine.group.update_actor(part), engine.device)
+        data = engine.select_inputs(batch(work).select_idxs(list(range(samples))))
+        return profile_calls(lambda: engine.group.update_actor(data), engine.device)
     finally:
         engine.close()
 
 
-def profiled(run: Callable[[], Any], device: str) -> list[dict[str, Any]]:
-    """Where the time of a second `run` goes: kernels (GPU) or operators (CPU), by kind and by name."""
+def profile_calls(run: Callable[[], Any], device: str) -> list[dict[str, Any]]:
+    """Time of the second call of `run` by kernel (GPU) or operator (CPU): totals per category, then the longest."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     cuda = device == "cuda"
     run()
     synchronise(device)
-    with profiler(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+    with profiler(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler_run:
         start = time.perf_counter()
         run()
         synchronise(device)
-        whole = time.perf_counter() - start
-    spent = [(e.self_device_time_total if cuda else e.self_cpu_time_total, e.key, e.count) for e in seen.key_averages()]
-    spent.sort(reverse=True)
-    kinds: dict[str, float] = {}
-    for microseconds, name, _ in spent:
-        kinds[_kind(name)] = kinds.get(_kind(name), 0.0) + microseconds
-    kinds["(nothing ran)" if cuda else "(outside of operators)"] = max(0.0, whole * 1e6 - sum(kinds.values()))
+        wall = time.perf_counter() - start
+    kernels = [
+        (event.self_device_time_total if cuda else event.self_cpu_time_total, event.key, event.count)
+        for event in profiler_run.key_averages()
+    ]
+    kernels.sort(reverse=True)
+    totals: dict[str, float] = {}
+    for microseconds, name, _ in kernels:
+        totals[_category(name)] = totals.get(_category(name), 0.0) + microseconds
+    totals["(idle)" if cuda else "(outside of operators)"] = max(0.0, wall * 1e6 - sum(totals.values()))
     table: list[dict[str, Any]] = [
-        {"what": f"all {kind}", "ms": us / 1e3, "share": us / 1e6 / whole} for kind, us in kinds.items()
+        {"what": f"all {category}", "ms": us / 1e3, "share": us / 1e6 / wall} for category, us in totals.items()
     ]
     table.sort(key=lambda row: -row["ms"])
     return table + [
-        {"what": name[:70], "ms": us / 1e3, "share": us / 1e6 / whole, "calls": count} for us, name, count in spent[:16]
+        {"what": name[:70], "ms": us / 1e3, "share": us / 1e6 / wall, "calls": count}
+        for us, name, count in kernels[:16]
     ]
 
 
-def _kind(name: str) -> str:
-    small = name.lower()
-    return next((kind for kind, parts in KERNEL_KINDS.items() if any(part in small for part in parts)), "other")
+def _category(kernel: str) -> str:
+    name = kernel.lower()
+    return next((category for category, parts in KERNEL_CATEGORIES.items() if any(p in name for p in parts)), "other")

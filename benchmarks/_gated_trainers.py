@@ -21,9 +21,9 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 class _Gated:
     @cached_property
     def _step_gate(self) -> StepGate:
-        tree, wanted = Path(verl.__file__).resolve().parents[1], Path(os.environ["STEP_GATE_TREE"])
-        if tree != wanted:
-            raise RuntimeError(f"the run imports verl from {tree}, and was started to measure {wanted}")
+        tree, expected = Path(verl.__file__).resolve().parents[1], Path(os.environ["STEP_GATE_TREE"])
+        if tree != expected:
+            raise RuntimeError(f"the run imports verl from {tree} instead of {expected}, which is to be measured")
         return StepGate()
 
     def _train_step(self, batch: Any) -> dict[str, float]:

@@ -15,19 +15,17 @@ from typing import Any, Protocol
 import torch
 from _shapes import copy_bandwidth, matmul_rate, synchronise
 
-__all__ = ["Case", "Floors", "cases_for", "dtype_of"]
-
 
 @dataclass(frozen=True)
 class Case:
-    """Requests that are submitted at once. `n` in a row share a prompt; lengths are forced, whatever is sampled."""
+    """Requests submitted at the same time: `n` consecutive ones share a prompt, response lengths are forced."""
 
-    what: str
+    name: str
     lengths: tuple[int, ...]
     prompt: int
     n: int = 1
     log_probs: bool = False
-    """The engine reports a log-prob of every sampled token (native always does)."""
+    """Whether engines return the log-prob of every sampled token (native always does)."""
 
     @property
     def tokens(self) -> int:
@@ -35,33 +33,33 @@ class Case:
 
     @property
     def is_even(self) -> bool:
-        """All are decoded from the first step to the last, so seconds per step mean something."""
+        """All responses have the same length, so every decode step has the same batch size."""
         return len(set(self.lengths)) == 1
 
     @property
     def mean_context(self) -> float:
-        """Tokens in the cache of a sequence that is decoded, over all decode steps."""
+        """Mean number of cached tokens of a sequence over all decode steps."""
         return self.prompt + sum(length * length for length in self.lengths) / (2 * self.tokens)
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """One for each `n` requests; other cases and seeds have others, so that no cache knows them."""
-        draw = random.Random(f"{self.what}, {self.tokens} tokens, {seed}")
-        return [[draw.randrange(vocab) for _ in range(self.prompt)] for _ in range(len(self.lengths) // self.n)]
+        """One prompt per `n` requests; they depend on case and seed, so that no prefix cache has them."""
+        rng = random.Random(f"{self.name}, {self.tokens} tokens, {seed}")
+        return [[rng.randrange(vocab) for _ in range(self.prompt)] for _ in range(len(self.lengths) // self.n)]
 
     def prefill_only(self) -> Case:
         return replace(self, lengths=(1,) * len(self.lengths))
 
     def warm_up(self) -> Case:
-        """What compiles all kernels and records all graphs that it needs: of ragged lengths those of every size."""
+        """A case that compiles the same kernels and records the same CUDA graphs: for ragged lengths, this case."""
         return replace(self, lengths=(min(40, self.lengths[0]),) * len(self.lengths)) if self.is_even else self
 
 
 def cases_for(device: str, quick: bool) -> list[Case]:
     if device == "cpu":
-        draw = random.Random(3)
+        rng = random.Random(3)
         count, prompt, longest = (16, 16, 32) if quick else (64, 32, 128)
         # Ragged 8:1: lengths spread evenly, on a log scale, from an eighth of the longest to the longest.
-        ragged = tuple(round(longest / 8 ** draw.random()) for _ in range(count))
+        ragged = tuple(round(longest / 8 ** rng.random()) for _ in range(count))
         even = (longest,) * (count // 4)
         return [Case(f"{count} ragged 8:1", ragged, prompt), Case(f"{count // 4} in groups of 4", even, prompt, n=4)]
     fixed = [Case(f"{count} x 128+256", (256,) * count, 128) for count in (256, 512, 1024)]
@@ -69,8 +67,8 @@ def cases_for(device: str, quick: bool) -> list[Case]:
     if quick:
         return [*fixed[:2], logged]
     groups = Case("64 prompts x 8, 128+256", (256,) * 512, 128, n=8, log_probs=True)
-    draw = random.Random(1)
-    ragged = tuple(max(8, min(2048, round(draw.expovariate(1 / 256)))) for _ in range(1024))
+    rng = random.Random(1)
+    ragged = tuple(max(8, min(2048, round(rng.expovariate(1 / 256)))) for _ in range(1024))
     return [*fixed, logged, groups, Case("1024 ragged (mean 256, at most 2048)", ragged, 128, log_probs=True)]
 
 
@@ -78,8 +76,8 @@ def dtype_of(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-class Floors:
-    """What a model's decode step takes at least on this device, by what is read and by what is multiplied."""
+class HardwareLimits:
+    """Lower bounds for the time of a decode step on this device, from its copy bandwidth and matmul rate."""
 
     def __init__(self, config: Any, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -88,31 +86,31 @@ class Floors:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        # Of an embedding that is not the head as well, only the rows of the step's tokens are read.
-        looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        self.multiplied = parameters - looked_up
-        self.weight_bytes = self.multiplied * itemsize
+        # Of an untied embedding only the rows of the step's tokens are read.
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        self.matmul_parameters = parameters - embedding
+        self.weight_bytes = self.matmul_parameters * itemsize
         head = config.hidden_size // config.num_attention_heads
         self.kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head * itemsize
         self.bandwidth = copy_bandwidth(device)
         self.rate = matmul_rate(device)
 
     def read_ms(self, sequences: int, context: float) -> float:
-        """Weights and KV read once."""
+        """Time to read weights and KV once."""
         return (self.weight_bytes + sequences * context * self.kv_bytes) / self.bandwidth * 1e3
 
-    def least_ms(self, sequences: int, context: float) -> float:
-        """Weights read or multiplied, whichever takes longer, and the KV read."""
+    def lower_bound_ms(self, sequences: int, context: float) -> float:
+        """The longer of reading the weights and computing the matmuls, plus reading the KV."""
         weights = self.read_ms(sequences, 0)
-        return max(weights, self.multiply_ms(sequences)) + self.read_ms(sequences, context) - weights
+        return max(weights, self.matmul_ms(sequences)) + self.read_ms(sequences, context) - weights
 
-    def multiply_ms(self, sequences: int) -> float:
-        """The products with the weights at the rate of a large one."""
-        return 2 * self.multiplied * sequences / self.rate * 1e3
+    def matmul_ms(self, sequences: int) -> float:
+        """Time of the matmuls with the weights at the rate of a large matmul."""
+        return 2 * self.matmul_parameters * sequences / self.rate * 1e3
 
 
 class System(Protocol):
-    """An engine with a model of the folder's config."""
+    """Interface of an engine; `folder` contains the config of the model."""
 
     def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None: ...
 
@@ -124,9 +122,9 @@ class System(Protocol):
 
 
 class Native:
-    """Ours, in this process."""
+    """The native engine, in this process."""
 
-    kind = "auto"
+    model_kind = "auto"
 
     def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
         from verl.config import ModelConfig, RolloutConfig, as_config
@@ -138,16 +136,16 @@ class Native:
             "max_num_batched_tokens": 8192 if device == "cuda" else 1024,
             "gpu_memory_utilization": 0.7,
             "load_format": "dummy",
-            "engine_kwargs": {"native": {"model": self.kind}},
+            "engine_kwargs": {"native": {"model": self.model_kind}},
         }
         self._vocab, self._device = config.vocab_size, device
         self.rollout = NativeRollout(
             folder, as_config(ModelConfig, {"path": folder}), as_config(RolloutConfig, keys), torch.device(device)
         )
-        self._fill()
+        self._load_random_weights()
 
     @torch.no_grad()
-    def _fill(self) -> None:
+    def _load_random_weights(self) -> None:
         from verl.utils.weight_fingerprint import fingerprints
 
         torch.manual_seed(0)
@@ -179,13 +177,13 @@ class Native:
 
 
 class Generic(Native):
-    """Ours, with the model's own module instead of fused layers."""
+    """The native engine with the model's transformers module instead of fused layers."""
 
-    kind = "generic"
+    model_kind = "generic"
 
 
 class Vllm:
-    """vLLM in this process: no detokenising, prefix cache on, graphs whole for decoding and piecewise for the rest."""
+    """vLLM in this process: no detokenization, prefix cache, full CUDA graphs for decoding and piecewise otherwise."""
 
     in_process = True
 
@@ -217,14 +215,14 @@ class Vllm:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": ids} for ids in case.prompts(self._vocab, seed)]
-        asked = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "n": case.n}
+        sampling = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "n": case.n}
         if case.log_probs:
-            asked["logprobs"] = 0
-        params = [SamplingParams(max_tokens=length, **asked) for length in case.lengths[:: case.n]]
+            sampling["logprobs"] = 0
+        params = [SamplingParams(max_tokens=length, **sampling) for length in case.lengths[:: case.n]]
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        assert sum(len(one.token_ids) for output in outputs for one in output.outputs) == case.tokens
+        assert sum(len(response.token_ids) for output in outputs for response in output.outputs) == case.tokens
         return seconds
 
     def close(self) -> None:
@@ -232,20 +230,20 @@ class Vllm:
 
 
 class VllmProcess(Vllm):
-    """The same, with its engine in a process of its own."""
+    """vLLM with its engine in a separate process."""
 
     in_process = False
 
 
 class Sglang:
-    """SGLang through its offline engine, which has a scheduler process of its own."""
+    """SGLang's offline engine, which starts a scheduler process."""
 
     def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
         import sglang
 
         self._vocab = config.vocab_size
         keys: dict[str, Any] = {"cuda_graph_max_bs_decode": min(slots, 1024), "mem_fraction_static": 0.8}
-        if importlib.util.find_spec("sgl_kernel.flash_ops") is None:  # what its own choice stands on
+        if importlib.util.find_spec("sgl_kernel.flash_ops") is None:  # required by SGLang's default backend
             keys["attention_backend"] = "triton"
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -283,7 +281,7 @@ class Sglang:
 
 
 class HuggingFace:
-    """transformers' `generate`: batches of as many as there are slots; each runs until its longest is done."""
+    """transformers' `generate`: batches of `slots` sequences, each decoded to the longest length of its batch."""
 
     def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
         from transformers import AutoModelForCausalLM
@@ -297,9 +295,9 @@ class HuggingFace:
         prompts = [ids for ids in case.prompts(self._vocab, seed) for _ in range(case.n)]
         synchronise(self._device)
         start = time.perf_counter()
-        for at in range(0, len(prompts), self._slots):
-            ids = torch.tensor(prompts[at : at + self._slots], device=self._device)
-            longest = max(case.lengths[at : at + self._slots])
+        for first in range(0, len(prompts), self._slots):
+            ids = torch.tensor(prompts[first : first + self._slots], device=self._device)
+            longest = max(case.lengths[first : first + self._slots])
             self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                 max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0,

@@ -16,7 +16,7 @@ from _worker_profile import covered
 
 from verl.utils.process_tree import kill_tree
 
-# Phases in their order; how many forward passes' worth of operations each needs.
+# Phases in order; cost of each in forward passes.
 PHASES = {
     "update_weights": 0,
     "gen": 0,
@@ -29,7 +29,7 @@ PHASES = {
 
 
 def command(work: Work, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    """The command line of a run: one optimizer step per step, nothing saved, nothing validated."""
+    """The command line of a run: one optimizer step per training step, without checkpoints and validation."""
     return [
         sys.executable,
         "-m",
@@ -65,7 +65,10 @@ def command(work: Work, folder: Path, name: str, overrides: list[str]) -> list[s
 def run(
     work: Work, folder: Path, variant: str, overrides: list[str], limit: float, rate: float
 ) -> list[dict[str, Any]]:
-    """Rows per phase and for the whole step: means over the steps after the first, of what was done by the limit."""
+    """Run for up to `limit` seconds; return a row per phase and one for the whole step.
+
+    Values are means over all finished steps but the first.
+    """
     name = f"{work.case}-{variant}".replace(" ", "-")
     clock, log = folder / f"{name}.clock", folder / f"{name}.log"
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
@@ -81,16 +84,16 @@ def run(
     start = time.monotonic()
     problem = run_limited(command(work, folder, name, overrides), folder, environment, log, limit)
     steps = _steps(metrics)
-    head = {"system": "verl", "variant": variant, "case": work.case, "shape": work.shape}
+    labels = {"system": "verl", "variant": variant, "case": work.case, "shape": work.shape}
     if len(steps) < 2:
-        return [{**head, "phase": "step", "note": problem or "fewer than two steps"}]
+        return [{**labels, "phase": "step", "note": problem or "fewer than two steps"}]
     rows = _phase_rows(work, steps, _busy(clock, whole=False), _busy(clock, whole=True), rate)
     note = problem or f"{len(steps)} steps, {time.monotonic() - start:.0f} s with start-up"
-    return [{**head, **row} for row in rows[:-1]] + [{**head, **rows[-1], "note": note}]
+    return [{**labels, **row} for row in rows[:-1]] + [{**labels, **rows[-1], "note": note}]
 
 
 def run_limited(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit: float) -> str | None:
-    """Run a command, its output in `log`; what went wrong, if anything. Past the limit it ends with all it started."""
+    """Run a command, its output in `log`; return the problem or None. After `limit` seconds, kill its process tree."""
     with log.open("w") as stream:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=subprocess.STDOUT)
         try:
@@ -115,7 +118,7 @@ def _steps(metrics: Path) -> list[dict[str, float]]:
 
 
 def _busy(clock: Path, whole: bool) -> list[float]:
-    """Seconds of each step in which any rank worked; an update of the actor ends a rank's step."""
+    """Seconds of each step in which any rank was busy; a rank's step ends with its actor update."""
     steps: dict[int, list[tuple[float, float]]] = {}
     of_rank: dict[int, int] = {}
     for call in map(json.loads, clock.read_text().splitlines() if clock.exists() else []):
@@ -131,7 +134,7 @@ def _busy(clock: Path, whole: bool) -> list[float]:
 def _phase_rows(
     work: Work, steps: list[dict[str, float]], computing: list[float], working: list[float], rate: float
 ) -> list[dict[str, Any]]:
-    """One row per phase, one for the step with what is left over."""
+    """One row per phase, and one for the step with idle time and the controller's share."""
     measured = range(1, len(steps))
     count = len(measured)
     forward = sum(work.forward_flops(step) for step in measured) / count
@@ -146,8 +149,8 @@ def _phase_rows(
         seconds = mean(f"timing_s/{phase}")
         if not seconds:
             continue
-        done = sampled if phase == "gen" else tokens
-        rows.append({"phase": phase, "s": seconds, "tokens/s": done / seconds, "MFU": None})
+        processed = sampled if phase == "gen" else tokens
+        rows.append({"phase": phase, "s": seconds, "tokens/s": processed / seconds, "MFU": None})
         if passes:
             rows[-1]["MFU"] = passes * forward / seconds / rate
         rows[-1]["peak GB"] = max(steps[step].get(f"memory_gb/{phase}", 0.0) for step in measured) or None
@@ -168,7 +171,7 @@ MODEL, ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("model", 
 
 
 def base(work: Work, budget: int, checkpointing: bool, compiled: bool) -> list[str]:
-    """Everything on, in micro-batches of `budget` tokens; passes without gradients take four times as many."""
+    """All features enabled, micro-batches of `budget` tokens; four times as many in passes without gradients."""
     return [
         f"{MODEL}.use_remove_padding=True",
         f"{MODEL}.enable_gradient_checkpointing={checkpointing}",
@@ -182,7 +185,7 @@ def base(work: Work, budget: int, checkpointing: bool, compiled: bool) -> list[s
 
 
 def fixed_rows(work: Work, budget: int) -> list[str]:
-    """Micro-batches of as many rows as never exceed the budget, however long: what is safe without knowing lengths."""
+    """Micro-batches with a fixed number of rows, which never exceed the budget even at the maximum length."""
     rows = max(1, budget // work.sequence)
     return [
         f"{ACTOR}.use_dynamic_bsz=False",
@@ -193,7 +196,7 @@ def fixed_rows(work: Work, budget: int) -> list[str]:
 
 
 def variants(work: Work, budget: int, checkpointing: bool, compiled: bool) -> dict[str, list[str]]:
-    """Overrides by name. Padded rows come in fixed numbers: a budget of real tokens does not bound padded ones."""
+    """Overrides by variant name. Without remove_padding, micro-batches have fixed rows: the budget ignores padding."""
     on = base(work, budget, checkpointing, compiled)
     fixed = fixed_rows(work, budget)
     padded = [*fixed, f"{MODEL}.use_remove_padding=False"]
@@ -221,7 +224,7 @@ def variants(work: Work, budget: int, checkpointing: bool, compiled: bool) -> di
     }
 
 
-# Variants that change the training engine, which `--engine-only` runs without Ray; names by prefix of the above.
+# Variants that change the training engine (`--engine-only`); parts of the names above.
 ENGINE_VARIANTS = (
     "all on",
     "no dynamic",
@@ -233,12 +236,16 @@ ENGINE_VARIANTS = (
 )
 
 
-def chosen(names: dict[str, list[str]], features: list[str]) -> dict[str, list[str]]:
-    """Those whose name contains one of `features`; all when there are none."""
-    wanted = [feature.replace("_", " ") for feature in features]
-    found = {
-        name: given for name, given in names.items() if any(feature in name.replace("_", " ") for feature in wanted)
+def select_variants(overrides_by_name: dict[str, list[str]], features: list[str]) -> dict[str, list[str]]:
+    """Variants whose name contains one of `features`; all if `features` is empty."""
+    if not features:
+        return overrides_by_name
+    patterns = [feature.replace("_", " ") for feature in features]
+    selected = {
+        name: overrides
+        for name, overrides in overrides_by_name.items()
+        if any(pattern in name.replace("_", " ") for pattern in patterns)
     }
-    if features and not found:
-        raise SystemExit(f"--features {' '.join(features)}: none of {', '.join(names)}.")
-    return found if features else names
+    if not selected:
+        raise SystemExit(f"--features {' '.join(features)}: no such variant. Known: {', '.join(overrides_by_name)}.")
+    return selected

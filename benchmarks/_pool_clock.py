@@ -40,46 +40,46 @@ class Costs:
 
 
 class Replica:
-    """Sequences that are decoded together: each gets a token a step, and a step takes as long as they are many."""
+    """Sequences that are decoded together: one token per sequence and step; a step takes longer with more sequences."""
 
     def __init__(self, costs: Costs, slots: int) -> None:
         self._costs, self._slots = costs, slots
-        self._steps, self._at = 0.0, 0.0  # decode steps made until this time
-        self._running: list[tuple[float, int, Any]] = []  # (steps at which it ends, number, whose)
+        self._steps, self._at = 0.0, 0.0  # decode steps executed until this time
+        self._running: list[tuple[float, int, Any]] = []  # (step at which it ends, serial number, owner)
         self._waiting: deque[tuple[int, Any]] = deque()
         self._number = 0
 
     @property
     def load(self) -> int:
-        """Answers that it has to give."""
+        """Running and waiting responses."""
         return len(self._running) + len(self._waiting)
 
-    def add(self, tokens: int, whose: Any, now: float) -> None:
-        """An answer of so many tokens."""
-        self._move(now)
-        self._waiting.append((tokens, whose))
+    def add(self, tokens: int, owner: Any, now: float) -> None:
+        """Add a response of `tokens` tokens."""
+        self._advance(now)
+        self._waiting.append((tokens, owner))
         self._start()
 
     def pause(self, now: float, seconds: float) -> None:
-        """Nothing is decoded for a while."""
-        self._move(now)
+        """Decode nothing for `seconds`."""
+        self._advance(now)
         self._at = now + seconds
 
     def next_end(self) -> float:
-        """When its next answer is finished, if nothing is added."""
+        """Time at which the next response finishes if none is added; infinite if there is none."""
         if not self._running:
             return float("inf")
         return self._at + (self._running[0][0] - self._steps) * self._costs.token_s(len(self._running))
 
     def finish(self) -> tuple[float, Any]:
-        """The next answer: when it is finished, and whose it is."""
+        """Advance to the end of the next response; return this time and its owner."""
         now = self.next_end()
-        ends, _, whose = heapq.heappop(self._running)
+        ends, _, owner = heapq.heappop(self._running)
         self._steps, self._at = ends, now
         self._start()
-        return now, whose
+        return now, owner
 
-    def _move(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         if now > self._at:
             if self._running:
                 self._steps += (now - self._at) / self._costs.token_s(len(self._running))
@@ -87,47 +87,47 @@ class Replica:
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._slots:
-            tokens, whose = self._waiting.popleft()
+            tokens, owner = self._waiting.popleft()
             self._number += 1
-            heapq.heappush(self._running, (self._steps + tokens, self._number, whose))
+            heapq.heappush(self._running, (self._steps + tokens, self._number, owner))
 
 
 class Pool:
-    """Replicas; answers go to the one that has the fewest to give."""
+    """Replicas; a response goes to the one with the lowest load."""
 
     def __init__(self, costs: Costs, replicas: int, slots: int) -> None:
         self._replicas = [Replica(costs, slots) for _ in range(replicas)]
         self._ends: list[tuple[float, int]] = []
         self.load = 0
-        """Answers that it has to give."""
+        """Running and waiting responses of all replicas."""
 
-    def add(self, answers: list[tuple[int, Any]], now: float) -> None:
-        """Answers of (tokens, whose), all at this time."""
-        loads = [(replica.load, place) for place, replica in enumerate(self._replicas)]
+    def add(self, responses: list[tuple[int, Any]], now: float) -> None:
+        """Add responses (tokens, owner)."""
+        loads = [(replica.load, index) for index, replica in enumerate(self._replicas)]
         heapq.heapify(loads)
-        self.load += len(answers)
-        for tokens, whose in answers:
-            load, place = loads[0]
-            self._replicas[place].add(tokens, whose, now)
-            heapq.heapreplace(loads, (load + 1, place))
-        self._note()
+        self.load += len(responses)
+        for tokens, owner in responses:
+            load, index = loads[0]
+            self._replicas[index].add(tokens, owner, now)
+            heapq.heapreplace(loads, (load + 1, index))
+        self._update_ends()
 
     def pause(self, now: float, seconds: float) -> None:
         for replica in self._replicas:
             replica.pause(now, seconds)
-        self._note()
+        self._update_ends()
 
     def next_end(self) -> float:
         return self._ends[0][0] if self._ends else float("inf")
 
     def finish(self) -> tuple[float, Any]:
-        """The next answer of all."""
-        _, place = self._ends[0]
+        """Like `Replica.finish`, for the response that finishes first."""
+        _, index = self._ends[0]
         self.load -= 1
-        found = self._replicas[place].finish()
-        heapq.heapreplace(self._ends, (self._replicas[place].next_end(), place))
-        return found
+        finished = self._replicas[index].finish()
+        heapq.heapreplace(self._ends, (self._replicas[index].next_end(), index))
+        return finished
 
-    def _note(self) -> None:
-        self._ends = [(replica.next_end(), place) for place, replica in enumerate(self._replicas)]
+    def _update_ends(self) -> None:
+        self._ends = [(replica.next_end(), index) for index, replica in enumerate(self._replicas)]
         heapq.heapify(self._ends)

@@ -26,13 +26,14 @@ from verl.utils.balancing import SequenceCost
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.tiny import tiny_tokenizer
 
-_TEMPLATE = 4  # tokens that the chat template adds to a row: two roles, two ends
-_SHORTEST = 16
+# Tokens that the chat template adds to a row: two roles, two end tokens.
+_TEMPLATE_TOKENS = 4
+_MIN_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class SFTWork:
-    """`rows` a step of about `mean` tokens (lognormal, none above `longest`); others pack them to `packed` tokens."""
+    """`rows` per step of about `mean` tokens (lognormal, at most `longest`); TRL packs them to `packed` tokens."""
 
     shape: str
     rows: int
@@ -43,32 +44,32 @@ class SFTWork:
     seed: int = 7
 
     def lengths(self) -> np.ndarray:
-        """[steps × rows]: tokens of every row."""
+        """[steps × rows]: tokens of every row. A quarter of each row is the prompt."""
         return _lengths(self)
 
     def mean_tokens(self) -> float:
-        """Tokens of a step."""
+        """Mean tokens per step."""
         return float(self.lengths().sum()) / self.steps
 
     def update_flops_per_token(self) -> float:
-        """What an update needs at least: no padding, no recomputation, the vocabulary only where a token is learned."""
+        """FLOPs of an update without padding and recomputation, with logits only for tokens in the loss."""
         lengths = self.lengths()
-        answers = lengths - lengths // 4
-        forward = SequenceCost.from_config(self.model_config().to_dict())(lengths, answers).sum()
+        responses = lengths - lengths // 4
+        forward = SequenceCost.from_config(self.model_config().to_dict())(lengths, responses).sum()
         return float(3 * forward / lengths.sum())
 
     def title(self) -> str:
         lengths = self.lengths()
         return (
-            f"{self.shape}, {self.rows} rows a step, mean {lengths.mean():.0f}, max {lengths.max()} tokens, "
-            f"{self.mean_tokens():.0f} tokens a step"
+            f"{self.shape}, {self.rows} rows per step, mean {lengths.mean():.0f}, max {lengths.max()} tokens, "
+            f"{self.mean_tokens():.0f} tokens per step"
         )
 
     def model_config(self) -> Any:
         return shape_config(self.shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
 
     def write(self, folder: Path) -> Path:
-        """Model, tokenizer and rows under `folder`: as text for ours, as tokens (the same) for TRL."""
+        """Write model, tokenizer and rows to `folder`: as text for verl, as the same tokens for TRL."""
         folder.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model", self.model_config())
         self._write_rows(folder / "rows.parquet")
@@ -79,16 +80,17 @@ class SFTWork:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        tokenizer, draw, rows = tiny_tokenizer(), np.random.default_rng(self.seed), []
+        tokenizer, rng, rows = tiny_tokenizer(), np.random.default_rng(self.seed), []
         for length in self.lengths():
-            # The tokenizer makes a token of every character.
-            text = "".join(map(chr, draw.integers(97, 123, length - _TEMPLATE)))
-            cut = int(length) // 4
-            prompt, response = text[:cut], text[cut:]
-            before = tokenizer(f"<|user|>{prompt}<|end|><|assistant|>")["input_ids"]
-            after = tokenizer(f"{response}<|end|>")["input_ids"]
-            mask = [0] * len(before) + [1] * len(after)
-            rows.append({"prompt": prompt, "response": response, "input_ids": before + after, "completion_mask": mask})
+            # The tokenizer encodes every character as one token.
+            text = "".join(map(chr, rng.integers(97, 123, length - _TEMPLATE_TOKENS)))
+            split = int(length) // 4
+            prompt, response = text[:split], text[split:]
+            prompt_ids = tokenizer(f"<|user|>{prompt}<|end|><|assistant|>")["input_ids"]
+            response_ids = tokenizer(f"{response}<|end|>")["input_ids"]
+            mask = [0] * len(prompt_ids) + [1] * len(response_ids)
+            tokens = {"input_ids": prompt_ids + response_ids, "completion_mask": mask}
+            rows.append({"prompt": prompt, "response": response, **tokens})
         pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -96,22 +98,24 @@ class SFTWork:
 def _lengths(work: SFTWork) -> np.ndarray:
     shares = np.random.default_rng(work.seed).lognormal(0.0, 0.8, work.steps * work.rows)
     lengths = shares / shares.mean() * work.mean
-    return np.clip(np.rint(lengths), _SHORTEST, work.longest).astype(np.int64)
+    return np.clip(np.rint(lengths), _MIN_LENGTH, work.longest).astype(np.int64)
 
 
 def read_work(folder: Path) -> SFTWork:
-    """What `write` has written."""
+    """Read the workload from a folder written by `SFTWork.write`."""
     return SFTWork(**json.loads((folder / "work.json").read_text()))
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def tell_step(tokens: int) -> None:
-    """A step is done: when, over how many tokens, and the most memory so far: taken from the device, and used of it."""
+def print_step(tokens: int) -> None:
+    """Print a line for a finished step: time, tokens, and peak memory so far (reserved and allocated by torch)."""
     synchronise(DEVICE)
-    taken, used = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if DEVICE == "cuda" else (0, 0)
-    memory = {"peak_gb": taken / 2**30, "used_gb": used / 2**30}
+    reserved, allocated = (
+        (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if DEVICE == "cuda" else (0, 0)
+    )
+    memory = {"peak_gb": reserved / 2**30, "used_gb": allocated / 2**30}
     print("STEP " + json.dumps({"end": time.perf_counter(), "tokens": tokens, **memory}), flush=True)
 
 
@@ -121,10 +125,10 @@ def ours(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:
     from verl.protocol import DataProto
     from verl.trainer.supervised.sft import SFTTrainer
 
-    class Timed(SFTTrainer):
+    class TimedTrainer(SFTTrainer):
         def _step(self, batch: DataProto) -> bool:
             stopping = super()._step(batch)
-            tell_step(int(batch.batch["attention_mask"].sum()))
+            print_step(int(batch.batch["attention_mask"].sum()))
             return stopping
 
     config = load_config(
@@ -153,23 +157,23 @@ def ours(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:
         ],
         root=SFTConfig,
     )
-    with Timed(config) as trainer:
+    with TimedTrainer(config) as trainer:
         trainer.start()
         trainer.fit()
 
 
 def trl(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:
-    """TRL's SFTTrainer on the same tokens, packed to rows of `work.packed`; the loss falls on the same ones."""
+    """TRL's SFTTrainer on the same tokens with the same loss mask, packed to rows of `work.packed` tokens."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    counted = [0]
+    step_tokens = [0]
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            tell_step(counted[0])
-            counted[0] = 0
+            print_step(step_tokens[0])
+            step_tokens[0] = 0
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     rows = max(1, options.budget // work.packed)
@@ -203,13 +207,13 @@ def trl(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:
     )
     collate = trainer.data_collator
 
-    def counting(rows: Any) -> Any:
+    def collate_and_count(rows: Any) -> Any:
         batch = collate(rows)
         mask = batch.get("attention_mask")
-        counted[0] += int(batch["input_ids"].numel() if mask is None else mask.sum())
+        step_tokens[0] += int(batch["input_ids"].numel() if mask is None else mask.sum())
         return batch
 
-    trainer.data_collator = counting
+    trainer.data_collator = collate_and_count
     trainer.train()
 
 

@@ -73,7 +73,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape_config(shape: str, **more: Any) -> Any:
-    """The transformers config of a shape: tied embeddings unless it says otherwise, 4096 positions, `more` on top."""
+    """The transformers config of a shape: by default tied embeddings and 4096 positions; `more` overrides keys."""
     from transformers import AutoConfig
 
     family, sizes = SHAPES[shape]

@@ -1,7 +1,7 @@
-"""The work of a training step that every system gets: prompts, and a seeded length for every answer.
+"""The workload of a training step, the same for every system: prompts, and a seeded length for every response.
 
-A random model never stops by itself, so the length of every single answer is decided here: by a row's
-`max_new_tokens` in ours, by forcing the end token at that place in others.
+A random model does not stop by itself, so the length of every response is set here: by `max_new_tokens` of the row in
+verl, by forcing the end token at this position in other systems.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """A number of its own for every answer: what a rule costs, and never the same for a whole group."""
+    """A different number for every response, at the cost of a typical rule."""
     return (sum(map(ord, solution_str[:256])) + 7 * len(solution_str)) % 1000 / 1000
 '''
 
 
 @dataclass(frozen=True)
 class Work:
-    """`prompts` × `n` answers per step, of `mean` tokens each (`longest`: of ragged lengths, up to that many)."""
+    """`prompts` × `n` responses per step: `mean` tokens each, or ragged up to `longest` if that is larger."""
 
     case: str
     shape: str
@@ -46,16 +46,16 @@ class Work:
 
     @property
     def sequence(self) -> int:
-        """Tokens of the longest sequence there can be."""
+        """Maximum tokens of a sequence."""
         return self.prompt_length + self.longest
 
     def lengths(self, step: int) -> np.ndarray:
-        """[prompts, n]: tokens of every answer of a step; their mean and, where ragged, their maximum are exact."""
+        """[prompts, n]: tokens of every response of a step; mean and, if ragged, maximum are exact."""
         if self.longest == self.mean:
             return np.full((self.prompts, self.n), self.mean)
-        draw = np.random.default_rng([self.seed, step])
-        shares = draw.lognormal(0.0, 1.0, self.samples)
-        shares[int(shares.argmax())] = 1e9  # one answer runs into the limit
+        rng = np.random.default_rng([self.seed, step])
+        shares = rng.lognormal(0.0, 1.0, self.samples)
+        shares[int(shares.argmax())] = 1e9  # one response reaches the limit
         scale = _scale_to_mean(shares, self.mean, self.longest)
         return np.clip(np.rint(shares * scale), 1, self.longest).astype(np.int64).reshape(self.prompts, self.n)
 
@@ -64,14 +64,13 @@ class Work:
         return self.samples * self.prompt_length + int(self.lengths(step).sum())
 
     def forward_flops(self, step: int) -> float:
-        """What a forward pass over a step needs at least, whatever the system; an update needs three times as many.
+        """Minimal FLOPs of a forward pass over a step, for any system; an update needs three times as many.
 
-        No padding, no recomputation, the vocabulary only where a token was sampled, attention only back to the start of
-        its sequence.
+        Without padding and recomputation, logits only for sampled tokens, causal attention within each sequence.
         """
-        answers = self.lengths(step).ravel()
+        responses = self.lengths(step).ravel()
         return float(
-            SequenceCost.from_config(self.model_config().to_dict())(self.prompt_length + answers, answers).sum()
+            SequenceCost.from_config(self.model_config().to_dict())(self.prompt_length + responses, responses).sum()
         )
 
     def title(self) -> str:
@@ -79,13 +78,13 @@ class Work:
         kind = (
             str(self.mean) if self.longest == self.mean else f"ragged, mean {lengths.mean():.0f}, max {lengths.max()}"
         )
-        return f"({self.case}) {self.shape}, {self.prompts} × {self.n} answers, {self.prompt_length} + {kind} tokens"
+        return f"({self.case}) {self.shape}, {self.prompts} × {self.n} responses, {self.prompt_length} + {kind} tokens"
 
     def model_config(self) -> Any:
         return shape_config(self.shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
 
     def write(self, folder: Path) -> Path:
-        """Model, tokenizer, prompts with their schedule and a reward under `folder`."""
+        """Write model, tokenizer, prompts with their response lengths and a reward function to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model", self.model_config())
         (folder / "reward.py").write_text(REWARD_FILE)
@@ -97,7 +96,7 @@ class Work:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        # The tokenizer makes a token of every character, and the template adds three.
+        # The tokenizer encodes every character as one token; the chat template adds three.
         rows = [
             {
                 "data_source": "random",
@@ -113,12 +112,12 @@ class Work:
 
 
 def read_work(folder: Path, case: str) -> Work:
-    """What `write` has written."""
+    """Read the workload of a case from a folder written by `Work.write`."""
     return Work(**json.loads((folder / f"{case}.json").read_text()))
 
 
 def _scale_to_mean(shares: np.ndarray, mean: int, longest: int) -> float:
-    """The factor with which `shares`, cut at 1 and `longest`, have this mean."""
+    """The factor with which `shares`, clipped to [1, `longest`], have this mean."""
     low, high = 0.0, float(longest)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,10 +1,10 @@
-"""TRL's GRPO on the same work, run as a script of its own: one line of JSON per step as it is done.
+"""TRL's GRPO on the same workload, as a separate script that prints one line of JSON per step.
 
     python benchmarks/_trl_step.py FOLDER CASE --micro 32 [--beta 0.001] [--dtype float32] [--checkpointing]
 
-Generation is transformers' `generate` (what TRL does without a server beside it), all answers of a step at once. The
-length of every answer is forced: no end before its turn, nothing but the end at it. The first step is a warm-up of
-short answers; its time is not part of the result.
+Generation is transformers' `generate` (TRL's default without a server), all responses of a step in one batch. The
+length of every response is forced: the end token is masked before its position and the only choice there. The first
+step is a warm-up with short responses and is not counted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ WARM_UP_TOKENS = 16
 
 
 def rewards(completions: list[Any], **_: Any) -> list[float]:
-    """As the reward file of our runs."""
+    """The same as `REWARD_FILE` of verl's runs."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [(sum(map(ord, text[:256])) + 7 * len(text)) % 1000 / 1000 for text in texts]
 
 
 class ForcedEnds:
-    """A logits processor: row i may end at token `lengths[i]`, and must."""
+    """A logits processor: row i ends exactly at token `lengths[i]`."""
 
     def __init__(self, lengths: torch.Tensor, eos: int) -> None:
         self.lengths, self.eos = lengths, eos
         self.prompt: int | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`input_ids` [rows, so far], `scores` [rows, vocab]."""
+        """`input_ids` [rows, tokens], `scores` [rows, vocab]."""
         self.prompt = input_ids.shape[1] if self.prompt is None else self.prompt
         last = self.lengths == input_ids.shape[1] - self.prompt + 1
         ends = scores[:, self.eos].clone()
@@ -54,22 +54,22 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.peak_gb: dict[str, float] = {}
 
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.note_peak("update")
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            self.record_peak("update")
             start = self.now()
             result = call(*args, **kwargs)
             self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
-            self.note_peak(name)
+            self.record_peak(name)
             return result
 
-        return timed
+        return timed_call
 
     def now(self) -> float:
         synchronise(self.device)
         return time.perf_counter()
 
-    def note_peak(self, name: str) -> None:
+    def record_peak(self, name: str) -> None:
         if self.device == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
             self.peak_gb[name] = max(self.peak_gb.get(name, 0.0), peak)
@@ -107,21 +107,21 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
     )
 
     class Steps(TrainerCallback):
-        """Prints a line when a step is done."""
+        """Prints a line for every finished step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.seconds, clock.peak_gb = {}, {}
             self.start = clock.now()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            whole = clock.now() - self.start
-            clock.note_peak("update")
-            found = {
+            seconds = clock.now() - self.start
+            clock.record_peak("update")
+            step = {
                 "step": state.global_step - 1,
-                "seconds": {**clock.seconds, "step": whole},
+                "seconds": {**clock.seconds, "step": seconds},
                 "peak_gb": clock.peak_gb,
             }
-            print("STEP " + json.dumps(found), flush=True)
+            print("STEP " + json.dumps(step), flush=True)
 
     trainer = GRPOTrainer(
         model,
@@ -140,9 +140,9 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
         ends = ForcedEnds(lengths, trainer.processing_class.eos_token_id)
         return generate(*args, logits_processor=LogitsProcessorList([ends]), **kwargs)
 
-    trainer.model.generate = clock.around("generate", generate_scheduled)
-    trainer._generate_and_score_completions = clock.around("rollout", trainer._generate_and_score_completions)
-    trainer._calculate_rewards = clock.around("reward", trainer._calculate_rewards)
+    trainer.model.generate = clock.timed("generate", generate_scheduled)
+    trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
+    trainer._calculate_rewards = clock.timed("reward", trainer._calculate_rewards)
     return trainer
 
 

@@ -1,11 +1,11 @@
-"""Every estimator and policy loss at 16,384 × 4,096: time and memory beside the obvious loop and the bandwidth floor.
+"""Every estimator and policy loss at 16,384 × 4,096: time and memory compared with a loop and the bandwidth limit.
 
     python benchmarks/algos.py [--rows 16384] [--width 4096] [--device cpu] [--json results.jsonl]
 
-Rows are halved until the tensors fit. The floor is the time to read every input once and write every result once at
-the bandwidth measured here by copying; peak is what is allocated beyond inputs. Losses run forward and backward. The
-loop goes over groups and samples (over tokens for gae and reinforce_plus_plus) as one would first write it, on at most
-`--loop-rows` rows, its time scaled up to all; on those rows its result must be ours.
+Rows are halved until the tensors fit. The limit is the time to read every input once and write every result once at the
+copy bandwidth measured here; peak is the memory allocated in addition to the inputs. Losses run forward and backward.
+The loop is a simple implementation over groups and samples (over tokens for gae and reinforce_plus_plus), on at most
+`--loop-rows` rows, its time scaled up to all rows; on these rows both results must agree.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def main() -> None:
     while rows > GROUP and TENSORS_AT_ONCE * 4 * rows * args.width > free_bytes(args.device):
         rows //= 2
     bench = Bench(random_batch(rows, args.width, args.device), args.loop_rows, args.repeats)
-    wanted = lambda name: args.only is None or name in args.only  # noqa: E731
-    table = [bench.estimator(name) for name in names.ADV_ESTIMATORS if wanted(name)]
-    table += [bench.loss(name) for name in names.POLICY_LOSSES if wanted(name)]
+    selected = args.only or [*names.ADV_ESTIMATORS, *names.POLICY_LOSSES]
+    table = [bench.estimator(name) for name in names.ADV_ESTIMATORS if name in selected]
+    table += [bench.loss(name) for name in names.POLICY_LOSSES if name in selected]
     title = f"algorithms, {rows} × {args.width} on {args.device}, copying at {bench.bandwidth / 1e9:.1f} GB/s"
     report(title, table, args.json)
 
@@ -69,7 +69,7 @@ class Bench:
             name, **batch, gamma=GAMMA, lam=LAM, epsilon=1e-6, config=ALGORITHM
         )
         difference = (run(self.small)[0] - loop(name, self.small)).abs().max().item()
-        assert difference < 1e-3, f"{name}: loop and ours differ by {difference}"
+        assert difference < 1e-3, f"{name}: loop and implementation differ by {difference}"
         return self.row(name, "advantage", inputs, results, lambda: run(self.batch), lambda: loop(name, self.small))
 
     def loss(self, name: str) -> dict[str, object]:
@@ -79,8 +79,8 @@ class Bench:
 
         def run() -> None:
             log_prob = self.batch["log_prob"].detach().requires_grad_()
-            chosen = {key: self.batch[key] for key in inputs} | {"log_prob": log_prob}
-            get_policy_loss_fn(name)(**chosen, loss_agg_mode="token-mean", config=config)[0].backward()
+            tensors = {key: self.batch[key] for key in inputs} | {"log_prob": log_prob}
+            get_policy_loss_fn(name)(**tensors, loss_agg_mode="token-mean", config=config)[0].backward()
 
         def loop() -> None:
             whole = {key: self.small[key] for key in inputs}
@@ -88,9 +88,9 @@ class Bench:
             tokens = float(whole["response_mask"].sum())
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for i in range(self.loop_rows):
-                one = {key: value[i : i + 1] for key, value in (whole | {"log_prob": log_prob}).items()}
-                loss, _ = get_policy_loss_fn(name)(**one, loss_agg_mode="token-mean", config=config)
-                total = total + loss * global_share(one["response_mask"], "token-mean", tokens, self.loop_rows)
+                sample = {key: value[i : i + 1] for key, value in (whole | {"log_prob": log_prob}).items()}
+                loss, _ = get_policy_loss_fn(name)(**sample, loss_agg_mode="token-mean", config=config)
+                total = total + loss * global_share(sample["response_mask"], "token-mean", tokens, self.loop_rows)
             total.backward()
 
         return self.row(name, "policy loss", inputs, 1, run, loop)
@@ -99,7 +99,7 @@ class Bench:
         self, name: str, kind: str, inputs: list[str], results: int, run: Callable[[], Any], loop: Callable[[], Any]
     ) -> dict[str, object]:
         moved = sum(self.batch[key].nbytes for key in inputs) + results * self.batch["token_level_rewards"].nbytes
-        floor = moved / self.bandwidth
+        limit = moved / self.bandwidth
         seconds, cpu_seconds = measure(run, self.repeats, self.device)
         loop_seconds = measure(loop, 1, self.device)[0] * self.rows / self.loop_rows
         return {
@@ -107,8 +107,8 @@ class Bench:
             "kind": kind,
             "seconds": round(seconds, 4),
             "cpu_s": round(cpu_seconds, 3),
-            "floor_s": round(floor, 4),
-            "x_floor": round(seconds / floor, 1),
+            "limit_s": round(limit, 4),
+            "x_limit": round(seconds / limit, 1),
             "loop_s": round(loop_seconds, 2),
             "x_loop": round(loop_seconds / seconds, 1),
             "peak_GB": round(peak_bytes(run, self.device) / 1e9, 2),
@@ -117,7 +117,7 @@ class Bench:
 
 
 def random_batch(rows: int, width: int, device: str) -> Batch:
-    """Responses of any length, in groups of eight; one in eight holds tool output in its middle."""
+    """Responses of random lengths, in groups of eight; one in eight contains tool output."""
     rng = torch.Generator(device=device).manual_seed(0)
     lengths = torch.randint(1, width + 1, (rows, 1), device=device, generator=rng)
     at = torch.arange(width, device=device)
@@ -142,7 +142,7 @@ def random_batch(rows: int, width: int, device: str) -> Batch:
 
 
 def sample_loop(name: str, batch: Batch) -> torch.Tensor:
-    """Group by group and sample by sample, as one would first write it."""
+    """A simple implementation: group by group and sample by sample."""
     rewards, mask = batch["token_level_rewards"], batch["response_mask"]
     if name == "remax":
         rows = [
@@ -206,7 +206,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, float]:
-    """Best wall-clock seconds, and the CPU seconds of that run over all cores (which other programs do not disturb)."""
+    """Best wall-clock seconds, and the CPU seconds of that run over all cores (independent of other programs)."""
     best = (float("inf"), 0.0)
     for _ in range(repeats):
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -218,13 +218,13 @@ def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """The most memory held at one time beyond what was held before."""
+    """Peak memory in addition to the memory allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    # The process's own size says little: torch's CPU allocator keeps what is freed.
+    # Not the resident size of the process: torch's CPU allocator keeps freed memory.
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]

@@ -176,15 +176,15 @@ class Asynchronous:
         return batch, {"step": end - begun, "gen": trained - waiting}
 
     def _send(self, version: int) -> None:
-        answers = []
+        responses = []
         for _ in range(self._buffer.capacity(version)):
             self._serial += 1
             lengths = next(self._prompts)
             group = PromptGroup(self._serial, str(self._serial), len(lengths), version, state=lengths)
             self._buffer.add(group)
             self._left[group.serial] = len(lengths)
-            answers += [(tokens, group) for tokens in lengths]
-        self._pool.add(answers, self._now)
+            responses += [(tokens, group) for tokens in lengths]
+        self._pool.add(responses, self._now)
         self._utilization.set_in_flight(self._pool.load)
 
     def _finish(self, version: int) -> None:
@@ -304,9 +304,9 @@ FIELDS = ("responses", "output")
 def read_lengths(path: Path, tokenizer: str | None, fields: tuple[str, ...] = FIELDS) -> list[list[int]]:
     """Tokens of every response, grouped by prompt.
 
-    `path`: {"answers": [[tokens, …], …]}; JSON lines, each the tokens of an answer or of all answers to a prompt; or
-    texts, which need a `tokenizer`: Parquet or JSON lines with answers in `fields`, or a folder of the latter. Rows of
-    a file with the same "input" answer one prompt.
+    `path`: {"answers": [[tokens, …], …]}; JSON lines, each the tokens of one response or of all responses to a
+    prompt; or texts, which need a `tokenizer`: Parquet or JSON lines with responses in `fields`, or a folder of JSON
+    lines. Rows of a file with the same "input" belong to one prompt.
     """
     if path.suffix == ".json":
         return json.loads(path.read_text())["answers"]
@@ -315,21 +315,21 @@ def read_lengths(path: Path, tokenizer: str | None, fields: tuple[str, ...] = FI
         return [row if isinstance(row, list) else [row] for row in rows[0]]
     if tokenizer is None:
         raise SystemExit(f"{path} contains texts: set --tokenizer to the model that counts their tokens.")
-    texts = [answers for of_file in rows for answers in _by_prompt(of_file, path, fields)]
+    texts = [responses for file_rows in rows for responses in _by_prompt(file_rows, path, fields)]
     return _count_tokens(texts, tokenizer)
 
 
-def in_groups(lengths: list[list[int]], answers: int) -> list[list[int]]:
-    """Groups of `answers` lengths. Prompts with fewer responses are merged with the next ones; such groups vary more,
+def in_groups(lengths: list[list[int]], size: int) -> list[list[int]]:
+    """Groups of `size` lengths. Prompts with fewer responses are merged with the next ones; such groups vary more,
     and wait more often for a long response, than real groups."""
     groups: list[list[int]] = [[]]
     for of_prompt in lengths:
-        if len(groups[-1]) >= answers:
+        if len(groups[-1]) >= size:
             groups.append([])
         groups[-1] += of_prompt
-    if len(groups) > 1 and len(groups[-1]) < answers:
+    if len(groups) > 1 and len(groups[-1]) < size:
         groups.pop()
-    return [group[:answers] for group in groups]
+    return [group[:size] for group in groups]
 
 
 def _files(path: Path) -> list[Path]:

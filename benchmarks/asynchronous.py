@@ -65,7 +65,7 @@ _ACCURACY = "val/two_step/accuracy"
 
 
 def work_of(shape: str, steps: int) -> Work:
-    """Case (b), or 8 prompts × 8 answers with sequences of up to 4,096 tokens for a 7B model; tiny without a GPU."""
+    """Case (b), or 8 prompts × 8 responses with sequences of up to 4,096 tokens for a 7B model; tiny without a GPU."""
     if shape == "tiny":
         return Work("b", shape, prompts=4, n=4, prompt_length=32, mean=16, longest=64, steps=steps)
     if shape == "qwen2.5-7b":

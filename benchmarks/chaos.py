@@ -52,10 +52,10 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--signals", nargs="+", default=list(SIGNALS), choices=list(SIGNALS))
     parser.add_argument(
-        "--kinds", nargs="+", default=(), choices=sorted({kind for all_of in KINDS.values() for kind in all_of})
+        "--kinds", nargs="+", default=(), choices=sorted({kind for kinds in KINDS.values() for kind in kinds})
     )
     parser.add_argument("--limit", type=float, default=120, help="maximum seconds of a recovery")
-    parser.add_argument("--hang-timeout", type=float, default=20, help="trainer.hang_timeout of the disturbed runs")
+    parser.add_argument("--hang-timeout", type=float, default=20, help="trainer.hang_timeout of the runs with faults")
     parser.add_argument("--out", default=None, help="folder to which the results are added")
     parser.add_argument("--json", default=None, help="append the JSON lines of the tables to this file")
     args = parser.parse_args()
@@ -63,11 +63,11 @@ def main() -> None:
     out = Path(args.out or tempfile.mkdtemp(prefix="chaos-")).absolute()
     work = out / f"runs-{args.seed}-{os.getpid()}"
     work.mkdir(parents=True)
-    broken = inject_faults(args, work, out)
+    violated = inject_faults(args, work, out)
     show(out, args.json)
-    if not broken:
+    if not violated:
         shutil.rmtree(work)
-    if any(json.loads(line)["broken"] for line in (out / "runs.jsonl").read_text().splitlines()):
+    if any(json.loads(line)["violations"] for line in (out / "runs.jsonl").read_text().splitlines()):
         sys.exit(f"guarantees were violated; logs are in {out}")
 
 
@@ -79,23 +79,23 @@ def inject_faults(args: argparse.Namespace, work: Path, out: Path) -> bool:
     (out / "task").mkdir(exist_ok=True)
     task = make_task(out / "task")
     Path(task["reward"]).write_text(REWARD)
-    rng, left, number, broken = random.Random(args.seed), args.faults, 0, False
+    rng, remaining, number, violated = random.Random(args.seed), args.faults, 0, False
     plans = {layout: plan_faults(layout, rng, args.kinds, args.signals) for layout in args.layouts}
     steps = min(args.per_run, args.faults) * _STEPS_PER_FAULT // SAVE_FREQ * SAVE_FREQ
-    while left > 0:
+    while remaining > 0:
         layout = args.layouts[number % len(args.layouts)]
-        reference = reference_run(task, out / f"undisturbed-{layout}-{steps}.json", work, layout, steps, args.limit)
+        reference = reference_run(task, out / f"reference-{layout}-{steps}.json", work, layout, steps, args.limit)
         settings = [f"trainer.hang_timeout={args.hang_timeout}"]
         run = Run(task, work / f"{layout}-{number}", layout, steps, args.limit, settings)
         try:
-            count = disturb(run, reference, plans[layout], min(left, args.per_run), rng, out)
-            broken |= not finished(run, reference, out)
+            count = inject_into_run(run, reference, plans[layout], min(remaining, args.per_run), rng, out)
+            violated |= not check_end(run, reference, out)
         finally:
             run.close()
-        left, number = left - count, number + 1
+        remaining, number = remaining - count, number + 1
         if count == 0:
-            raise SystemExit(f"no fault reached the run: see {run.log}")
-    return broken
+            raise SystemExit(f"the run ended before its first fault: see {run.log}")
+    return violated
 
 
 def reference_run(task: dict[str, str], known: Path, work: Path, layout: str, steps: int, limit: float) -> ReferenceRun:
@@ -109,26 +109,26 @@ def reference_run(task: dict[str, str], known: Path, work: Path, layout: str, st
     finally:
         run.close()
     if code != 0:
-        raise SystemExit(f"the undisturbed run ended with {code}: see {run.log}")
-    log(f"{layout}: {steps} steps undisturbed in {time.monotonic() - began:.0f} s")
-    found = ReferenceRun.of(run.notes, run.checkpoints)
-    known.write_text(json.dumps(asdict(found)))
-    return found
+        raise SystemExit(f"the reference run ended with {code}: see {run.log}")
+    log(f"{layout}: {steps} steps without faults in {time.monotonic() - began:.0f} s")
+    reference = ReferenceRun.of(run.phase_log, run.checkpoints)
+    known.write_text(json.dumps(asdict(reference)))
+    return reference
 
 
-def disturb(run: Run, reference: ReferenceRun, plan: Any, count: int, rng: random.Random, out: Path) -> int:
+def inject_into_run(run: Run, reference: ReferenceRun, plan: Any, count: int, rng: random.Random, out: Path) -> int:
     """Inject up to `count` faults; return the number injected before the run ended."""
-    for taken in range(count):
+    for injected in range(count):
         fault = next(plan)
-        outcome = run.hit(fault, reference.usual_seconds, rng)
+        outcome = run.inject(fault, reference.usual_seconds, rng)
         if outcome is None:
-            return taken
+            return injected
         append(out / "faults.jsonl", outcome.row())
         log(
-            f"{run.layout} step {outcome.step} {outcome.phase}: {fault.kind} ({fault.target}) {fault.done}: "
-            f"{outcome.how} after {outcome.seconds:.1f} s, {outcome.redone} steps again"
-            + (f"  BROKEN: {outcome.broken}" if outcome.broken else "")
-            + f"\n    {outcome.said}"
+            f"{run.layout} step {outcome.step} {outcome.phase}: {fault.kind} ({fault.target}) {fault.action}: "
+            f"{outcome.reaction} after {outcome.seconds:.1f} s, {outcome.repeated_steps} steps repeated"
+            + (f"  VIOLATION: {outcome.violations}" if outcome.violations else "")
+            + f"\n    {outcome.message}"
         )
     return count
 
@@ -136,34 +136,34 @@ def disturb(run: Run, reference: ReferenceRun, plan: Any, count: int, rng: rando
 # ---------------------------------------------------------------- checks
 
 
-def finished(run: Run, reference: ReferenceRun, out: Path) -> bool:
-    """Wait for the end of the run and record its violations."""
+def check_end(run: Run, reference: ReferenceRun, out: Path) -> bool:
+    """Wait for the end of the run and record its violations; return whether there are none."""
     code = run.wait()
     run.close()
-    gone_by = time.monotonic() + _EXIT_S
-    while leftover_processes([run.process.pid]) and time.monotonic() < gone_by:
+    deadline = time.monotonic() + _EXIT_S
+    while leftover_processes([run.process.pid]) and time.monotonic() < deadline:
         time.sleep(0.2)
     problems = [] if code == 0 else [f"the run ended with {code}"]
-    problems += [f"by hand: started again {run.hands} times"] if run.hands else []
-    problems += [f"no recovery: it stood still {run.stood_still} times between faults"] if run.stood_still else []
-    problems += [f"half a checkpoint: {text}" for text in sorted(run.checkpoints.broken)]
-    problems += differing_answers(run, reference) + differing_weights(run, reference)
+    problems += [f"restarted by the benchmark {run.forced_restarts} times"] if run.forced_restarts else []
+    problems += [f"no recovery: no progress between faults, {run.stalls} times"] if run.stalls else []
+    problems += [f"incomplete checkpoint: {text}" for text in sorted(run.checkpoints.incomplete)]
+    problems += differing_rollouts(run, reference) + differing_weights(run, reference)
     problems += [f"left running: {text}" for text in leftover_processes([run.process.pid])]
-    problems += left_behind(run)
+    problems += leftover_files(run)
     checked = {"checkpoints": run.checkpoints.verified, "steps": run.steps}
-    append(out / "runs.jsonl", {"layout": run.layout, **checked, "broken": problems})
+    append(out / "runs.jsonl", {"layout": run.layout, **checked, "violations": problems})
     for problem in problems:
-        log(f"{run.layout} BROKEN: {problem}")
+        log(f"{run.layout} VIOLATION: {problem}")
     return not problems
 
 
-def differing_answers(run: Run, reference: ReferenceRun) -> list[str]:
+def differing_rollouts(run: Run, reference: ReferenceRun) -> list[str]:
     """Steps with other prompts, responses or scores than in the reference run."""
-    answers = run.notes.answers()
+    digests = run.phase_log.rollout_digests()
     return [
-        f"prompts, answers or scores differ at {step}"
-        for step, expected in reference.answers.items()
-        if answers.get(step) != expected
+        f"prompts, responses or scores differ at {step}"
+        for step, expected in reference.rollout_digests.items()
+        if digests.get(step) != expected
     ]
 
 
@@ -179,7 +179,7 @@ def differing_weights(run: Run, reference: ReferenceRun) -> list[str]:
     return problems
 
 
-def left_behind(run: Run) -> list[str]:
+def leftover_files(run: Run) -> list[str]:
     """Leftover shared memory and temporary files; Ray's logs are expected."""
     held = "\n".join(_maps())
     shared = [name for name in os.listdir("/dev/shm") if name not in run.shared_before and name not in held]
@@ -210,13 +210,13 @@ def show(out: Path, json_path: str | None) -> None:
     )
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for fault in faults:
-        groups[fault["kind"], fault["done"]].append(fault)
+        groups[fault["kind"], fault["action"]].append(fault)
     rows = [{"fault": " ".join(name), **_figures(members)} for name, members in sorted(groups.items())]
     rows.append({"fault": "all", **_figures(faults)})
     report(f"{len(faults)} faults in {len(runs)} runs", rows, json_path)
     print("\nmessages of the run")
-    for (kind, done), members in sorted(groups.items()):
-        print(f"  {kind} {done}: {next((fault['said'] for fault in members if fault['said']), '(none)')}")
+    for (kind, action), members in sorted(groups.items()):
+        print(f"  {kind} {action}: {next((fault['message'] for fault in members if fault['message']), '(none)')}")
     report("guarantees", [*_guarantees(faults, runs)], json_path)
 
 
@@ -224,32 +224,32 @@ def _figures(faults: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = [fault["seconds"] for fault in faults]
     return {
         "faults": len(faults),
-        "restarts": sum(fault["how"] == "restarted" for fault in faults),
-        "steps again": sum(fault["redone"] for fault in faults),
+        "restarts": sum(fault["reaction"] == "restarted" for fault in faults),
+        "repeated steps": sum(fault["repeated_steps"] for fault in faults),
         "median s": round(statistics.median(seconds), 1),
         "worst s": round(max(seconds), 1),
-        "broken": sum(bool(fault["broken"]) for fault in faults),
+        "violations": sum(bool(fault["violations"]) for fault in faults),
     }
 
 
 def _guarantees(faults: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Number of checks and violations per guarantee."""
-    hit = [fault["broken"] for fault in faults]
-    problems = [problem for run in runs for problem in run["broken"]]
+    of_faults = [fault["violations"] for fault in faults]
+    of_runs = [problem for run in runs for problem in run["violations"]]
 
-    def row(guarantee: str, of: int, word: str, messages: list[str]) -> dict[str, Any]:
-        return {"guarantee": guarantee, "of": of, "broken": sum(word in text for text in messages)}
+    def row(guarantee: str, checks: int, pattern: str, messages: list[str]) -> dict[str, Any]:
+        return {"guarantee": guarantee, "checks": checks, "violations": sum(pattern in text for text in messages)}
 
     steps = sum(run["steps"] for run in runs)
     return [
-        row("no hang", len(faults), "no recovery", [*hit, *problems]),
-        row("no run that ends", len(faults), "ended with", hit),
-        row("no saved step lost", len(faults), "though", hit),
-        row("nothing left running at a restart", len(faults), "left running", hit),
-        row("no half checkpoint", sum(run["checkpoints"] for run in runs), "half a checkpoint", problems),
-        row("the same prompts, responses and scores", steps, "prompts, answers", problems),
-        row("the same weights and optimizer", steps // SAVE_FREQ, "step ", problems),
-        row("nothing left at the end", len(runs), "left ", problems),
+        row("no hang", len(faults), "no recovery", [*of_faults, *of_runs]),
+        row("no run that ends with an error", len(faults), "ended with", of_faults),
+        row("no saved step lost", len(faults), "though", of_faults),
+        row("no process left at a restart", len(faults), "left running", of_faults),
+        row("no incomplete checkpoint", sum(run["checkpoints"] for run in runs), "incomplete checkpoint", of_runs),
+        row("the same prompts, responses and scores", steps, "prompts, responses", of_runs),
+        row("the same weights and optimizer", steps // SAVE_FREQ, "step ", of_runs),
+        row("no process or file left at the end", len(runs), "left ", of_runs),
     ]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import statistics
 import subprocess
 import sys
@@ -90,8 +91,8 @@ class _Worker:
 def _work(threads: int) -> None:
     try:
         from verl.sandbox.code_runner import CodeSettings
-    except ImportError:  # an earlier commit
-        from verl.utils.code_runner import CodeSettings
+    except ImportError:  # the tree of --before
+        CodeSettings = pkgutil.resolve_name("verl.utils.code_runner:CodeSettings")
     from verl.utils.reward_score.code import compute_score
 
     settings = CodeSettings(require="none", warm=threads)

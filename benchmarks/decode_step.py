@@ -1,9 +1,9 @@
-"""Where a decode step of the embedded engine goes, kernel by kernel, beside what it takes at least.
+"""Profile of a decode step of the native engine by kernel, compared with the hardware limits of each part.
 
     python benchmarks/decode_step.py --shape 7b --sequences 256 512 --context 256
 
-"read" of a part is what it must read at the bandwidth of a large copy: its weights, the KV; "multiply" its products at
-the rate of a large one. A second table has the step of prompts of the same number of tokens each.
+"read": time to read the weights or the KV of a part at the bandwidth of a large copy; "multiply": time of its matmuls
+at the rate of a large matmul. A second table shows a prefill step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from _generation import Floors
+from _generation import HardwareLimits
 from _report import report
 from _shapes import SHAPES, shape_config, synchronise
 
@@ -26,7 +26,7 @@ from verl.types.request import Request, SamplingParams
 
 _STEP_TOKENS = 8192
 _seeds = itertools.count()
-# What a kernel's name tells of its part of the step, the first that fits.
+# Parts of kernel names by part of the step; the first match counts.
 _PARTS = {
     "attention": ("scaled_dot_product", "_decode", "_varlen", "_join_splits"),
     "sampling": ("_best_of",),
@@ -39,11 +39,11 @@ _PARTS = {
 
 def part_of(kernel: str) -> str:
     name = kernel.lower()
-    return next((part for part, signs in _PARTS.items() if any(sign in name for sign in signs)), "other")
+    return next((part for part, patterns in _PARTS.items() if any(pattern in name for pattern in patterns)), "other")
 
 
-def built(config: Any, device: str, slots: int, max_len: int) -> BuiltEngine:
-    """An engine whose weights are small random numbers."""
+def random_engine(config: Any, device: str, slots: int, max_len: int) -> BuiltEngine:
+    """An engine with small random weights."""
     keys = {
         "max_num_seqs": slots, "max_model_len": max_len, "load_format": "dummy",
         "max_num_batched_tokens": _STEP_TOKENS, "gpu_memory_utilization": 0.85,
@@ -57,35 +57,35 @@ def built(config: Any, device: str, slots: int, max_len: int) -> BuiltEngine:
     return engine
 
 
-def spent(run: Any, steps: int, device: str) -> tuple[dict[str, tuple[float, float]], float]:
-    """Of `run`, which takes `steps` steps: ms and calls per step of each kernel, and ms per step by the clock."""
+def profile_run(run: Any, steps: int, device: str) -> tuple[dict[str, tuple[float, float]], float]:
+    """Profile `run`, which executes `steps` steps: (ms, calls) of each kernel and wall-clock ms, all per step."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler_run:
         synchronise(device)
         start = time.perf_counter()
         run()
         synchronise(device)
         seconds = time.perf_counter() - start
     kernels = {}
-    for event in found.key_averages():
+    for event in profiler_run.key_averages():
         microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
         if microseconds:
             kernels[event.key] = (microseconds / steps / 1e3, event.count / steps)
     return kernels, seconds / steps * 1e3
 
 
-def rows_of(kernels: dict[str, tuple[float, float]], wall: float, floors: dict[str, str]) -> list[dict[str, Any]]:
-    """Parts and, under each, its largest kernels."""
+def rows_of(kernels: dict[str, tuple[float, float]], wall: float, limits: dict[str, str]) -> list[dict[str, Any]]:
+    """A row per part, followed by its longest kernels."""
     parts: dict[str, list[tuple[float, float, str]]] = {}
     for name, (ms, calls) in kernels.items():
         parts.setdefault(part_of(name), []).append((ms, calls, name))
-    rows: list[dict[str, Any]] = [{"part": "the step, by the clock", "ms": wall, "at least": floors.get("all")}]
+    rows: list[dict[str, Any]] = [{"part": "step, wall clock", "ms": wall, "limit": limits.get("all")}]
     for part, members in sorted(parts.items(), key=lambda item: -sum(member[0] for member in item[1])):
         total = sum(member[0] for member in members)
         rows.append(
-            {"part": part, "ms": total, "calls": sum(member[1] for member in members), "at least": floors.get(part)}
+            {"part": part, "ms": total, "calls": sum(member[1] for member in members), "limit": limits.get(part)}
         )
         for ms, calls, name in sorted(members, reverse=True)[:6]:
             if len(members) > 1:
@@ -93,10 +93,12 @@ def rows_of(kernels: dict[str, tuple[float, float]], wall: float, floors: dict[s
     return rows
 
 
-def decode_rows(engine: BuiltEngine, floors: Floors, sequences: int, context: int, device: str) -> list[dict[str, Any]]:
+def decode_rows(
+    engine: BuiltEngine, limits: HardwareLimits, sequences: int, context: int, device: str
+) -> list[dict[str, Any]]:
     steps = 10 if device == "cuda" else 2
-    _add(engine, sequences, context - 2 * steps, _steps_of_prompts(sequences, context) + 2 * steps + 1)
-    for _ in range(_steps_of_prompts(sequences, context)):
+    _add(engine, sequences, context - 2 * steps, _prefill_steps(sequences, context) + 2 * steps + 1)
+    for _ in range(_prefill_steps(sequences, context)):
         engine.engine.step()
     engine.engine.drain()
 
@@ -105,34 +107,37 @@ def decode_rows(engine: BuiltEngine, floors: Floors, sequences: int, context: in
             engine.engine.step()
         engine.engine.drain()
 
-    run()  # records the graphs
-    kernels, wall = spent(run, steps, device)
+    run()  # records the CUDA graphs
+    kernels, wall = profile_run(run, steps, device)
     engine.engine.clear()
-    weights, kv = floors.read_ms(sequences, 0), floors.read_ms(sequences, context) - floors.read_ms(sequences, 0)
-    at_least = {
+    weights = limits.read_ms(sequences, 0)
+    kv = limits.read_ms(sequences, context) - weights
+    lower_bounds = {
         "all": f"{weights + kv:.2f} read",
-        "matmuls": f"{weights:.2f} read, {floors.multiply_ms(sequences):.2f} multiply",
+        "matmuls": f"{weights:.2f} read, {limits.matmul_ms(sequences):.2f} multiply",
         "attention": f"{kv:.2f} read",
     }
-    return rows_of(kernels, wall, at_least)
+    return rows_of(kernels, wall, lower_bounds)
 
 
-def prefill_rows(engine: BuiltEngine, floors: Floors, tokens: int, context: int, device: str) -> list[dict[str, Any]]:
-    """A step of as many prompts as fill it."""
+def prefill_rows(
+    engine: BuiltEngine, limits: HardwareLimits, tokens: int, context: int, device: str
+) -> list[dict[str, Any]]:
+    """A prefill step of `tokens` tokens, in prompts of `context` tokens."""
     for _ in range(2):
         _add(engine, tokens // context, context, 1)
-        kernels, wall = spent(engine.engine.step, 1, device)
+        kernels, wall = profile_run(engine.engine.step, 1, device)
         engine.engine.drain()
-    return rows_of(kernels, wall, {"matmuls": f"{floors.multiply_ms(tokens):.2f} multiply"})
+    return rows_of(kernels, wall, {"matmuls": f"{limits.matmul_ms(tokens):.2f} multiply"})
 
 
-def _steps_of_prompts(sequences: int, context: int) -> int:
-    """Steps until all are decoded; those whose prompts came first are decoded meanwhile."""
+def _prefill_steps(sequences: int, context: int) -> int:
+    """Steps until all prompts are processed; the first sequences are decoded in the meantime."""
     return -(-sequences * context // (_STEP_TOKENS - sequences)) + 1
 
 
 def _add(engine: BuiltEngine, sequences: int, prompt: int, new: int) -> None:
-    """Requests with prompts that no other has."""
+    """Add requests with unique prompts, so that none is in the prefix cache."""
     seed = next(_seeds)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(engine.model.vocab_size, (sequences, prompt), generator=generator).tolist()
@@ -151,16 +156,16 @@ def main() -> None:
     args = parser.parse_args()
     shape = args.shape if args.shape in SHAPES else f"qwen2.5-{args.shape}"
     config = shape_config(shape, eos_token_id=None, bos_token_id=None)
-    floors = Floors(config, args.device)
-    longest = max(args.context) + _steps_of_prompts(max(args.sequences), max(args.context)) + 1
-    engine = built(config, args.device, max(args.sequences), longest)
+    limits = HardwareLimits(config, args.device)
+    longest = max(args.context) + _prefill_steps(max(args.sequences), max(args.context)) + 1
+    engine = random_engine(config, args.device, max(args.sequences), longest)
     for context in args.context:
         for sequences in args.sequences:
-            rows = decode_rows(engine, floors, sequences, context, args.device)
+            rows = decode_rows(engine, limits, sequences, context, args.device)
             report(f"a decode step of {shape}: {sequences} sequences of {context} tokens", rows, args.json)
     tokens = _STEP_TOKENS if args.device == "cuda" else 256
-    rows = prefill_rows(engine, floors, tokens, min(args.context), args.device)
-    report(f"a step of {tokens} tokens of prompts", rows, args.json)
+    rows = prefill_rows(engine, limits, tokens, min(args.context), args.device)
+    report(f"a prefill step of {tokens} tokens", rows, args.json)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _reward_file(text: str) -> Callable[[Path], list[str]]:
     return lambda folder: [f"custom_reward_function.path={file(folder, 'reward.py', text)}"]
 
 
-# Accepts connections (the system does, up to the backlog) and never answers.
+# A server that never responds: the kernel accepts connections up to the backlog.
 SILENT = socket.create_server(("127.0.0.1", 0))
 UNREACHABLE = {"HF_ENDPOINT": f"http://127.0.0.1:{SILENT.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
 MISTAKES = [
@@ -194,9 +194,12 @@ def main() -> None:
     from tests.support.tiny import save_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="mistakes to make; default: all")
+    parser.add_argument("names", nargs="*", help="names of mistakes; default: all")
     parser.add_argument("--lines", type=int, default=2, help="last lines of output to show")
     options = parser.parse_args()
+    known = [mistake.name for mistake in MISTAKES]
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"unknown mistake {', '.join(unknown)}. Known: {', '.join(known)}.")
     console = Console(width=200, highlight=False)
     table = Table("mistake", "seconds", "CPU seconds", "exit code", "Ray started", "last lines", show_lines=True)
     with tempfile.TemporaryDirectory() as folder:

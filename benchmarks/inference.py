@@ -4,9 +4,9 @@
 
 tokens/s = generated tokens / (first submit → last finish), prefill included. Weights are random (throughput does not
 need trained ones) and lengths are forced. Each engine runs in its own process, so that its memory is released,
-with the same settings for all workloads. "read" is the bandwidth floor of a decode step: weights and KV read
-once at the speed of a large copy, measured here. "least" also considers the matrix products, at the rate of a
-large product: the longer of reading and multiplying the weights, plus reading the KV.
+with the same settings for all workloads. "read" is the bandwidth limit of a decode step: weights and KV read
+once at the speed of a large copy, measured here. "bound" also includes the matmuls, at the rate of a large matmul: the
+longer of reading the weights and multiplying by them, plus reading the KV.
 
 Without arguments: on a GPU Qwen2.5-0.5B's shape in bf16, on a CPU SmolLM2-135M's in fp32.
 """
@@ -23,21 +23,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _generation import Case, Floors, cases_for
+from _generation import SYSTEMS, Case, HardwareLimits, cases_for
 from _report import report
 from _shapes import SHAPES, shape_config, synchronise
 
 Row = dict[str, Any]
-_OF_A_STEP = ("ms/step", "read ms", "x read", "least ms", "x least")
+_STEP_COLUMNS = ("ms/step", "read ms", "x read", "bound ms", "x bound")
 
 
 def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> Iterator[Row]:
     """The workloads on one engine, in this process."""
-    from _generation import SYSTEMS
-
     cases = cases_for(device, quick)
     config = shape_config(shape, eos_token_id=None, bos_token_id=None)
-    floors = Floors(config, device)
+    limits = HardwareLimits(config, device)
     slots = max(len(case.lengths) for case in cases) if device == "cuda" else len(cases[0].lengths) // 4
     max_len = max(case.prompt + max(case.lengths) for case in cases)
     with tempfile.TemporaryDirectory() as folder:
@@ -48,17 +46,17 @@ def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> 
         try:
             print(f"{system} {shape}: started in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
             for case in cases:
-                yield _row(engine, system, case, floors, slots, repeats)
+                yield _row(engine, system, case, limits, slots, repeats)
             if system == "native":
-                yield _weight_sync(engine, floors, device)
+                yield _weight_sync(engine, limits, device)
         finally:
             engine.close()
 
 
-def _row(engine: Any, system: str, case: Case, floors: Floors, slots: int, repeats: int) -> Row:
+def _row(engine: Any, system: str, case: Case, limits: HardwareLimits, slots: int, repeats: int) -> Row:
     engine.generate(case.warm_up(), 99)
     seconds = min(engine.generate(case, seed) for seed in range(repeats))
-    row = {"case": case.what, "system": system, "tokens/s": round(case.tokens / seconds), "seconds": seconds}
+    row = {"case": case.name, "system": system, "tokens/s": round(case.tokens / seconds), "seconds": seconds}
     if case.is_even and len(case.lengths) <= slots:
         count = len(case.lengths)
         engine.generate(case.prefill_only(), 49)
@@ -66,20 +64,20 @@ def _row(engine: Any, system: str, case: Case, floors: Floors, slots: int, repea
         row |= {
             "prefill s": prefill,
             "ms/step": (seconds - prefill) / (case.lengths[0] - 1) * 1e3,
-            "read ms": floors.read_ms(count, case.mean_context),
-            "least ms": floors.least_ms(count, case.mean_context),
+            "read ms": limits.read_ms(count, case.mean_context),
+            "bound ms": limits.lower_bound_ms(count, case.mean_context),
         }
-        row |= {"x read": row["ms/step"] / row["read ms"], "x least": row["ms/step"] / row["least ms"]}
+        row |= {"x read": row["ms/step"] / row["read ms"], "x bound": row["ms/step"] / row["bound ms"]}
     return row
 
 
-def _weight_sync(engine: Any, floors: Floors, device: str) -> Row:
-    """Weights of another copy into the engine with the fingerprint check, and sleep and wake, in one process."""
+def _weight_sync(engine: Any, limits: HardwareLimits, device: str) -> Row:
+    """Time of a weight sync with fingerprint check, and of sleep and wake, in one process."""
     from verl.utils.weight_fingerprint import fingerprints
 
     rollout, times = engine.rollout, []
     begun = time.perf_counter()
-    rollout.release(["kv_cache"])  # as while training: a second copy of a large model has no other place
+    rollout.release(["kv_cache"])  # as during training: makes room for the second copy of the weights
     asleep = time.perf_counter() - begun
     source = {name: tensor.to(torch.float32, copy=True) for name, tensor in rollout.weights.items()}
     expected = fingerprints(source, rollout.weight_dtype)
@@ -98,10 +96,9 @@ def _weight_sync(engine: Any, floors: Floors, device: str) -> Row:
     synchronise(device)
     asleep += time.perf_counter() - begun
     size = numbers * (4 + rollout.weight_dtype.itemsize)
-    what = "weight sync (fp32 in this process)"
     return {
-        "case": what, "system": "native", "seconds": min(times), "sleep + wake s": asleep,
-        "floor s": size / floors.bandwidth,
+        "case": "weight sync (fp32 in this process)", "system": "native", "seconds": min(times),
+        "sleep + wake s": asleep, "limit s": size / limits.bandwidth,
     }  # fmt: skip
 
 
@@ -112,24 +109,24 @@ def side_by_side(rows: list[Row]) -> list[Row]:
         if "tokens/s" in row:
             by_case.setdefault(row["case"], {})[row["system"]] = row
     table = []
-    for case, found in by_case.items():
-        line: Row = {"case": case} | {f"{system} tokens/s": row["tokens/s"] for system, row in found.items()}
-        ours = found.get("native")
-        if ours is not None:
-            others = {system: row for system, row in found.items() if system != "native"}
-            line |= {f"native / {system}": ours["tokens/s"] / row["tokens/s"] for system, row in others.items()}
-            line |= {f"native {key}": ours[key] for key in _OF_A_STEP if key in ours}
+    for case, by_system in by_case.items():
+        line: Row = {"case": case} | {f"{system} tokens/s": row["tokens/s"] for system, row in by_system.items()}
+        native = by_system.get("native")
+        if native is not None:
+            others = {system: row for system, row in by_system.items() if system != "native"}
+            line |= {f"native / {system}": native["tokens/s"] / row["tokens/s"] for system, row in others.items()}
+            line |= {f"native {key}": native[key] for key in _STEP_COLUMNS if key in native}
         table.append(line)
     return table
 
 
 def measure_in_process(system: str, shape: str, args: argparse.Namespace) -> list[Row]:
     """Run `measure` in a child process; a failure becomes a row."""
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as found:
-        command = [sys.executable, __file__, "--child", found.name, "--systems", system, "--shapes", shape]
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
+        command = [sys.executable, __file__, "--child", results.name, "--systems", system, "--shapes", shape]
         command += ["--device", args.device, "--repeats", str(args.repeats)] + ["--quick"] * args.quick
         code = subprocess.run(command, check=False, stdout=sys.stderr).returncode
-        rows = [json.loads(line) for line in found]
+        rows = [json.loads(line) for line in results]
     if code:
         rows.append({"case": f"failed (exit code {code}): see above", "system": system})
     return rows
@@ -139,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--systems", nargs="+", default=["native", "generic", "hf"])
+    parser.add_argument("--systems", nargs="+", choices=sorted(SYSTEMS), default=["native", "generic", "hf"])
     parser.add_argument("--shapes", nargs="+", help=f"of {', '.join(SHAPES)}; 7b means qwen2.5-7b")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller workloads")
     parser.add_argument("--repeats", type=int, default=2 if on_gpu else 1, help="number of runs; the fastest counts")

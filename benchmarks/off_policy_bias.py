@@ -1,10 +1,10 @@
-"""How far the gradient of stale answers is from the on-policy one, exactly: a policy whose answers can all be counted.
+"""Exact bias of the policy gradient of stale responses, for a policy with few possible responses.
 
-A random table of logits answers with a few tokens of a few words; every answer has a fixed advantage. Training moves it
-version by version; answers are drawn with older versions, each token with one of its own as in a partial rollout. The
-expected gradient is a sum over all answers, through `correct_rollout` and the policy loss that training uses: no noise.
-`bias` is |E[gradient] - on-policy gradient| / |on-policy gradient|; `noise` the standard deviation of one answer's
-gradient over that of an on-policy answer.
+A tabular policy with random logits generates a few tokens of a small vocabulary; every response has a fixed advantage.
+Training updates the policy version by version; every token of a stale response is sampled with its own older version,
+as in a partial rollout. The expected gradient is a sum over all possible responses, computed with `correct_rollout` and
+the policy loss of training, so it is exact. `bias` is |E[gradient] - on-policy gradient| / |on-policy gradient|;
+`noise` is the standard deviation of the gradient of one response, relative to an on-policy response.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.algos.policy_loss.vanilla import compute_policy_loss_vanilla
 from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
 
 UNBOUNDED = 1e8
-FORMS: Mapping[str, Mapping[str, Any]] = {
+CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "no weights": {},
     "rollout_is=token, not truncated": {"rollout_is": "token", "rollout_is_threshold": UNBOUNDED},
     "rollout_is=token, 2": {"rollout_is": "token", "rollout_is_threshold": 2.0},
@@ -43,59 +43,61 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Toy:
-    """All answers of a policy; tensors are float64."""
+class TabularPolicy:
+    """A policy with one row of logits per prefix, and all its possible responses; tensors are float64."""
 
-    answers: torch.Tensor
-    """[answers, tokens]: token ids."""
-    places: torch.Tensor
-    """[answers, tokens]: the row of the table of logits that each token is drawn from: what stands before it."""
+    responses: torch.Tensor
+    """[responses, tokens]: token ids."""
+    prefix_rows: torch.Tensor
+    """[responses, tokens]: row of the logits table, given by the preceding tokens."""
     advantages: torch.Tensor
-    """[answers]"""
+    """[responses]"""
     versions: list[torch.Tensor]
-    """[prefixes, words] each: the logits after so many updates."""
+    """Logits [prefixes, vocab] before the first update and after each one."""
 
     @classmethod
-    def make(cls, seed: int, words: int, tokens: int, updates: int, rate: float) -> Toy:
-        """A random policy that has learned from its own answers for `updates` versions."""
-        random = torch.Generator().manual_seed(seed)
-        answers = list(product(range(words), repeat=tokens))
+    def random(cls, seed: int, vocab: int, tokens: int, updates: int, rate: float) -> TabularPolicy:
+        """A random policy, trained on-policy for `updates` versions."""
+        generator = torch.Generator().manual_seed(seed)
+        responses = list(product(range(vocab), repeat=tokens))
         prefixes = {
-            prefix: row for row, prefix in enumerate(dict.fromkeys(a[:t] for a in answers for t in range(tokens)))
+            prefix: row for row, prefix in enumerate(dict.fromkeys(r[:t] for r in responses for t in range(tokens)))
         }
-        toy = cls(
-            torch.tensor(answers),
-            torch.tensor([[prefixes[answer[:t]] for t in range(tokens)] for answer in answers]),
-            torch.randn(len(answers), generator=random, dtype=torch.float64),
-            [torch.randn(len(prefixes), words, generator=random, dtype=torch.float64)],
+        policy = cls(
+            torch.tensor(responses),
+            torch.tensor([[prefixes[response[:t]] for t in range(tokens)] for response in responses]),
+            torch.randn(len(responses), generator=generator, dtype=torch.float64),
+            [torch.randn(len(prefixes), vocab, generator=generator, dtype=torch.float64)],
         )
         for _ in range(updates):
-            toy.versions.append(toy.versions[-1] + rate * toy.on_policy(len(toy.versions) - 1)[0])
-        return toy
+            policy.versions.append(policy.versions[-1] + rate * policy.on_policy(len(policy.versions) - 1)[0])
+        return policy
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """[answers, tokens]"""
-        return logits.log_softmax(-1)[self.places, self.answers]
+        """[responses, tokens]"""
+        return logits.log_softmax(-1)[self.prefix_rows, self.responses]
 
-    def drawn(self, versions: list[int]) -> torch.Tensor:
-        """[answers, tokens]: log-probs of tokens where those at place t are drawn with version `versions[t]`."""
-        each = torch.stack([self.log_probs(self.versions[version]) for version in versions], -1)
-        return each.diagonal(dim1=1, dim2=2)
+    def behavior_log_probs(self, versions: list[int]) -> torch.Tensor:
+        """[responses, tokens]: log-probs if token t is sampled with version `versions[t]`."""
+        by_version = torch.stack([self.log_probs(self.versions[version]) for version in versions], -1)
+        return by_version.diagonal(dim1=1, dim2=2)
 
     def on_policy(self, version: int) -> tuple[torch.Tensor, float]:
-        """The expected gradient [prefixes, words] of answers by this version, and one answer's standard deviation."""
+        """Expected gradient [prefixes, vocab] of responses of this version; standard deviation of one response."""
         log_probs = self.log_probs(self.versions[version])
         return self._gradient(version, log_probs.sum(-1).exp(), self.advantages[:, None].expand_as(log_probs))
 
-    def off_policy(self, version: int, drawn: list[int], form: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-        """The same of answers whose tokens were drawn with older versions, as training computes it."""
-        rollout = self.drawn(drawn)
+    def off_policy(
+        self, version: int, token_versions: list[int], correction: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        """Like `on_policy`, for responses whose tokens were sampled with older versions, with the loss of training."""
+        rollout = self.behavior_log_probs(token_versions)
         old = self.log_probs(self.versions[version])
-        actor, correction = _configs(tuple(form.items()))
-        corrected = correct_rollout(old, rollout, torch.ones_like(self.answers), correction)
+        actor, correction_config = _configs(tuple(correction.items()))
+        corrected = correct_rollout(old, rollout, torch.ones_like(self.responses), correction_config)
         log_prob = old.clone().requires_grad_()
         loss, _ = compute_policy_loss_vanilla(
-            rollout if form.get("bypass_mode") else old,
+            rollout if correction.get("bypass_mode") else old,
             log_prob,
             self.advantages[:, None].expand_as(old),
             corrected.response_mask,
@@ -106,72 +108,80 @@ class Toy:
         (per_token,) = torch.autograd.grad(-loss, log_prob)
         return self._gradient(version, rollout.sum(-1).exp(), per_token)
 
-    def _gradient(self, version: int, chance: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Of the sum of `factors` [answers, tokens] x log-probs: mean and deviation over answers of this chance."""
+    def _gradient(self, version: int, probability: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Mean and standard deviation of the gradient of sum(`factors` × log-probs) over responses.
+
+        `probability` [responses]; `factors` [responses, tokens].
+        """
         logits = self.versions[version]
-        one_hot = torch.nn.functional.one_hot(self.answers, logits.shape[1])
-        scores = factors[..., None] * (one_hot - logits.softmax(-1)[self.places])  # [answers, tokens, words]
+        one_hot = torch.nn.functional.one_hot(self.responses, logits.shape[1])
+        scores = factors[..., None] * (one_hot - logits.softmax(-1)[self.prefix_rows])  # [responses, tokens, vocab]
         mean = torch.zeros_like(logits)
-        mean.index_put_((self.places,), chance[:, None, None] * scores, accumulate=True)
-        # An answer's places are all different: the squares of its gradient are those of its tokens.
-        variance = (chance * scores.square().sum((1, 2))).sum() - mean.square().sum()
+        mean.index_put_((self.prefix_rows,), probability[:, None, None] * scores, accumulate=True)
+        # The prefixes of a response differ, so the squared norm of its gradient is the sum over its tokens.
+        variance = (probability * scores.square().sum((1, 2))).sum() - mean.square().sum()
         return mean, float(variance.clamp(min=0).sqrt())
 
 
 @functools.cache
-def _configs(form: tuple[tuple[str, Any], ...]) -> tuple[ActorConfig, RolloutCorrectionConfig]:
-    """Once for each form: making them takes longer than a sum over all answers."""
-    return as_config(ActorConfig, None), as_config(RolloutCorrectionConfig, dict(form))
+def _configs(correction: tuple[tuple[str, Any], ...]) -> tuple[ActorConfig, RolloutCorrectionConfig]:
+    """Cached, because creating them takes longer than the sum over all responses."""
+    return as_config(ActorConfig, None), as_config(RolloutCorrectionConfig, dict(correction))
 
 
 def token_versions(newest: int, staleness: int, tokens: int) -> list[int]:
-    """A partial rollout: its first token is `staleness` old, its last one new."""
-    return [newest - staleness + round(place * staleness / max(1, tokens - 1)) for place in range(tokens)]
+    """Versions of a partial rollout: the first token is `staleness` versions old, the last one current."""
+    return [newest - staleness + round(token * staleness / max(1, tokens - 1)) for token in range(tokens)]
 
 
-def measured(form: Mapping[str, Any], staleness: int, toys: Sequence[Toy]) -> tuple[float, float]:
-    """Bias and noise, as means over random policies that have so many versions."""
+def bias_and_noise(
+    correction: Mapping[str, Any], staleness: int, policies: Sequence[TabularPolicy]
+) -> tuple[float, float]:
+    """Means over policies, each with `staleness` updates."""
     biases, noises = [], []
-    for toy in toys:
-        wanted, spread = toy.on_policy(staleness)
-        versions = token_versions(staleness, staleness, toy.answers.shape[1])
-        found, noise = toy.off_policy(staleness, versions, form)
-        biases.append(float((found - wanted).norm() / wanted.norm()))
-        noises.append(noise / spread)
+    for policy in policies:
+        expected, expected_deviation = policy.on_policy(staleness)
+        versions = token_versions(staleness, staleness, policy.responses.shape[1])
+        gradient, deviation = policy.off_policy(staleness, versions, correction)
+        biases.append(float((gradient - expected).norm() / expected.norm()))
+        noises.append(deviation / expected_deviation)
     return sum(biases) / len(biases), sum(noises) / len(noises)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--words", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=6)
-    parser.add_argument("--rate", type=float, default=2.0, help="of learning: how far one version is from the next")
+    parser.add_argument("--words", type=int, default=3, help="vocabulary size")
+    parser.add_argument("--tokens", type=int, default=6, help="tokens of a response")
+    parser.add_argument("--rate", type=float, default=2.0, help="learning rate")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--policies", type=int, default=8, help="random ones, over which figures are means")
+    parser.add_argument(
+        "--policies", type=int, default=8, help="number of random policies, over which the mean is taken"
+    )
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
-    toys = {
+    policies = {
         staleness: [
-            Toy.make(seed, options.words, options.tokens, staleness, options.rate) for seed in range(options.policies)
+            TabularPolicy.random(seed, options.words, options.tokens, staleness, options.rate)
+            for seed in range(options.policies)
         ]
         for staleness in options.staleness
     }
     rows = []
-    for name, form in FORMS.items():
+    for name, correction in CORRECTIONS.items():
         row: dict[str, Any] = {"algorithm.rollout_correction": name}
         for staleness in options.staleness:
-            bias, noise = measured(form, staleness, toys[staleness])
+            bias, noise = bias_and_noise(correction, staleness, policies[staleness])
             row |= {f"bias {staleness}": f"{bias:.1%}", f"noise {staleness}": f"{noise:.2f}"}
         rows.append(row)
-    apart = []
+    differences = []
     for staleness in options.staleness:
-        toy = toys[staleness][0]
-        old, new = toy.log_probs(toy.versions[0]), toy.log_probs(toy.versions[-1])
-        apart.append(float(((new - old).abs() * old.sum(-1).exp()[:, None]).sum() / options.tokens))
+        policy = policies[staleness][0]
+        old, new = policy.log_probs(policy.versions[0]), policy.log_probs(policy.versions[-1])
+        differences.append(float(((new - old).abs() * old.sum(-1).exp()[:, None]).sum() / options.tokens))
     print("mean |log-prob difference| of a token at staleness " + ", ".join(
-        f"{staleness}: {value:.3f}" for staleness, value in zip(options.staleness, apart, strict=True)
+        f"{staleness}: {value:.3f}" for staleness, value in zip(options.staleness, differences, strict=True)
     ))  # fmt: skip
-    title = f"expected gradient of stale answers, {options.tokens} tokens of {options.words} words, by staleness"
+    title = f"expected gradient of stale responses, {options.tokens} tokens, vocabulary {options.words}, by staleness"
     report(title, rows, options.json)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/path_of_a_prompt.py               # -v lists the files
 
-The second training step of a tiny run in one process: from the moment its prompts are taken until its metrics are
-logged, every function of `verl` that runs counts its file (scorer processes are not seen). Fewer is better: it is what
-somebody reads who wants to know what happens to a prompt.
+The second training step of a tiny run in one process, from taking its prompts until its metrics are logged. Counts the
+files of all functions of `verl` that are called, except those in scorer processes. Fewer is better: this is the code to
+read in order to understand what happens to a prompt.
 """
 
 from __future__ import annotations
@@ -33,54 +33,62 @@ def main() -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="list the files")
     verbose = parser.parse_args().verbose
     with tempfile.TemporaryDirectory() as folder:
-        passed = files_passed(Path(folder))
-    lines = {file: len(Path(file).read_text().splitlines()) for file in passed}
-    own = sum(_lines(code) for codes in passed.values() for code in codes)
-    rows: list[dict[str, Any]] = [{"what": "files", "count": len(passed)}]
-    rows += [{"what": "lines in them", "count": sum(lines.values())}, {"what": "lines of what runs", "count": own}]
+        functions = called_functions(Path(folder))
+    lines = {file: len(Path(file).read_text().splitlines()) for file in functions}
+    function_lines = sum(_line_count(code) for codes in functions.values() for code in codes)
+    rows: list[dict[str, Any]] = [
+        {"what": "files", "count": len(functions)},
+        {"what": "lines of these files", "count": sum(lines.values())},
+        {"what": "lines of called functions", "count": function_lines},
+    ]
     if verbose:
-        rows += [{"what": os.path.relpath(file, ROOT), "count": lines[file]} for file in sorted(passed)]
+        rows += [{"what": os.path.relpath(file, ROOT), "count": lines[file]} for file in sorted(functions)]
     report("path of a GRPO prompt", rows)
 
 
-def files_passed(folder: Path) -> dict[str, set[CodeType]]:
-    """What runs of every file of the package during one training step."""
-    passed: dict[str, set[CodeType]] = {}
-    watching = False
+def called_functions(folder: Path) -> dict[str, set[CodeType]]:
+    """The functions that one training step calls, by file of the package."""
+    functions: dict[str, set[CodeType]] = {}
+    recording = False
 
-    def watch(frame: FrameType, event: str, _: Any) -> None:
+    def record_call(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if watching and event == "call" and code.co_filename.startswith(f"{ROOT}/verl/") and code.co_name != "<module>":
-            passed.setdefault(code.co_filename, set()).add(code)
+        if (
+            recording
+            and event == "call"
+            and code.co_filename.startswith(f"{ROOT}/verl/")
+            and code.co_name != "<module>"
+        ):
+            functions.setdefault(code.co_filename, set()).add(code)
 
-    threading.setprofile(watch)
-    sys.setprofile(watch)
+    threading.setprofile(record_call)
+    sys.setprofile(record_call)
     trainer = make_trainer(overrides(make_task(folder), folder, *_KEYS, "trainer.total_training_steps=3"))
     trainer.init_workers()
     take, log, steps = trainer.state.prompts.take, trainer._log_metrics, iter(range(3))
 
-    def take_and_watch(count: int) -> Any:
-        nonlocal watching
-        watching = next(steps) == 1
+    def start_recording(count: int) -> Any:
+        nonlocal recording
+        recording = next(steps) == 1
         return take(count)
 
-    def log_and_rest(metrics: dict[str, float], step: int) -> None:
-        nonlocal watching
+    def stop_recording(metrics: dict[str, float], step: int) -> None:
+        nonlocal recording
         log(metrics, step)
         trainer.tracking.log(metrics, step)
-        watching = False
+        recording = False
 
-    trainer.state.prompts.take, trainer._log_metrics = take_and_watch, log_and_rest
+    trainer.state.prompts.take, trainer._log_metrics = start_recording, stop_recording
     try:
         trainer.fit()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
         close(trainer)
-    return passed
+    return functions
 
 
-def _lines(code: CodeType) -> int:
+def _line_count(code: CodeType) -> int:
     return max(line or 0 for _, _, line in code.co_lines()) - code.co_firstlineno + 1
 
 

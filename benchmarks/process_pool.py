@@ -3,8 +3,8 @@
     python benchmarks/process_pool.py [--calls 4000] [--pools ours pebble loky] [--json results.jsonl]   (needs both)
 
 Two workers each, in a process that has torch and Ray loaded, as a trainer has. pebble runs on multiprocessing's fork
-server, its fastest start that does not fork this process; loky has no time limits, so a
-hanging call requires killing the executor with all its calls and starting another. Rows with "lost" count other calls
+server, its fastest start method that does not fork this process; loky has no time limits, so a hanging call requires
+killing the executor with all its calls and starting another. Rows with "lost" count other calls
 without a result; rows about processes wait up to eight seconds.
 """
 
@@ -116,29 +116,30 @@ def measure_pool(name: str, calls: int) -> dict[str, Any]:
     pool.submit(tasks.reward, "#### 1", "1").result()
     results["start to the first result, s"] = round(time.perf_counter() - began, 2)
     results["small rewards per second"] = throughput(pool, calls)
-    results["latency of one, ms"] = latency(pool)
-    results["memory of a worker alone, MB"] = round(pool.submit(tasks.memory_mb).result(), 1)
+    results["latency of a call, ms"] = latency(pool)
+    results["private memory of a worker, MB"] = round(pool.submit(tasks.memory_mb).result(), 1)
     read, write = os.pipe()
     os.set_inheritable(write, True)
-    results["of the caller's process in a worker"] = pool.submit(tasks.surroundings, write).result()
+    results["inherited from the caller's process"] = pool.submit(tasks.inherited_state, write).result()
     os.close(read)
     os.close(write)
-    for title, function in (("sleeps", time.sleep), ("computes", tasks.compute_for_ever), ("holds the GIL", hold)):
+    for title, function in (
+        ("sleeps", time.sleep),
+        ("computes", tasks.compute_forever),
+        ("holds the GIL", tasks.hold_the_gil),
+    ):
         results |= hanging(pool, title, function)
-    results["20 that sleep, limit 1 s each: all done after, s"] = side_by_side(pool, name)
-    for title, function in (("os._exit", leave), ("a crash", tasks.crash)):
-        results[f"lost of 40 by {title} of one"] = lost(POOLS[name](), function)
-    results["child of a killed call"] = childs_fate(pool, hang=True)
-    results["child left behind, after close"] = childs_fate(pool, hang=False)
+    results["20 sleeping calls with a limit of 1 s: all ended after, s"] = concurrent_timeouts(pool, name)
+    for title, function in (("os._exit", exit_process), ("a crash", tasks.crash)):
+        results[f"calls lost of 40 by {title} of another call"] = lost_calls(POOLS[name](), function)
+    results["child process of a killed call"] = child_state(pool, hang=True)
+    results["child process of a finished call, after close"] = child_state(pool, hang=False)
     results["processes left when the caller is killed"] = orphans(name)
     return results
 
 
-hold = tasks.hold_the_gil
-
-
-def leave() -> None:
-    tasks.leave(3)
+def exit_process() -> None:
+    tasks.exit_process(3)
 
 
 def throughput(pool: Pool, calls: int) -> int:
@@ -162,22 +163,23 @@ def latency(pool: Pool) -> float:
 
 
 def hanging(pool: Pool, title: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """From the time limit of a call (0.5 s) to its error, and to a result of the worker that takes its place."""
+    """Delay from the time limit of a call (0.5 s) to its error, and to a result of the replacement worker."""
     arguments = (1000,) if function is time.sleep else ()
     began = time.perf_counter()
     call = pool.submit(function, *arguments, limit=0.5)
-    other = pool.submit(time.sleep, 0.0)  # the second worker's first
+    other = pool.submit(time.sleep, 0.0)  # occupies the second worker
     error = call.exception(timeout=60)
     stopped = time.perf_counter() - began - 0.5
     other.exception(timeout=60)
     results = [pool.submit(tasks.reward, "#### 1", "1") for _ in range(WORKERS)]
     works = all(result.exception(timeout=60) is None for result in results)
     replaced = time.perf_counter() - began - 0.5
-    done = "stopped" if error is not None and works else "NOT stopped"
-    return {f"one that {title}: late by, replaced after, ms": f"{done} {1000 * stopped:.0f}, {1000 * replaced:.0f}"}
+    state = "stopped" if error is not None and works else "NOT stopped"
+    key = f"call that {title}: stopped, replaced after, ms"
+    return {key: f"{state} {1000 * stopped:.0f}, {1000 * replaced:.0f}"}
 
 
-def side_by_side(pool: Pool, name: str) -> float | str:
+def concurrent_timeouts(pool: Pool, name: str) -> float | str:
     if name == "loky":
         return "no limits"
     began = time.perf_counter()
@@ -186,21 +188,21 @@ def side_by_side(pool: Pool, name: str) -> float | str:
     return round(time.perf_counter() - began, 1)
 
 
-def lost(pool: Pool, function: Callable[..., Any]) -> int:
+def lost_calls(pool: Pool, function: Callable[..., Any]) -> int:
     pool.submit(tasks.reward, "#### 1", "1").result()
     calls = []
     for i in range(40):
-        with contextlib.suppress(Exception):  # a broken executor refuses more
+        with contextlib.suppress(Exception):  # a broken executor rejects further calls
             calls.append(pool.submit(function) if i == 20 else pool.submit(time.sleep, 0.02))
     failed = sum(call.exception(timeout=60) is not None for i, call in enumerate(calls) if i != 20)
     pool.close()
     return failed + 40 - len(calls)
 
 
-def childs_fate(pool: Pool, hang: bool) -> str:
+def child_state(pool: Pool, hang: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "pid")
-        pool.submit(tasks.start_a_child, file, hang, limit=1.5 if hang else None).exception(timeout=60)
+        pool.submit(tasks.start_child, file, hang, limit=1.5 if hang else None).exception(timeout=60)
         with open(file) as text:
             pid = int(text.read())
     if not hang:
@@ -219,12 +221,12 @@ def orphans(name: str) -> str:
 
 
 def hang(pool: Pool) -> None:
-    """What `orphans` kills: a pool at work; it says the ids of its processes."""
+    """The program that `orphans` kills: a busy pool; prints the pids of its processes."""
     from verl.utils.process_tree import with_descendants
 
     pool.submit(tasks.reward, "#### 1", "1").result()
     for _ in range(WORKERS):
-        pool.submit(tasks.compute_for_ever)
+        pool.submit(tasks.compute_forever)
     time.sleep(1.0)
     sys.stdout.write(" ".join(map(str, with_descendants(os.getpid())[1:])) + "\n")
     sys.stdout.flush()

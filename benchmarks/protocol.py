@@ -199,7 +199,7 @@ def pickle_in_band(value: Any) -> Any:
 
 
 def pickle_out_of_band(value: Any) -> Any:
-    """Large buffers beside the stream, where the type offers them."""
+    """Pickle protocol 5: large buffers out of band, if the type supports it."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(stream, buffers=buffers)

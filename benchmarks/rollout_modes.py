@@ -5,18 +5,18 @@
     python benchmarks/rollout_modes.py --modes sync agent --more actor_rollout_ref.rollout.agent.num_workers=8
     python benchmarks/rollout_modes.py --tiny              # small model, two rounds: to try the script
 
-1,024 answers of equal length (128 prompts × 8, 104 prompt and 288 response tokens, `ignore_eos`), Qwen2.5-0.5B's shape
-with random weights, native engine. Every pair of source tree and mode is a `main_ppo` program on Ray with the ordinary
-trainer; all of them stay loaded on the device and execute their steps in turn, A B C A B C … (`InterleavedRuns`): clock
-and temperature drift affects all of them alike, and only one run computes at any time. By default no weights are
-updated (`trainer.critic_warmup`, old log-probs from the rollout): `--update` trains as well. Without `--trees`, the
-package on PYTHONPATH is measured.
+1,024 responses of equal length (128 prompts × 8, 104 prompt and 288 response tokens, `ignore_eos`), the shape of
+Qwen2.5-0.5B with random weights, native engine. Every pair of source tree and mode is a `main_ppo` program on Ray with
+the ordinary trainer; all of them stay loaded on the device and execute their steps in turn, A B C A B C …
+(`InterleavedRuns`): clock and temperature drift affects all of them alike, and only one run computes at any time. By
+default no weights are updated (`trainer.critic_warmup`, old log-probs from the rollout): `--update` trains as well.
+Without `--trees`, the package on PYTHONPATH is measured.
 
-`gen` is the logged `timing_s/gen`: from the request to the complete batch of answers on the controller. Asynchronous
+`gen` is the logged `timing_s/gen`: from the request to the complete batch of responses on the controller. Asynchronous
 runs use `max_staleness=0`: no prompt is sent before the weights of the step are synchronised, so nothing overlaps and
-`timing_s/gen` contains the whole generation: the wait for the answers, their assembly into a batch, and drawing the
-prompts, which a synchronous run does before its step. `update_weights`, where engines wake up, is shown beside it, so
-that time moved from one phase to the other is visible. The limit is what the device needs at least: every prompt
+`timing_s/gen` contains the whole generation: the wait for the responses, their assembly into a batch, and sampling the
+prompts, which a synchronous run does before its step. `update_weights`, where engines wake up, is a separate column, so
+that time moved from one phase to the other is visible. The limit is a lower bound for this device: every prompt
 computed once at the rate of a large matrix product; then, for each response token, weights read or multiplied and KV
 read at the bandwidth of a large copy.
 """
@@ -39,7 +39,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from _generation import Floors
+from _generation import HardwareLimits
 from _ours_step import ACTOR, ROLLOUT, base, command
 from _report import report
 from _shapes import SHAPES
@@ -97,7 +97,7 @@ def summarize(
 ) -> list[dict[str, Any]]:
     """One row per (tree, mode), from the metrics of its measured steps; ratios are medians over pairs of steps of the
     same round."""
-    seconds = {key: np.array([step["timing_s/gen"] for step in of_run]) for key, of_run in steps.items()}
+    seconds = {key: np.array([step["timing_s/gen"] for step in run_steps]) for key, run_steps in steps.items()}
     first_tree = next(iter(steps))[0]
     several = len({tree for tree, _ in steps}) > 1
     rows: list[dict[str, Any]] = []
@@ -121,22 +121,22 @@ def _paired_ratio(seconds: np.ndarray, reference: np.ndarray | None) -> float | 
 
 
 def violations(steps: Mapping[tuple[str, str], Sequence[Mapping[str, float]]], work: Work) -> list[str]:
-    """What makes the figures incomparable: answers of another length, or generation outside of the phase `gen`."""
+    """Reasons why the figures are incomparable: wrong response lengths, or generation outside of the phase `gen`."""
     problems = []
-    for (tree, mode), of_run in steps.items():
-        if any(step[f"response_length/{name}"] != work.mean for step in of_run for name in ("min", "max")):
-            problems.append(f"{tree} {mode}: not every answer has {work.mean} tokens.")
+    for (tree, mode), run_steps in steps.items():
+        if any(step[f"response_length/{name}"] != work.mean for step in run_steps for name in ("min", "max")):
+            problems.append(f"{tree} {mode}: not every response has {work.mean} tokens.")
         ahead = ("async/in_flight", "async/queue_depth") if "async" in mode else ()
-        if any(step[name] for step in of_run for name in ahead):
-            problems.append(f"{tree} {mode}: answers of the next step were requested before it began.")
+        if any(step[name] for step in run_steps for name in ahead):
+            problems.append(f"{tree} {mode}: responses of the next step were requested before it began.")
     return problems
 
 
 def generation_limit(work: Work) -> float:
-    """Seconds that this device needs at least for the generation of one step."""
-    floors = Floors(work.model_config(), "cuda" if torch.cuda.is_available() else "cpu")
-    prefill = floors.multiply_ms(work.prompts * work.prompt_length)
-    decode = work.mean * floors.least_ms(work.samples, work.prompt_length + work.mean / 2)
+    """Lower bound for the seconds of the generation of one step on this device."""
+    limits = HardwareLimits(work.model_config(), "cuda" if torch.cuda.is_available() else "cpu")
+    prefill = limits.matmul_ms(work.prompts * work.prompt_length)
+    decode = work.mean * limits.lower_bound_ms(work.samples, work.prompt_length + work.mean / 2)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return (prefill + decode) / 1e3
@@ -149,8 +149,8 @@ def measure(options: argparse.Namespace, work: Work, folder: Path) -> dict[tuple
     for tree, path in options.trees.items():
         for mode in options.modes:
             name = f"{tree}-{mode}".replace(" ", "-")
-            given = [*overrides(mode, work, options.update, options.budget), *options.more]
-            runs.append(Run(name, command(work, folder, name, given), environment_for(path), folder))
+            run_overrides = [*overrides(mode, work, options.update, options.budget), *options.more]
+            runs.append(Run(name, command(work, folder, name, run_overrides), environment_for(path), folder))
             files[tree, mode] = folder / "runs" / "training_step" / name / "metrics.jsonl"
             files[tree, mode].unlink(missing_ok=True)
     with InterleavedRuns(runs, options.limit, options.limit) as interleaved:
@@ -158,15 +158,15 @@ def measure(options: argparse.Namespace, work: Work, folder: Path) -> dict[tuple
         if rounds == options.warm + options.steps:
             for failure in interleaved.finish():
                 print(failure, file=sys.stderr, flush=True)
-    found = {key: read_steps(path)[options.warm : rounds] for key, path in files.items()}
-    if not all(found.values()):
+    steps = {key: read_steps(path)[options.warm : rounds] for key, path in files.items()}
+    if not all(steps.values()):
         raise SystemExit(f"no step was measured within {options.limit:.0f} s (--limit); logs are in {folder}.")
-    return found
+    return steps
 
 
-def trees_of(given: Sequence[str]) -> dict[str, Path]:
+def trees_of(arguments: Sequence[str]) -> dict[str, Path]:
     """`NAME=PATH` arguments; without any, the tree of the imported package."""
-    named = dict(tree.split("=", 1) for tree in given) or {"this": str(Path(verl.__file__).parents[1])}
+    named = dict(tree.split("=", 1) for tree in arguments) or {"this": str(Path(verl.__file__).parents[1])}
     trees = {name: Path(path).resolve() for name, path in named.items()}
     for name, path in trees.items():
         if not (path / "verl" / "__init__.py").is_file():
@@ -181,8 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--trees", nargs="+", default=[], metavar="NAME=PATH", help="source trees to compare")
     add("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     add("--steps", type=int, help="measured steps of every run; default 30 (--tiny: 2)")
-    add("--warm", type=int, default=3, help="steps before them that are not counted")
-    add("--tiny", action="store_true", help="a tiny model and 16 short answers")
+    add("--warm", type=int, default=3, help="warm-up steps, not counted")
+    add("--tiny", action="store_true", help="a tiny model and 16 short responses")
     add("--update", action="store_true", help="update the weights in every step")
     add("--budget", type=int, default=16384, help="tokens of a micro-batch, with --update")
     add("--limit", type=float, default=540.0, help="seconds after which no further round of steps starts")
@@ -293,10 +293,10 @@ class InterleavedRuns:
         """Let every run execute `rounds` steps in turn; return the completed rounds. No round starts after `deadline`
         (`time.monotonic()`). The first run of a round changes from round to round."""
         runs = list(self._runs.values())
-        for done in range(rounds):
+        for completed in range(rounds):
             if time.monotonic() > deadline:
-                return done
-            first = done % len(runs)
+                return completed
+            first = completed % len(runs)
             for run in (*runs[first:], *runs[:first]):
                 self._step(run)
         return rounds
@@ -306,12 +306,12 @@ class InterleavedRuns:
         assert run.stream is not None
         try:
             self._release(run)
-            answer = run.stream.readline()
+            message = run.stream.readline()
         except TimeoutError:
             raise run.failure(f"a step took more than {self._step_timeout:.0f} s") from None
         except ConnectionError:
-            answer = ""
-        if not answer:
+            message = ""
+        if not message:
             raise run.failure("ended before its last step")
 
     def _release(self, run: Run) -> None:

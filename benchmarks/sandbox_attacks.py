@@ -57,16 +57,14 @@ def _header(*titles: str) -> list[str]:
 
 
 def _machine(user: int | None) -> str:
-    caller = (
-        "root, whose programs get a user of their own" if os.geteuid() == 0 and user is None else "an ordinary user"
-    )
+    caller = "root, whose programs run as a separate user" if os.geteuid() == 0 and user is None else "an ordinary user"
     cores = len(os.sched_getaffinity(0))
     system = f"Linux {platform.release()}, {platform.machine()}, {cores} cores, Python {platform.python_version()}"
     return f"Started by {caller}; {system}."
 
 
 def _column(without: str, user: int | None, kind: str) -> list[dict[str, Any]]:
-    """The rows of one level, from a process of its own: restrictions cannot be undone."""
+    """The rows of one level, from a separate process, because restrictions cannot be undone."""
     command = [sys.executable, __file__, kind, "--rows", without, *([] if user is None else ["--user", str(user)])]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)

@@ -1,8 +1,8 @@
-"""A GRPO step on CPU processes as ranks, samples and lengths grow: what it costs, and the controller's share of it.
+"""Seconds of a GRPO step on CPU processes, and the controller's share, by number of ranks, samples and tokens.
 
-Whole runs of `main_ppo` on Ray with a tiny model, so the figures are about what surrounds the model: dispatch, data,
-rewards, weights. Ranks share the cores of this machine: beyond their number more ranks cannot be faster, only not
-slower. Every answer has its full length.
+Complete runs of `main_ppo` on Ray with a tiny model, so the figures show the costs outside of the model: dispatch,
+data, rewards, weight sync. Ranks share the cores of this machine: more ranks than cores cannot be faster. Every
+response has the maximum length.
 """
 
 from __future__ import annotations
@@ -17,43 +17,45 @@ from _ours_step import run
 from _report import report
 from _training_work import Work
 
-# One thing grows at a time, from the first entry of each.
+# One parameter is varied at a time; the others have their first value.
 RANKS = (1, 2, 4)
 PROMPTS = (8, 32)
 LENGTHS = (16, 64)
 N = 4
 
 
-def row(folder: Path, ranks: int, prompts: int, length: int, steps: int, limit: float) -> dict[str, Any]:
+def measure(folder: Path, ranks: int, prompts: int, length: int, steps: int, limit: float) -> dict[str, Any]:
     work = Work(f"{ranks}x{prompts}x{length}", "tiny", prompts, N, 32, length, length, steps)
     overrides = [
         f"trainer.n_gpus_per_node={ranks}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     ]
-    found = run(work, work.write(folder), "scaling", overrides, limit, rate=1.0)
-    phases = {entry["phase"]: entry.get("s") for entry in found}
-    whole = found[-1]
+    phase_rows = run(work, work.write(folder), "scaling", overrides, limit, rate=1.0)
+    phases = {row["phase"]: row.get("s") for row in phase_rows}
+    step = phase_rows[-1]
     return {
         "ranks": ranks,
         "samples": work.samples,
         "response": length,
         "step s": phases["step"],
         **{f"{name} s": phases.get(name) for name in ("update_weights", "gen", "reward", "update_actor")},
-        "tokens/s": whole.get("tokens/s"),
-        "between calls s": whole.get("idle s"),
-        "controller %": whole.get("controller %"),
-        "note": whole.get("note"),
+        "tokens/s": step.get("tokens/s"),
+        "between calls s": step.get("idle s"),
+        "controller %": step.get("controller %"),
+        "note": step.get("note"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=list(PROMPTS), help=f"prompts per step, {N} samples each"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of a response")
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds a run may take")
+    parser.add_argument("--limit", type=float, default=300.0, help="maximum seconds of a run")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,7 +67,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:
-            rows.append(row(Path(folder), *size, options.steps, options.limit))
+            rows.append(measure(Path(folder), *size, options.steps, options.limit))
             print(rows[-1], flush=True)
     report("a GRPO step on CPU processes, tiny model, 32 prompt tokens", rows, options.json)
 

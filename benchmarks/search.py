@@ -2,10 +2,10 @@
 
     python benchmarks/search.py [--documents 200000] [--corpus FILE] [--dense_documents 20000] [--retriever_model DIR]
 
-The plain way in the same run is bm25s called directly, with all texts and tokens in memory. Documents are synthetic
-(100 words each, word frequencies as in English: rank^-1) unless `--corpus` names a file. Every build is a process of
-its own; its memory is what it holds for itself (RssAnon), looked at 20 times a second. The dense encoder is a BERT of
-two layers with random weights unless `--retriever_model` names one: the encoder is most of a dense query.
+The baseline is bm25s called directly, with all texts and tokens in memory. Documents are synthetic
+(100 words each, word frequencies as in English: rank^-1) unless `--corpus` names a file. Every index
+is built in a separate process, whose anonymous memory (RssAnon) is sampled 20 times per second. The dense encoder is a
+BERT of two layers with random weights unless `--retriever_model` names one; it takes most of the time of a dense query.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.support.search_server import serving
 from verl.search.client import RetrieverClient
 from verl.search.retriever import open_retriever
 
-WORDS, LENGTH = 100_000, 100
+VOCABULARY, DOCUMENT_WORDS = 100_000, 100
 QUERIES, BATCH = 2_000, 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--corpus", help="JSON lines of {id, contents} in the place of synthetic documents")
-    parser.add_argument("--dense_documents", type=int, default=20_000)
-    parser.add_argument("--retriever_model")
+    parser.add_argument("--documents", type=int, default=200_000, help="number of synthetic documents")
+    parser.add_argument("--corpus", help="JSON lines of {id, contents} instead of synthetic documents")
+    parser.add_argument("--dense_documents", type=int, default=20_000, help="documents of the dense index; 0: none")
+    parser.add_argument("--retriever_model", help="folder of a sentence encoder")
     parser.add_argument("--build", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.build:
@@ -64,8 +64,8 @@ def make_corpus(path: Path, documents: int) -> Path:
     rng = np.random.default_rng(0)
     with path.open("w") as out:
         for first in range(0, documents, 1000):
-            drawn = zipf(rng, (min(1000, documents - first), LENGTH))
-            for number, words in enumerate(drawn, first):
+            documents_words = zipf(rng, (min(1000, documents - first), DOCUMENT_WORDS))
+            for number, words in enumerate(documents_words, first):
                 text = " ".join(f"w{word}" for word in words)
                 out.write(json.dumps({"id": str(number), "contents": f'"Title {number}"\n{text}'}) + "\n")
     return path
@@ -77,98 +77,98 @@ def make_queries(count: int) -> list[str]:
 
 
 def zipf(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Ranks of words, each as frequent as 1 / rank."""
-    return (WORDS ** rng.random(shape)).astype(np.int64)
+    """Random word ranks with probability proportional to 1 / rank."""
+    return (VOCABULARY ** rng.random(shape)).astype(np.int64)
 
 
 def print_build(name: str, corpus: Path, folder: Path, model: str | None = None) -> None:
-    command = [sys.executable, __file__, "--build", name, str(corpus), str(folder / "kept")]
+    command = [sys.executable, __file__, "--build", name, str(corpus), str(folder / "index")]
     command += ["--retriever_model", model] if model else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    facts = json.loads(done.stdout.splitlines()[-1])
-    ours = "bm25s directly" if name == "plain" else name
-    print(f"build {ours:15} {facts['seconds']:7.1f} s   {facts['peak_mb']:7.0f} MB of memory at its peak")
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures = json.loads(completed.stdout.splitlines()[-1])
+    label = "bm25s directly" if name == "plain" else name
+    print(f"build {label:15} {figures['seconds']:7.1f} s   {figures['peak_mb']:7.0f} MB peak memory")
 
 
-def build(name: str, corpus: str, kept: str, model: str | None) -> None:
-    """In a process of its own: build one index, and say what it took."""
+def build(name: str, corpus: str, index_path: str, model: str | None) -> None:
+    """Build one index in this process and print seconds and peak memory as JSON."""
     import bm25s
 
     if name == "dense":
-        import sentence_transformers  # noqa: F401 - not part of what is measured
-    before, watch = anonymous(), Watch()
+        import sentence_transformers  # noqa: F401 - its import is not measured
+    before, memory = anonymous_mb(), PeakMemory()
     begin = time.monotonic()
     if name == "plain":
         texts = [json.loads(line)["contents"] for line in Path(corpus).read_text().splitlines()]
         tokens = bm25s.tokenize(texts, stopwords="en", show_progress=False)
         index = bm25s.BM25()
         index.index(tokens, show_progress=False)
-        index.save(f"{kept}-plain", show_progress=False)
+        index.save(f"{index_path}-plain", show_progress=False)
     else:
-        open_retriever(corpus, name, index_path=kept, model=model)
+        open_retriever(corpus, name, index_path=index_path, model=model)
     seconds = time.monotonic() - begin
-    print(json.dumps({"seconds": seconds, "peak_mb": watch.peak() - before}))
+    print(json.dumps({"seconds": seconds, "peak_mb": memory.peak_mb() - before}))
 
 
-def anonymous() -> float:
-    """MB that this process holds for itself."""
+def anonymous_mb() -> float:
+    """Anonymous resident memory of this process in MB."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) / 1024
 
 
-class Watch:
-    """Memory of this process while something runs."""
+class PeakMemory:
+    """Samples the memory of this process in a thread until `peak_mb` is called."""
 
     def __init__(self) -> None:
-        self._most, self._over = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._peak, self._stop = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
-    def peak(self) -> float:
-        self._over.set()
+    def peak_mb(self) -> float:
+        self._stop.set()
         self._thread.join()
-        return self._most
+        return self._peak
 
-    def _look(self) -> None:
-        while not self._over.wait(0.05):
-            self._most = max(self._most, anonymous())
+    def _sample(self) -> None:
+        while not self._stop.wait(0.05):
+            self._peak = max(self._peak, anonymous_mb())
 
 
 def bm25_speed(corpus: Path, folder: Path, queries: list[str]) -> None:
     import bm25s
 
-    plain = bm25s.BM25.load(str(folder / "kept-plain"), mmap=True)
-    ours = open_retriever(str(corpus), index_path=str(folder / "kept"))
+    baseline = bm25s.BM25.load(str(folder / "index-plain"), mmap=True)
+    retriever = open_retriever(str(corpus), index_path=str(folder / "index"))
 
-    def directly(batch: list[str]) -> Any:
+    def retrieve_directly(batch: list[str]) -> Any:
         tokens = bm25s.tokenize(batch, stopwords="en", return_ids=False, show_progress=False)
-        return plain.retrieve(tokens, k=3, show_progress=False)
+        return baseline.retrieve(tokens, k=3, show_progress=False)
 
-    print_speed("bm25s directly", lambda: [directly(batch) for batch in batches(queries)], len(queries))
-    print_speed("bm25 in process", lambda: [ours.retrieve(batch, 3) for batch in batches(queries)], len(queries))
-    with serving(corpus, "--index_path", str(folder / "kept")) as server:
-        print_speed("bm25 over HTTP", lambda: asyncio.run(ask(server.url, queries)), len(queries))
+    print_speed("bm25s directly", lambda: [retrieve_directly(batch) for batch in batches(queries)], len(queries))
+    print_speed("bm25 in process", lambda: [retriever.retrieve(batch, 3) for batch in batches(queries)], len(queries))
+    with serving(corpus, "--index_path", str(folder / "index")) as server:
+        print_speed("bm25 over HTTP", lambda: asyncio.run(send_queries(server.url, queries)), len(queries))
 
 
-async def ask(url: str, queries: list[str]) -> None:
-    """As 256 trajectories ask that search at the same time, each one query."""
+async def send_queries(url: str, queries: list[str]) -> None:
+    """Send one query per request with 256 requests in flight, like 256 concurrent trajectories."""
     client, slots = RetrieverClient(url, cache_size=0), asyncio.Semaphore(256)
 
-    async def one(query: str) -> None:
+    async def send(query: str) -> None:
         async with slots:
             await client.retrieve([query], 3)
 
-    await asyncio.gather(*map(one, queries))
+    await asyncio.gather(*map(send, queries))
     await client.close()
 
 
 def dense_speed(corpus: Path, folder: Path, model: str, queries: list[str]) -> None:
-    ours = open_retriever(str(corpus), "dense", index_path=str(folder / "kept"), model=model)
-    print_speed("dense in process", lambda: [ours.retrieve(batch, 3) for batch in batches(queries)], len(queries))
+    retriever = open_retriever(str(corpus), "dense", index_path=str(folder / "index"), model=model)
+    print_speed("dense in process", lambda: [retriever.retrieve(batch, 3) for batch in batches(queries)], len(queries))
 
 
 def random_encoder(folder: Path) -> Path:
-    """A BERT of two layers whose words are the synthetic ones, cut into pieces of a few letters."""
+    """A BERT of two layers with random weights, whose tokens are letters and digits of the synthetic words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -190,7 +190,7 @@ def batches(queries: list[str]) -> list[list[str]]:
 
 
 def print_speed(name: str, run: Any, queries: int) -> None:
-    run()  # pages of the index come in
+    run()  # loads the pages of the index
     begin = time.monotonic()
     run()
     print(f"{name:21} {queries / (time.monotonic() - begin):7.0f} queries/s")

@@ -3,10 +3,10 @@
     python benchmarks/server_memory.py --model ~/models/SmolLM2-135M-Instruct [--storms 10] [--max-model-len 2048]
     python benchmarks/server_memory.py --model ~/models/tiny --storms 0 --small 2000
 
-On a CPU the KV memory that the log announces at start is taken page by page, when a block is used for the first time;
-the prefix cache keeps blocks with known content and prefers blank ones, so every storm of new prompts uses new ones
-until all have been. After each storm of 200 requests (half of them streamed) this prints the resident memory of the
-server, how much of it is the KV mapping, and the rest, which is to stay where it is.
+On a CPU the pages of the KV cache become resident when a block is used for the first time. The prefix cache prefers
+blocks that were never used, so every burst of new prompts makes further blocks resident until all are. After each burst
+of 200 requests (half of them streamed) this prints the resident memory of the server, the part of the KV mapping, and
+the other memory, which must remain constant.
 
 `--small N` sends N completions of one token from 16 connections, five times, and prints requests/s and the CPU time of
 the server and its processes per request: with a tiny model, the cost of HTTP, parsing and encoding.
@@ -37,8 +37,8 @@ _CONNECTIONS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--storms", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=200, help="of one storm")
+    parser.add_argument("--storms", type=int, default=10, help="number of bursts")
+    parser.add_argument("--requests", type=int, default=200, help="requests per burst")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--small", type=int, default=0, help="small requests per run (default: no such runs)")
     options = parser.parse_args()
@@ -48,13 +48,13 @@ def main() -> None:
         with open(log.name, "w") as sink:
             process = subprocess.Popen([*command, *limits], stdout=sink, stderr=sink)
         try:
-            address = _wait_for(process, log.name)
-            print("storm  resident MB  of which KV  the rest  children  seconds")
-            for storm in range(options.storms + 1):
+            address = _wait_for_address(process, log.name)
+            print("burst  resident MB  of which KV  other MB  children  seconds")
+            for burst in range(options.storms + 1):
                 began = time.monotonic()
-                if storm:
-                    asyncio.run(_storm(address, storm, options.requests))
-                _show(psutil.Process(process.pid), storm, time.monotonic() - began)
+                if burst:
+                    asyncio.run(_send_burst(address, burst, options.requests))
+                _print_memory(psutil.Process(process.pid), burst, time.monotonic() - began)
             print(re.search(r"[\d.]+ GB of KV .*", Path(log.name).read_text())[0])
             for run in range(_SMALL_RUNS + 1 if options.small else 0):  # the first one warms up
                 rate, cpu = _measure_small(address, psutil.Process(process.pid), options.small)
@@ -65,27 +65,27 @@ def main() -> None:
             process.wait()
 
 
-def _wait_for(process: subprocess.Popen, log: str) -> str:
-    while not (found := re.search(r"at (http://127\.0\.0\.1:\d+/v1)", Path(log).read_text())):
+def _wait_for_address(process: subprocess.Popen, log: str) -> str:
+    while not (match := re.search(r"at (http://127\.0\.0\.1:\d+/v1)", Path(log).read_text())):
         if process.poll() is not None:
             sys.exit(Path(log).read_text())
         time.sleep(0.1)
-    return found[1]
+    return match[1]
 
 
-async def _storm(address: str, storm: int, count: int) -> None:
+async def _send_burst(address: str, burst: int, count: int) -> None:
     async with openai.AsyncOpenAI(base_url=address, api_key="any", max_retries=0, timeout=3600) as client:
         model = (await client.models.list()).data[0].id
 
-        async def ask(number: int) -> None:
-            words = f"storm {storm} question {number} " + "and so on " * 6
-            more = {"max_tokens": 32, "stream": bool(number % 2), "extra_body": {"ignore_eos": True}}
-            answer = await client.completions.create(model=model, prompt=words, **more)
+        async def send(number: int) -> None:
+            prompt = f"burst {burst} question {number} " + "and so on " * 6
+            settings = {"max_tokens": 32, "stream": bool(number % 2), "extra_body": {"ignore_eos": True}}
+            response = await client.completions.create(model=model, prompt=prompt, **settings)
             if number % 2:
-                async for _ in answer:
+                async for _ in response:
                     pass
 
-        await asyncio.gather(*map(ask, range(count)))
+        await asyncio.gather(*map(send, range(count)))
 
 
 def _measure_small(address: str, server: psutil.Process, count: int) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def _measure_small(address: str, server: psutil.Process, count: int) -> tuple[fl
 
 
 def _cpu_seconds(server: psutil.Process) -> float:
-    """Of the server and its processes, those that have ended included."""
+    """CPU seconds of the server and its child processes, including those that have ended."""
     total = 0.0
     for process in (server, *server.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,7 +106,7 @@ def _cpu_seconds(server: psutil.Process) -> float:
 
 
 async def _small_requests(address: str, count: int) -> None:
-    """A client of few instructions: it shares the cores with the server."""
+    """Send requests with a minimal client, which shares the cores with the server."""
     host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
     remaining = iter(range(count))
 
@@ -126,18 +126,18 @@ async def _small_requests(address: str, count: int) -> None:
     await asyncio.gather(*(connection() for _ in range(_CONNECTIONS)))
 
 
-def _show(process: psutil.Process, storm: int, seconds: float) -> None:
+def _print_memory(process: psutil.Process, burst: int, seconds: float) -> None:
     resident, kv = process.memory_info().rss, _largest_anonymous(process.pid)
     children = sum(child.memory_full_info().uss for child in process.children(recursive=True))
     print(
-        f"{storm:5d}  {resident / MB:11.0f}  {kv / MB:11.1f}  {(resident - kv) / MB:8.1f}"
+        f"{burst:5d}  {resident / MB:11.0f}  {kv / MB:11.1f}  {(resident - kv) / MB:8.1f}"
         f"  {children / MB:8.0f}  {seconds:7.1f}",
         flush=True,
     )
 
 
 def _largest_anonymous(pid: int) -> int:
-    """Resident bytes of the largest mapping without a file that can be written: the one with the KV memory in it."""
+    """Resident bytes of the largest writable anonymous mapping, which contains the KV cache."""
     best, size, rss = 0, 0, 0
     with open(f"/proc/{pid}/smaps") as lines:
         for line in lines:

@@ -1,13 +1,13 @@
-"""Supervised fine-tuning: tokens/s and MFU of ours and of TRL's SFTTrainer, both packed, with the same tokens.
+"""Supervised fine-tuning: tokens/s and MFU of verl and of TRL's SFTTrainer, both packed, with the same tokens.
 
     python benchmarks/sft.py --shapes qwen2.5-0.5b qwen2.5-1.5b --json FILE
     python benchmarks/sft.py --systems ours --checkpointing --json FILE
 
 Models have random weights of a known shape; rows are ragged (lognormal, mean 512, up to 2048 tokens) and the loss falls
-on three quarters of each. Both sides have float32 master weights and compute in bf16, take one optimizer step per step
+on three quarters of each. Both systems have float32 master weights, compute in bf16, take one optimizer step per step
 over about the same number of tokens, and use the same activation checkpointing. TRL packs rows to 4096 tokens: `bfd`
-keeps them apart (its attention then needs a dense mask, unless flash-attn is installed), `wrapped` lets tokens attend
-across rows, which is not the same training but its fastest. Ours keeps rows apart always. MFU is the minimal
+keeps them separate (its attention then needs a dense mask, unless flash-attn is installed), `wrapped` lets tokens
+attend across rows, which trains differently but is the fastest. verl always keeps rows separate. MFU is the minimal
 work of an update (`SFTWork.update_flops_per_token`) relative to the matmul rate measured here. Peak memory is reserved
 by torch, used memory allocated by tensors. Each system runs in a process with a time limit; the first two steps are not
 counted.
@@ -32,7 +32,7 @@ from _report import report
 from _sft_systems import SFTWork
 from _shapes import SHAPES, matmul_rate
 
-NOT_COUNTED = 2
+WARM_UP_STEPS = 2
 VARIANTS = {"ours": ("packed",), "trl": ("wrapped", "bfd")}
 
 
@@ -40,7 +40,7 @@ def measure_system(
     options: argparse.Namespace, work: SFTWork, folder: Path, rate: float, system: str, variant: str
 ) -> Any:
     """One row of the table; after an out-of-memory error a smaller forward pass is tried."""
-    head = {"system": system, "variant": variant, "shape": work.shape}
+    labels = {"system": system, "variant": variant, "shape": work.shape}
     budget, least = options.budget, work.packed if system == "trl" else work.longest
     while True:
         log = folder / f"{system}-{variant}.log"
@@ -53,17 +53,17 @@ def measure_system(
         problem = run_limited(command, folder, environment, log, options.limit)
         text = log.read_text(errors="replace")
         steps = [json.loads(line.removeprefix("STEP ")) for line in text.splitlines() if line.startswith("STEP ")]
-        if len(steps) > NOT_COUNTED + 1:
-            return {**head, **_figures(work, steps, rate), "pass": budget, "note": problem}
+        if len(steps) > WARM_UP_STEPS + 1:
+            return {**labels, **_figures(work, steps, rate), "pass": budget, "note": problem}
         if not problem or "OutOfMemoryError" not in text or budget <= least:
-            return {**head, "pass": budget, "note": problem or "too few steps"}
+            return {**labels, "pass": budget, "note": problem or "too few steps"}
         print(f"{system}: {budget} tokens do not fit; trying {budget // 2}", flush=True)
         budget //= 2
 
 
 def _figures(work: SFTWork, steps: list[dict[str, Any]], rate: float) -> dict[str, Any]:
-    counted = steps[NOT_COUNTED:]
-    seconds = counted[-1]["end"] - steps[NOT_COUNTED - 1]["end"]
+    counted = steps[WARM_UP_STEPS:]
+    seconds = counted[-1]["end"] - steps[WARM_UP_STEPS - 1]["end"]
     tokens = sum(step["tokens"] for step in counted)
     return {
         "s/step": seconds / len(counted),
@@ -76,17 +76,17 @@ def _figures(work: SFTWork, steps: list[dict[str, Any]], rate: float) -> dict[st
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours relative to each TRL variant of the same shape."""
-    own = {row["shape"]: row["tokens/s"] for row in rows if row["system"] == "ours" and "tokens/s" in row}
+    """Throughput of verl relative to each TRL variant of the same shape."""
+    ours = {row["shape"]: row["tokens/s"] for row in rows if row["system"] == "ours" and "tokens/s" in row}
     return [
         {
             "what": f"{row['shape']}: tokens/s, times TRL's ({row['variant']})",
-            "found": found,
-            "met (≥ 1.5)": found >= 1.5,
+            "measured": ratio,
+            "met (≥ 1.5)": ratio >= 1.5,
         }
         for row in rows
-        if row["system"] == "trl" and "tokens/s" in row and row["shape"] in own
-        for found in [own[row["shape"]] / row["tokens/s"]]
+        if row["system"] == "trl" and "tokens/s" in row and row["shape"] in ours
+        for ratio in [ours[row["shape"]] / row["tokens/s"]]
     ]
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
     parser.add_argument("--budget", type=int, default=16384 if cuda else 256, help="tokens of a forward pass")
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint activations, in all systems")
-    parser.add_argument("--steps", type=int, default=10, help=f"the first {NOT_COUNTED} are not counted")
+    parser.add_argument("--steps", type=int, default=10, help=f"the first {WARM_UP_STEPS} are not counted")
     parser.add_argument("--limit", type=float, default=200.0, help="maximum seconds per system")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     parser.add_argument("--json", help="append every table to this file")

@@ -1,4 +1,4 @@
-"""A GRPO step: ours by `main_ppo` on Ray compared with TRL, and ours with single features disabled.
+"""A GRPO step: verl (`main_ppo` on Ray) compared with TRL, and with single features disabled.
 
     python benchmarks/training_step.py --engine-only --json FILE                    # the training engine by variant
     python benchmarks/training_step.py --systems ours trl --cases a b --json FILE   # complete steps and TRL
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ours_step import ENGINE_VARIANTS, chosen, run, run_limited, variants
+from _ours_step import ENGINE_VARIANTS, run, run_limited, select_variants, variants
 from _report import report
 from _shapes import SHAPES, matmul_rate
 from _training_work import Work
 
 ENGINE = "verl engine"
-# (system, variant, case, phase) of ours and of the comparison; minimum ratio of their times.
+# (system, variant, case, phase) of verl and of the comparison; minimum ratio of their times.
 RATIOS = (
     ("step (a), times TRL's", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
     ("step (b), times TRL's", ("verl", "all on", "b", "step"), ("trl", "float32", "b", "step"), 12.0),
@@ -69,8 +69,8 @@ def work_of(case: str, shape: str, steps: int, small: bool) -> Work:
 
 def ours(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
     """Complete steps by `main_ppo` for each variant; only "all on" unless --features is set."""
-    found = variants(work, options.budget, options.checkpointing, options.compile)
-    for name, overrides in chosen(found, options.features or ["all on"]).items():
+    overrides_by_name = variants(work, options.budget, options.checkpointing, options.compile)
+    for name, overrides in select_variants(overrides_by_name, options.features or ["all on"]).items():
         rows = run(work, folder, name, overrides, options.limit, rate)
         report(f"verl, {name}: {work.title()}", rows, options.json)
 
@@ -79,14 +79,14 @@ def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: flo
     """Update and log-prob pass by variant, in this process."""
     import _engine_step
 
-    found = variants(work, options.budget, options.checkpointing, options.compile)
-    wanted = options.features or list(ENGINE_VARIANTS)
-    for name, overrides in chosen(found, wanted).items():
+    overrides_by_name = variants(work, options.budget, options.checkpointing, options.compile)
+    features = options.features or list(ENGINE_VARIANTS)
+    for name, overrides in select_variants(overrides_by_name, features).items():
         label = f"{name} ({options.budget // 1024}k)" if options.budget != default_budget() else name
-        rows = _engine_step.rows(work, folder, label, overrides, rate, options.repeats)
+        rows = _engine_step.measure_variant(work, folder, label, overrides, rate, options.repeats)
         report(f"engine, {label}: {work.title()}", rows, options.json)
     if options.profile:
-        on = found["all on"]
+        on = overrides_by_name["all on"]
         samples = max(1, min(work.samples, options.budget * work.samples // work.tokens(_engine_step.STEP)))
         title = f"an update of {samples} rows, all on: {work.title()}"
         report(title, _engine_step.profile(work, folder, on, samples), options.json)
@@ -96,7 +96,7 @@ def trl(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> N
     """TRL's GRPOTrainer on the same work; after an out-of-memory error a smaller micro-batch is tried."""
     micro = min(options.trl_micro or (32 if work.case == "a" else 8), work.samples)
     variant = options.trl_dtype + (", beta" if options.trl_beta else "")
-    head = {"system": "trl", "variant": variant, "case": work.case, "shape": work.shape}
+    labels = {"system": "trl", "variant": variant, "case": work.case, "shape": work.shape}
     rows: list[dict[str, Any]] = []
     while micro and not rows:
         log = folder / f"trl-{work.case}.log"
@@ -111,7 +111,7 @@ def trl(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> N
             micro //= 2
         else:
             rows = [{"phase": "step", "note": problem or "no step was measured"}]
-    report(f"TRL, {variant}: {work.title()}", [{**head, **row} for row in rows], options.json)
+    report(f"TRL, {variant}: {work.title()}", [{**labels, **row} for row in rows], options.json)
 
 
 def _environment() -> dict[str, str]:
@@ -164,16 +164,16 @@ def _trl_rows(work: Work, steps: list[dict[str, Any]], rate: float) -> list[dict
 
 def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
     """Targets and measurements; of repeated measurements the last one."""
-    found = {(r["system"], r["variant"], r["case"], r["phase"]): r for r in rows if r["shape"] == shape and "s" in r}
+    by_key = {(r["system"], r["variant"], r["case"], r["phase"]): r for r in rows if r["shape"] == shape and "s" in r}
     table: list[dict[str, Any]] = []
-    for what, mine, other, least in RATIOS:
-        if mine in found and other in found:
-            ratio = found[other]["s"] / found[mine]["s"]
-            table.append({"what": what, "found": ratio, "target": f"≥ {least}", "met": ratio >= least})
-    for limited, which, column, limit in LIMITS:
-        value = found.get(which, {}).get(column)
-        if shape == limited and value is not None:
-            _, variant, case, phase = which
+    for what, key, reference, minimum in RATIOS:
+        if key in by_key and reference in by_key:
+            ratio = by_key[reference]["s"] / by_key[key]["s"]
+            table.append({"what": what, "found": ratio, "target": f"≥ {minimum}", "met": ratio >= minimum})
+    for limit_shape, key, column, limit in LIMITS:
+        value = by_key.get(key, {}).get(column)
+        if shape == limit_shape and value is not None:
+            _, variant, case, phase = key
             met = value >= limit if limit > 0 else value <= -limit
             target = f"{'≥' if limit > 0 else '≤'} {abs(limit)}"
             table.append(
@@ -194,20 +194,20 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
     parser.add_argument("--features", nargs="+", default=[], help="variants whose name contains one of these")
     parser.add_argument("--engine-only", action="store_true", help="the training engine by variant, without Ray")
-    parser.add_argument("--profile", action="store_true", help="with --engine-only: where an update's time goes")
+    parser.add_argument("--profile", action="store_true", help="with --engine-only: profile an update by kernel")
     parser.add_argument("--budget", type=int, default=default_budget(), help="tokens of a micro-batch")
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint activations, in all systems")
     parser.add_argument(
         "--no-compile", dest="compile", action="store_false", help="leave torch.compile out of 'all on'"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="measured passes of the engine, after one that is not")
-    parser.add_argument("--steps", type=int, default=3, help="steps of ours, the first of which is not counted")
+    parser.add_argument("--repeats", type=int, default=2, help="measured passes of the engine, after a warm-up")
+    parser.add_argument("--steps", type=int, default=3, help="steps of verl, the first of which is not counted")
     parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL; the first is a short warm-up")
-    parser.add_argument("--trl-micro", type=int, help="its per-device batch; default 32 in (a), 8 in (b)")
+    parser.add_argument("--trl-micro", type=int, help="per-device batch size of TRL; default 32 in (a), 8 in (b)")
     parser.add_argument(
         "--trl-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of TRL's weights"
     )
-    parser.add_argument("--trl-beta", type=float, default=0.0, help="above 0: with a reference")
+    parser.add_argument("--trl-beta", type=float, default=0.0, help="KL coefficient; above 0: with a reference")
     parser.add_argument("--limit", type=float, default=240.0, help="maximum seconds of a run")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     parser.add_argument("--summary", action="store_true", help="print only the targets, from --json")

@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _chaos_run import KINDS, SIGNALS, plan_faults
 from _chaos_watch import Checkpoints, PhaseLog, Position, ReferenceRun, by_kind, leftover_processes
-from chaos import differing_answers, differing_weights
+from chaos import differing_rollouts, differing_weights
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 
@@ -40,23 +40,27 @@ def save(root: Path, step: int, weights: str) -> Path:
 
 @pytest.mark.parametrize("layout", KINDS)
 def test_every_kind_is_killed_and_stopped_before_one_comes_again_and_a_seed_gives_one_plan(layout):
-    deck = len(KINDS[layout]) * len(SIGNALS)
-    faults = list(islice(plan_faults(layout, random.Random(3)), deck))
-    assert {(fault.kind, fault.done) for fault in faults} == {(k, done) for k in KINDS[layout] for done in SIGNALS}
-    assert faults == list(islice(plan_faults(layout, random.Random(3)), deck))
-    assert faults != list(islice(plan_faults(layout, random.Random(4)), deck))
+    pairs = len(KINDS[layout]) * len(SIGNALS)
+    faults = list(islice(plan_faults(layout, random.Random(3)), pairs))
+    assert {(fault.kind, fault.action) for fault in faults} == {
+        (kind, action) for kind in KINDS[layout] for action in SIGNALS
+    }
+    assert faults == list(islice(plan_faults(layout, random.Random(3)), pairs))
+    assert faults != list(islice(plan_faults(layout, random.Random(4)), pairs))
 
 
 def test_a_whole_step_is_the_newest_and_half_a_step_under_a_steps_name_is_noticed(tmp_path, checkpoints):
     save(tmp_path, 2, "two")
-    assert (checkpoints.newest(), checkpoints.broken) == (2, set())
+    assert (checkpoints.newest(), checkpoints.incomplete) == (2, set())
     half = save(tmp_path, 4, "four")
     (half / "actor" / "0.distcp").write_text("fo")
     (tmp_path / "global_step_6").mkdir()
     assert checkpoints.newest() <= 4
-    assert any("global_step_6: manifest.json: missing" in problem for problem in checkpoints.broken)
+    assert any("global_step_6: manifest.json: missing" in problem for problem in checkpoints.incomplete)
     seen_whole = 4 in checkpoints.saved  # the thread may have looked before it was cut
-    assert seen_whole or any("global_step_4: actor/0.distcp: truncated" in problem for problem in checkpoints.broken)
+    assert seen_whole or any(
+        "global_step_4: actor/0.distcp: truncated" in problem for problem in checkpoints.incomplete
+    )
 
 
 def test_other_weights_and_a_step_that_was_never_saved_are_noticed(tmp_path):
@@ -74,17 +78,17 @@ def test_other_weights_and_a_step_that_was_never_saved_are_noticed(tmp_path):
 
 
 def test_a_step_done_again_with_other_prompts_is_noticed_though_its_last_time_was_right(tmp_path):
-    def noted(name: str, answers: list[tuple[int, str]]) -> SimpleNamespace:
-        lines = [json.dumps({"pid": 1, "step": step, "answers": digest}) for step, digest in answers]
+    def noted(name: str, digests: list[tuple[int, str]]) -> SimpleNamespace:
+        lines = [json.dumps({"pid": 1, "step": step, "rollout_digest": digest}) for step, digest in digests]
         (tmp_path / name).write_text("\n".join(lines) + "\n")
         notes = PhaseLog(tmp_path / name)
         notes.read_new()
-        return SimpleNamespace(notes=notes)
+        return SimpleNamespace(phase_log=notes)
 
     plain = noted("undisturbed", [(1, "p"), (2, "q"), (3, "r")])
-    undisturbed = ReferenceRun(plain.notes.answers(), {}, {})
-    assert differing_answers(noted("again", [(1, "p"), (2, "q"), (2, "q"), (3, "r")]), undisturbed) == []
-    found = differing_answers(noted("wrong", [(1, "p"), (2, "r"), (2, "q")]), undisturbed)
+    undisturbed = ReferenceRun(plain.phase_log.rollout_digests(), {}, {})
+    assert differing_rollouts(noted("again", [(1, "p"), (2, "q"), (2, "q"), (3, "r")]), undisturbed) == []
+    found = differing_rollouts(noted("wrong", [(1, "p"), (2, "r"), (2, "q")]), undisturbed)
     assert [problem.rpartition(" ")[2] for problem in found] == ["2", "3"]
 
 

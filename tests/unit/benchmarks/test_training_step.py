@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from _ours_step import base, chosen, variants
+from _ours_step import base, select_variants, variants
 from _training_work import Work
 from _trl_step import ForcedEnds
 from training_step import summary
@@ -57,15 +57,15 @@ def test_every_variant_is_a_valid_configuration():
         "trainer.n_gpus_per_node=1",
         "trainer.device=cpu",
     ]
-    found = variants(RAGGED, budget=8192, checkpointing=False, compiled=False)
-    loaded = {name: load_config(None, [*common, *given], check_files=False) for name, given in found.items()}
+    by_name = variants(RAGGED, budget=8192, checkpointing=False, compiled=False)
+    loaded = {name: load_config(None, [*common, *overrides], check_files=False) for name, overrides in by_name.items()}
     on, off = (loaded[name].actor_rollout_ref for name in ("all on", "everything off"))
     assert (on.model.use_remove_padding, on.actor.use_dynamic_bsz) == (True, True)
     assert (off.model.use_remove_padding, off.actor.use_dynamic_bsz) == (False, False)
     # Fixed rows never exceed the token budget, however long they are.
     assert off.actor.ppo_micro_batch_size_per_gpu * RAGGED.sequence <= 8192
-    assert chosen(found, ["remove padding"]).keys() == {"no remove_padding"}
-    assert found["all on"] == base(RAGGED, 8192, False, False)
+    assert select_variants(by_name, ["remove padding"]).keys() == {"no remove_padding"}
+    assert by_name["all on"] == base(RAGGED, 8192, False, False)
 
 
 def test_a_summary_compares_only_what_was_measured_and_the_last_of_it():
@@ -74,5 +74,5 @@ def test_a_summary_compares_only_what_was_measured_and_the_last_of_it():
     other = {**row, "system": "trl", "variant": "float32", "s": 12.0}
     assert summary([{**ours, "s": 2.0}], "tiny") == []
     failed = {**ours, "note": "cut off"}
-    (found,) = summary([{**ours, "s": 9.0}, other, {**ours, "s": 2.0}, failed], "tiny")
-    assert (found["found"], found["met"]) == (6.0, True)
+    (target,) = summary([{**ours, "s": 9.0}, other, {**ours, "s": 2.0}, failed], "tiny")
+    assert (target["found"], target["met"]) == (6.0, True)
