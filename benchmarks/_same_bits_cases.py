@@ -81,7 +81,7 @@ from verl.interactions.base import BaseInteraction
 
 
 class Repeat(BaseInteraction):
-    """A simulated user who asks once more and gives half a point."""
+    """A simulated user who sends one more message and gives half a point."""
 
     async def generate_response(self, instance_id, messages, **kwargs):
         assistant_turns = sum(message["role"] == "assistant" for message in messages)
@@ -97,13 +97,16 @@ class Case:
     overrides: tuple[str, ...] = ()
     program: str = "ppo"
     ranks: int = 1
-    resumes: bool = True
 
 
 def cases(task: dict[str, str]) -> list[Case]:
     """All cases; `task` holds the paths that `same_bits.make_task` returns."""
     agent = (*GRPO, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.num_workers=1", "data.max_response_length=16")
-    judge = ("reward_model.enable=True", f"reward_model.path={task['judge']}", "custom_reward_function.path=null")
+    reward_model = (
+        "reward_model.enable=True",
+        f"reward_model.path={task['judge']}",
+        "custom_reward_function.path=null",
+    )
     teacher = (
         "distillation.enabled=True",
         f"distillation.teacher_models.large.model_path={task['teacher']}",
@@ -138,7 +141,7 @@ def cases(task: dict[str, str]) -> list[Case]:
         ),
         Case("correction_sequence", (*GRPO, f"{CORRECTION}.rollout_is=sequence")),
         Case("bypass", (*GRPO, f"{CORRECTION}.bypass_mode=True")),
-        Case("reward_model", (*GRPO, *judge)),
+        Case("reward_model", (*GRPO, *reward_model)),
         Case("validation", (*GRPO, "trainer.val_before_train=True", "trainer.test_freq=2")),
         Case("async_staleness_0", (*GRPO, "trainer.mode=async", "trainer.max_staleness=0")),
         Case("one_step_off", (*GRPO, "trainer.mode=one_step_off")),

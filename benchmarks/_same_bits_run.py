@@ -37,9 +37,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="names; default: all")
     options = parser.parse_args()
     task = json.loads((options.task / "task.json").read_text())
-    chosen = [case for case in cases(task) if not options.cases or case.name in options.cases]
-    for case in chosen:
-        if options.resume_from is not None and not case.resumes:
+    for case in cases(task):
+        if options.cases and case.name not in options.cases:
             continue
         folder = options.out / case.name
         result = folder / ("resumed.json" if options.resume_from else "run.json")
@@ -58,7 +57,7 @@ def run_case(case: Case, task: dict[str, str], folder: Path, resume_from: Path |
         (steps / "latest_checkpointed_iteration.txt").write_text(str(SAVED_STEP))
     recorded: dict[str, Any] = {"metrics": {}, "columns": {}}
     try:
-        with inside(folder):
+        with working_directory(folder):
             if case.program == "ppo":
                 run_ppo_case(case, task, steps, recorded)
             else:
@@ -176,7 +175,7 @@ def digest(tensor: Any) -> str:
 
 
 @contextmanager
-def inside(folder: Path) -> Iterator[None]:
+def working_directory(folder: Path) -> Iterator[None]:
     """Run in `folder`, so that files with relative paths are written there."""
     before = Path.cwd()
     os.chdir(folder)

@@ -52,21 +52,28 @@ def main() -> int:
     options = parser.parse_args()
     revision = git("rev-parse", "--short=12", options.commit)
     task = make_task(options.out / "task")
+    names = select_cases([case.name for case in cases(task)], options.cases)
     old, new = options.out / revision, options.out / "working_tree"
     shutil.rmtree(new, ignore_errors=True)
     old_tree = old / "tree"
     if not old_tree.exists():
         git("worktree", "prune")
         git("worktree", "add", "--detach", "--force", str(old_tree), revision)
-    run_tree(old_tree, options.out / "task", old, options.cases)
-    run_tree(ROOT, options.out / "task", new, options.cases)
-    run_tree(ROOT, options.out / "task", new, options.cases, resume_from=old)
-    names = [case.name for case in cases(task) if not options.cases or case.name in options.cases]
+    run_tree(old_tree, options.out / "task", old, names)
+    run_tree(ROOT, options.out / "task", new, names)
+    run_tree(ROOT, options.out / "task", new, names, resume_from=old)
     rows, unexpected = compare(names, old, new)
     report(f"Bit-identical results: working tree against {revision}", rows)
     for line in unexpected:
         print(line)
     return 1 if unexpected else 0
+
+
+def select_cases(known: list[str], requested: list[str]) -> list[str]:
+    """The requested cases, or all if none is requested, in the order of `known`."""
+    if unknown := sorted(set(requested) - set(known)):
+        raise SystemExit(f"--cases: unknown case {', '.join(unknown)}. Known cases: {', '.join(known)}.")
+    return [name for name in known if not requested or name in requested]
 
 
 def compare(names: list[str], old: Path, new: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -129,7 +136,7 @@ def run_tree(tree: Path, task: Path, out: Path, names: list[str], resume_from: P
         "--out",
         str(out),
     ]
-    command += ["--cases", *names] if names else []
+    command += ["--cases", *names]
     command += ["--resume-from", str(resume_from)] if resume_from else []
     paths = os.pathsep.join([str(tree), str(Path(__file__).parent)])
     settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -155,13 +162,15 @@ def make_task(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     save_tiny_model(folder / "model")
     save_tiny_model(folder / "teacher", seed=7, hidden_size=96, num_hidden_layers=3, initializer_range=0.1)
-    save_judge(folder / "judge", tiny_config(num_labels=1), tiny_tokenizer())
+    save_reward_model(folder / "judge", tiny_config(num_labels=1), tiny_tokenizer())
     rows = [rl_row(number) for number in range(40)]
-    users = [{**row, "extra_info": {**row["extra_info"], "interaction_kwargs": {"name": "repeat"}}} for row in rows]
+    interaction_rows = [
+        {**row, "extra_info": {**row["extra_info"], "interaction_kwargs": {"name": "repeat"}}} for row in rows
+    ]
     files = {
         "train.jsonl": rows,
         "val.jsonl": rows[:6],
-        "interaction_rows.jsonl": users,
+        "interaction_rows.jsonl": interaction_rows,
         "sft.jsonl": [{"prompt": f"add {n} and 2", "response": f"{n}+2={n + 2}"} for n in range(24)],
         "rm.jsonl": [{"prompt": f"add {n}", "chosen": "two " * (n % 3 + 1), "rejected": "no"} for n in range(24)],
     }
@@ -175,18 +184,18 @@ def make_task(folder: Path) -> dict[str, str]:
     }
     for name, text in sources.items():
         (folder / f"{name}.py").write_text(text)
-    loop = [
+    agent_loops = [
         {
             "name": "gateway",
             "_target_": "verl.agent.gateway.GatewayAgentLoop",
             "run_agent": f"{folder / 'gateway_agent.py'}:run_agent",
         }
     ]
-    users_file = {
+    interactions = {
         "interaction": [{"name": "repeat", "class_name": f"{folder / 'interaction.py'}:Repeat", "config": {}}]
     }
-    (folder / "gateway.yaml").write_text(json.dumps(loop))  # JSON is YAML
-    (folder / "interactions.yaml").write_text(json.dumps(users_file))
+    (folder / "gateway.yaml").write_text(json.dumps(agent_loops))  # JSON is YAML
+    (folder / "interactions.yaml").write_text(json.dumps(interactions))
     names = {
         **{name: name for name in ("model", "teacher", "judge")},
         **{name.removesuffix(".jsonl"): name for name in files},
@@ -209,7 +218,7 @@ def rl_row(number: int) -> dict[str, Any]:
     }
 
 
-def save_judge(folder: Path, config: Any, tokenizer: Any) -> None:
+def save_reward_model(folder: Path, config: Any, tokenizer: Any) -> None:
     """A reward model with random weights."""
     import torch
     from transformers import AutoModelForSequenceClassification
