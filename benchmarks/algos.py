@@ -29,6 +29,8 @@ Batch = dict[str, Any]
 TENSORS_AT_ONCE = 24
 GROUP = 8
 GAMMA, LAM = 0.99, 0.95
+# Estimators that discount over tokens.
+DISCOUNTING_ESTIMATORS = ("gae", "reinforce_plus_plus")
 ALGORITHM = as_config(AlgorithmConfig, {"gamma": GAMMA})
 
 
@@ -64,7 +66,7 @@ class Bench:
     def estimator(self, name: str) -> dict[str, object]:
         inputs = ["token_level_rewards", "response_mask", "values"][: 3 if name == "gae" else 2]
         results = 2 if name in ("gae", "remax", "reinforce_plus_plus") else 1
-        loop = token_loop if name in names.DISCOUNTING_ESTIMATORS else sample_loop
+        loop = token_loop if name in DISCOUNTING_ESTIMATORS else sample_loop
         run = lambda batch: estimate_advantages(  # noqa: E731
             name, **batch, gamma=GAMMA, lam=LAM, epsilon=1e-6, config=ALGORITHM
         )
