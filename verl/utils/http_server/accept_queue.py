@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import time
 from collections import deque
@@ -20,6 +21,9 @@ _HEALTH = b"GET /health"
 # Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
 _ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
 _PAUSE_SECONDS = 1.0
+# A client sends its first data within this time; younger connections without data are not closed for others.
+_FIRST_DATA_SECONDS = 0.1
+_CHECKED_AT_ONCE = 8
 
 MAX_READY_CONNECTIONS = 2048
 """Connections with data that wait to be passed on, in addition to those that the server allows."""
@@ -29,8 +33,8 @@ class AcceptQueue:
     """Accepts the connections of a listening socket and passes them to the server when they have data.
 
     `open_connections` returns the number of connections of the server. Above `max_connections` in total, the oldest
-    connection without data is closed; if there is none, the new one is passed on and the server decides. A connection
-    without data is closed after `seconds`.
+    connection that has not sent data in time is closed; if there is none, the new one is passed on and the server
+    decides. A connection without data is closed after `seconds`.
     """
 
     def __init__(
@@ -86,12 +90,21 @@ class AcceptQueue:
                 self._loop.add_reader(connection, self._check_data, connection)
 
     def _evict(self, limit: int) -> bool:
-        """Close one connection if there are `limit` or more. Returns False if none could be closed."""
+        """Close one connection if there are `limit` or more. Returns False if none could be closed.
+
+        A new connection has time to send its first data, unless too many wait or `limit` is 0 (no file is left).
+        """
         if len(self._silent) + len(self._ready) + self._open_connections() < limit:
             return True
-        if self._silent:
-            self._close_silent(next(iter(self._silent)))
-        elif len(self._ready) >= MAX_READY_CONNECTIONS or not limit:
+        full = not limit or len(self._silent) + len(self._ready) >= MAX_READY_CONNECTIONS
+        for connection, accepted_at in list(itertools.islice(self._silent.items(), _CHECKED_AT_ONCE)):
+            if not full and time.monotonic() - accepted_at < _FIRST_DATA_SECONDS:
+                return True
+            self._check_data(connection)  # its data may have arrived in this iteration of the event loop
+            if connection in self._silent:
+                self._close_silent(connection)
+                return True
+        if full:
             if not self._ready:
                 return False
             self._ready.popleft().close()

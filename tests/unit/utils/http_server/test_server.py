@@ -120,12 +120,24 @@ def test_a_new_connection_replaces_the_one_that_waited_longest_for_a_request(ser
     _, port = server
     busy = connection(port, get("/slow"))
     half_open = [connection(port), connection(port, b"GET /slow HT")]
-    time.sleep(0.1)
+    time.sleep(0.3)
     with connection(port, get("/")) as new:
         assert b"200 OK" in new.recv(2**16)
         assert half_open[0].recv(1) == b""
         assert half_open[1].send(b"T") == 1
     assert b"200 OK" in busy.recv(2**16)
+
+
+def test_a_new_connection_has_time_to_send_its_request_when_the_server_is_full(server):
+    _, port = server
+    busy = [connection(port, get("/slow")) for _ in range(3)]
+    time.sleep(0.1)
+    with connection(port) as client, contextlib.ExitStack() as others:
+        for _ in range(5):
+            others.enter_context(connection(port))
+        client.sendall(get("/"))
+        assert client.recv(2**16).startswith(b"HTTP/1.1 503 "), "a response, not a closed connection"
+    assert all(b"200 OK" in one.recv(2**16) for one in busy)
 
 
 def test_connections_above_the_limit_get_503_if_all_others_have_requests(server):
