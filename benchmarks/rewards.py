@@ -107,7 +107,9 @@ def timed(call: Callable[[], list[T]]) -> tuple[float, list[T]]:
     return time.perf_counter() - began, result
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], raw_prompt: Any = None
+) -> float:
     if solution_str.startswith(MARKS["waiting"]):
         time.sleep(1e6)
     while solution_str.startswith(MARKS["computing"]):
