@@ -26,8 +26,8 @@ _VERL = Path(__file__).parents[1]
 class Traits:
     """Properties of an extension that the configuration reads. Subclasses have a field per trait, with a default."""
 
-    at: str
-    """Import path of the function or class, `module:attribute`."""
+    import_path: str
+    """`module:attribute` of the function or class."""
 
 
 T = TypeVar("T", bound=Traits)
@@ -35,9 +35,13 @@ _TABLES: list[ExtensionTable[Any]] = []
 
 
 class ExtensionTable(dict[str, T], Generic[T]):
-    """Traits of the extensions in a package of verl, by name. `get_traits` also finds those that users declare."""
+    """Traits of verl's built-in extensions by name.
+
+    `get_traits` also looks up extensions declared in users' modules.
+    """
 
     def __init__(self, package: str, decorator: str, traits: type[T]) -> None:
+        """Read the extensions that `decorator` declares in the files of `package` (relative to verl)."""
         self._decorator, self._traits = decorator, traits
         self._user_traits: dict[str, T] = {}
         for file in sorted((_VERL / package.replace(".", "/")).rglob("*.py")):
@@ -46,25 +50,28 @@ class ExtensionTable(dict[str, T], Generic[T]):
         _TABLES.append(self)
 
     def get_traits(self, name: str, default: T) -> T:
-        """Return the traits of a built-in extension, or of a user's that declares any; otherwise `default`."""
+        """Return the traits of an extension; `default` if it is not built in and no user module declares traits."""
         return self.get(name) or self._user_traits.get(name, default)
 
     def add_user_module(self, file: Path, module: str) -> None:
-        """Read the declarations in a user's module; those without traits are ignored."""
+        """Read the traits that a user's module declares."""
         for name, traits in self._read_declarations(file, module).items():
-            if traits != self._traits(traits.at):
+            # Skip declarations with default traits only: `get_traits` returns the caller's default for them.
+            if traits != self._traits(traits.import_path):
                 self._user_traits[name] = traits
 
     def _read_declarations(self, file: Path, module: str) -> dict[str, T]:
+        """Return the traits of the extensions that a file declares, by name."""
         source = file.read_text(encoding="utf-8")
         if f"{self._decorator}(" not in source:
             return {}
-        known = [field.name for field in fields(self._traits) if field.name != "at"]
+        known = [field.name for field in fields(self._traits) if field.name != "import_path"]
         extensions = {}
         for name, attribute, traits in _declarations(source, file, self._decorator):
             if unknown := sorted(traits.keys() - set(known)):
                 raise ValueError(
-                    f"{file}: @{self._decorator}({name!r}) has no trait {unknown[0]!r}. Known: {', '.join(known)}."
+                    f"{file}: @{self._decorator}({name!r}): {unknown[0]!r} is not a trait."
+                    f" Known traits: {', '.join(known)}."
                 )
             extensions[name] = self._traits(f"{module}:{attribute}", **traits)
         return extensions
@@ -80,7 +87,7 @@ def read_user_declarations(modules: Iterable[str]) -> None:
 
 
 def _source_file(module: str) -> Path | None:
-    """The source file of a module; its packages are not imported."""
+    """Return the source file of a module, or None. The module and its parent packages are not imported."""
     package, *submodules = module.split(".")
     try:
         spec = importlib.util.find_spec(package)
@@ -88,15 +95,15 @@ def _source_file(module: str) -> Path | None:
         return None
     if spec is None:
         return None
-    folders = [Path(folder).joinpath(*submodules) for folder in spec.submodule_search_locations or ()]
-    candidates = [path for folder in folders for path in (folder.with_suffix(".py"), folder / "__init__.py")]
+    module_paths = [Path(folder).joinpath(*submodules) for folder in spec.submodule_search_locations or ()]
+    candidates = [file for path in module_paths for file in (path.with_suffix(".py"), path / "__init__.py")]
     if not submodules and spec.origin is not None:
         candidates = [Path(spec.origin)]
-    return next((path for path in candidates if path.suffix == ".py" and path.is_file()), None)
+    return next((file for file in candidates if file.suffix == ".py" and file.is_file()), None)
 
 
 def _declarations(source: str, file: Path, decorator: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(name, attribute, traits) of every decorated function and class at the top level of a file."""
+    """Yield (name, attribute, traits) of every decorated function and class at the top level of a file."""
     try:
         statements = ast.parse(source).body
     except SyntaxError:

@@ -100,8 +100,8 @@ def _install_command(name: str) -> str:
 class TrainingEngine:
     """A training engine (`strategy` of a role)."""
 
-    at: str
-    """Import path of its `TrainEngine`, `module:attribute`; imported when the engine is selected."""
+    import_path: str
+    """`module:attribute` of its `TrainEngine`; imported when the engine is selected."""
     block: str
     """The block with its keys in a role's configuration."""
     package: str = ""
@@ -156,8 +156,8 @@ AGENT_LOOPS = ExtensionTable("agent", "register_agent_loop", Traits)
 class ToolFormat:
     """A format in which models write tool calls."""
 
-    at: str
-    """Import path of its parser, `module:attribute`."""
+    import_path: str
+    """`module:attribute` of its parser."""
 
 
 def _tool_format(parser: str) -> ToolFormat:

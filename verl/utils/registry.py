@@ -17,7 +17,7 @@ class BuiltInEntry(Protocol):
     """A built-in entry by import path; it may have traits, which configuration and docs read."""
 
     @property
-    def at(self) -> str:
+    def import_path(self) -> str:
         """`module:attribute`."""
 
 
@@ -63,7 +63,7 @@ class Registry(MutableMapping[str, T]):
     def __getitem__(self, name: str | Enum) -> T:
         name = _to_text(name)
         if name not in self._loaded:
-            self._loaded[name] = resolve_name(self._built_in[name].at)
+            self._loaded[name] = resolve_name(self._built_in[name].import_path)
         return self._loaded[name]
 
     def __setitem__(self, name: str | Enum, entry: T) -> None:
@@ -96,7 +96,7 @@ class Registry(MutableMapping[str, T]):
 
     def _origin(self, name: str) -> str:
         entry = self._loaded.get(name)
-        return self._built_in[name].at if entry is None else f"{entry.__module__}:{entry.__qualname__}"
+        return self._built_in[name].import_path if entry is None else f"{entry.__module__}:{entry.__qualname__}"
 
 
 def _to_text(name: object) -> str:

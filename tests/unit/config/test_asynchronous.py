@@ -21,9 +21,11 @@ def load(*overrides: str):
 
 def test_the_modes_are_one_mechanism():
     assert async_settings(load("trainer.mode=one_step_off").trainer) == AsyncSettings(
-        1, "wait", in_order=True, partial=False
+        1, "wait", in_order=True, partial_rollout=False
     )
-    assert async_settings(load("trainer.mode=async").trainer) == AsyncSettings(1, "wait", in_order=False, partial=True)
+    assert async_settings(load("trainer.mode=async").trainer) == AsyncSettings(
+        1, "wait", in_order=False, partial_rollout=True
+    )
     assert async_settings(load("trainer.mode=async", "trainer.max_staleness=0").trainer).in_order
     config = load("trainer.mode=async")
     assert config.actor_rollout_ref.rollout.mode == "async"

@@ -67,10 +67,15 @@ class GroupStream:
         self._config, self._rollouts, self._generator = config, rollouts, generator
         self._state, self._wait_phase, self._recovery = state, wait_phase, recovery
         data, settings = config.data, async_settings(config.trainer)
-        self._uses_partial_rollouts, self._max_staleness = settings.partial, settings.max_staleness
+        self._uses_partial_rollouts, self._max_staleness = settings.partial_rollout, settings.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
         self._buffer = RolloutBuffer(
-            data.train_batch_size, settings.max_staleness, settings.strategy, settings.in_order, surplus, total_steps
+            data.train_batch_size,
+            settings.max_staleness,
+            settings.staleness_strategy,
+            settings.in_order,
+            surplus,
+            total_steps,
         )
         self.utilization = Utilization()
         self._job: str | None = None

@@ -63,7 +63,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         setup = AsyncSetup(
             self.config.trainer.mode,
             settings.max_staleness,
-            settings.partial,
+            settings.partial_rollout,
             own_devices=not shares_devices(self.config),
             trained_staleness=self.stream.max_trained_staleness,
             limited_by_loops=self.stream.limited_by_loops,
@@ -87,7 +87,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _drain_stream(self) -> None:
         """Without partial rollouts, block until no trajectory is in flight. Called before the phase of the weight sync:
         its time does not include the wait."""
-        if not async_settings(self.config.trainer).partial:
+        if not async_settings(self.config.trainer).partial_rollout:
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
 

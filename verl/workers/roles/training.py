@@ -132,8 +132,8 @@ def start_engine(
 
     Without `optim` the model is frozen. `router_replay`: routers use the experts in the column `routed_experts`.
     """
-    at = TRAINING_ENGINES[block.strategy].at
-    engine: TrainEngine = resolve_name(at).from_config(
+    engine_class = resolve_name(TRAINING_ENGINES[block.strategy].import_path)
+    engine: TrainEngine = engine_class.from_config(
         model_path, kind, model_config, block, worker.device, optim, grad_clip, router_replay
     )
     worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)

@@ -57,8 +57,8 @@ def open_rollout(
     if rank % size:
         return FollowerRollout(config, resolve_dtype(config.dtype, device))
     devices = _devices_of_group(placements[rank : rank + size], size)
-    spec = EngineSpec(traits.at, model_path, model_config, config, device.type, torch.get_num_threads())
-    return ProcessRollout(spec, _process_environment(traits.at, config, device, devices), device)
+    spec = EngineSpec(traits.import_path, model_path, model_config, config, device.type, torch.get_num_threads())
+    return ProcessRollout(spec, _process_environment(traits.import_path, config, device, devices), device)
 
 
 def _open_server(
