@@ -24,7 +24,7 @@ def compute_gpg_outcome_advantage(
     """
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
-    informative = groups.differ(scores, epsilon)
+    informative = groups.has_spread(scores, epsilon)
     alpha = groups.non_empty.sum() / informative.sum().clamp(min=1)
     advantages = groups.to_tokens(alpha * groups.centered(scores) / f_norm, like=token_level_rewards)
     return advantages, advantages

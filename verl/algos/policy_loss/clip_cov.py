@@ -1,4 +1,7 @@
-"""`clip_cov`: PPO clip without the gradient of some tokens that reduce the entropy most (arXiv 2505.22617)."""
+"""`clip_cov`: PPO clip that drops the gradient of some tokens (arXiv 2505.22617).
+
+They are chosen at random from those with a high covariance of log-prob and advantage, which reduce the entropy most.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ def compute_policy_loss_clip_cov(
     rollout_is_weights: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped loss, with loss 0 for random tokens whose covariance is in [`clip_cov_lb`, `clip_cov_ub`].
+    """PPO's clipped loss, with loss 0 for randomly selected tokens.
 
-    `policy_loss.clip_cov_ratio` is the fraction of all tokens to select. Means and selection are **per micro-batch**:
-    unlike other losses this one depends on the micro-batch size. Random numbers are drawn from `generator`; by default
+    Candidates are tokens whose covariance term (log-prob and advantage, centered) is in [`clip_cov_lb`, `clip_cov_ub`].
+    `policy_loss.clip_cov_ratio` is the fraction of all tokens to select. Terms and selection are computed per
+    micro-batch, so this loss depends on the micro-batch size. Random numbers are drawn from `generator`; by default
     from one seeded by the old log-probs, so that the selection is the same on any rank and in a resumed run.
     """
     config = loss_config("clip_cov", config)
@@ -44,7 +48,7 @@ def compute_policy_loss_clip_cov(
     candidates &= (token_covariance >= options.clip_cov_lb) & (token_covariance <= options.clip_cov_ub)
     positions = candidates.flatten().nonzero().squeeze(-1)
     if generator is None:
-        generator = _seeded_by(old_log_prob.detach()[inputs.mask])
+        generator = _generator_seeded_by(old_log_prob.detach()[inputs.mask])
     shuffled = positions[torch.randperm(len(positions), generator=generator, device=losses.device)]
     selected_positions = shuffled[: token_count(inputs.mask, options.clip_cov_ratio)]
     selected = torch.zeros_like(candidates).flatten().index_fill_(0, selected_positions, True).view_as(candidates)
@@ -53,7 +57,7 @@ def compute_policy_loss_clip_cov(
     return aggregate(losses, inputs, loss_agg_mode, config, rollout_is_weights, metrics)
 
 
-def _seeded_by(values: torch.Tensor) -> torch.Generator:
+def _generator_seeded_by(values: torch.Tensor) -> torch.Generator:
     """Return a generator whose seed is computed from the values."""
     bits = values.double().sum().view(torch.int64).item()
     return torch.Generator(device=values.device).manual_seed(int(bits) & (2**63 - 1))

@@ -192,7 +192,7 @@ def differing_trajectories(batch: DataProto, uids: np.ndarray, metric: str) -> n
     A trajectory without tokens belongs to no group.
     """
     values = trajectory_values(batch, metric, "algorithm.filter_groups.metric")
-    return Groups(uids, Trajectories.of(batch).mask).differ(values, _TOLERANCE).cpu().numpy()
+    return Groups(uids, Trajectories.of(batch).mask).has_spread(values, _TOLERANCE).cpu().numpy()
 
 
 def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
