@@ -42,7 +42,10 @@ class DataProtoFuture:
 
 
 def pad_dataproto_to_divisor(data: _Proto, size_divisor: int) -> tuple[_Proto, int]:
-    """Append copies of the first rows until `size_divisor` divides the length; returns the batch and their number."""
+    """Append copies of rows, from the first on, until `size_divisor` divides the length.
+
+    Return the batch and the number of appended rows.
+    """
     if size_divisor < 1:
         raise ValueError(f"pad_dataproto_to_divisor: size_divisor is {size_divisor}; it must be at least 1.")
     pad_size = -len(data) % size_divisor
@@ -56,24 +59,27 @@ def pad_dataproto_to_divisor(data: _Proto, size_divisor: int) -> tuple[_Proto, i
 def unpad_dataproto(data: _Proto, pad_size: int) -> _Proto:
     """Drop the `pad_size` rows that `pad_dataproto_to_divisor` added."""
     if not 0 <= pad_size <= len(data):
-        raise ValueError(f"unpad_dataproto: pad_size {pad_size} of {len(data)} rows.")
+        raise ValueError(f"unpad_dataproto: pad_size is {pad_size}; it must be between 0 and {len(data)}.")
     return data[: len(data) - pad_size] if pad_size else data
 
 
-def mask_filler_rows(data: DataProto, fillers: int) -> DataProto:
-    """The batch with zero loss masks in its last `fillers` rows, so that they have no weight."""
+def mask_filler_rows(data: DataProto, num_fillers: int) -> DataProto:
+    """Return the batch with response and loss masks of 0 in its last `num_fillers` rows: they do not affect the loss.
+
+    The masks are copied: those of `data` do not change.
+    """
     masks = [(key, value) for key, value in data.tensors() if key in _MASK_COLUMNS]
-    if not fillers or not masks:
+    if not num_fillers or not masks:
         return data
     masked = data.select()
     for key, value in masks:
         masked._td[key] = value.clone()
-        masked._td[key][len(data) - fillers :] = 0
+        masked._td[key][len(data) - num_fillers :] = 0
     return masked
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """[batch, …] → [new_batch_size, batch // new_batch_size, …] for tensors and object arrays."""
+    """Reshape [batch, …] to [new_batch_size, batch // new_batch_size, …] for tensors and object arrays."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise ValueError(f"fold_batch_dim: {len(data)} rows cannot be folded into {new_batch_size} rows.")
     return _reshape(data, 1, (new_batch_size, len(data) // new_batch_size))
@@ -92,7 +98,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """A DataProto of these rows."""
+    """Combine rows into a DataProto; meta_info is that of the first row."""
     if len(items) == 0:
         raise ValueError("collate_fn: items is empty.")
     tensor_rows = [
@@ -104,11 +110,11 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     return DataProto.from_dict(tensors, arrays, items[0].meta_info)
 
 
-def _reshape(data: DataProto, dims: int, rows: tuple[int, ...]) -> DataProto:
-    """Replace the first `dims` dimensions of every column by `rows`."""
+def _reshape(data: DataProto, num_dims: int, new_shape: tuple[int, ...]) -> DataProto:
+    """Replace the first `num_dims` dimensions of every column by `new_shape`."""
     td = None
     if data.batch is not None:
-        tensors = {key: value.reshape(*rows, *value.shape[dims:]) for key, value in data.batch.items()}
-        td = TensorColumns(tensors, batch_size=rows[:1], device=data.batch.device)
-    arrays = {key: array.reshape(*rows, *array.shape[dims:]) for key, array in data.non_tensor_batch.items()}
+        tensors = {key: value.reshape(*new_shape, *value.shape[num_dims:]) for key, value in data.batch.items()}
+        td = TensorColumns(tensors, batch_size=new_shape[:1], device=data.batch.device)
+    arrays = {key: array.reshape(*new_shape, *array.shape[num_dims:]) for key, array in data.non_tensor_batch.items()}
     return DataProto(td, arrays, dict(data.meta_info))

@@ -240,7 +240,7 @@ def test_sizes_that_make_no_sense_are_refused():
         (lambda: data.make_iterator(4, 1), "6 rows do not divide into mini-batches of 4"),
         (lambda: data.make_iterator(2, 1, dataloader_kwargs={"workers": 2}), "unknown dataloader_kwargs ['workers']"),
         (lambda: pad_dataproto_to_divisor(data, 0), "size_divisor is 0"),
-        (lambda: unpad_dataproto(data, 7), "pad_size 7 of 6 rows"),
+        (lambda: unpad_dataproto(data, 7), "pad_size is 7"),
         (lambda: fold_batch_dim(data, 4), "6 rows cannot be folded into 4 rows"),
         (lambda: unfold_batch_dim(data.select(["ids", "score"], [])), "'score' has shape (6,), 'ids' has (6, 4)"),
         (lambda: collate_fn([]), "items is empty"),
