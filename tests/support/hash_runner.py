@@ -17,10 +17,12 @@ VOCAB = 7
 
 
 class HashRunner:
-    """Computes each step in `launch`; `lag` only defines how many steps later the results are read."""
+    """Computes each step in `launch`; `steps_ahead` only defines how many steps later the results are read."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, lag: int = 0) -> None:
-        self.lag = lag
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, steps_ahead: int = 0
+    ) -> None:
+        self.steps_ahead = steps_ahead
         self.weights = 0
         self.steps = 0
         self.prefilled = 0

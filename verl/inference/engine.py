@@ -35,8 +35,8 @@ class Runner(Protocol):
     """Executes steps in the order they are launched."""
 
     @property
-    def lag(self) -> int:
-        """Number of steps launched ahead of reading results: 1 keeps a GPU busy, 0 for CPUs."""
+    def steps_ahead(self) -> int:
+        """Number of steps launched before the results of the oldest one are read: 1 keeps a GPU busy, 0 for CPUs."""
 
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
@@ -111,7 +111,7 @@ class Engine:
         if plan is None:
             return self.drain()
         self._pending.append((plan, self.runner.launch(plan), self.version))
-        return self._collect(self.runner.lag)
+        return self._collect(self.runner.steps_ahead)
 
     def drain(self) -> list[Sequence]:
         """Collect the results of all launched steps; return the finished sequences."""

@@ -66,7 +66,8 @@ class StepGraphs:
         last_tokens: torch.Tensor,
         max_sequences: int,
     ) -> None:
-        """`decode` and `mixed` are the runner's; `last_tokens` has an entry per slot; the last slot is for padding."""
+        """`decode`: `ModelRunner.forward_decode`; `mixed`: `ModelRunner.forward_mixed`. `last_tokens` has an entry per
+        slot; the last slot is for padding."""
         device = last_tokens.device
         self._decode, self._mixed = decode, mixed
         self._last_tokens = last_tokens

@@ -15,15 +15,18 @@ from verl.inference.graphs import StepGraphs, StepInputs
 from verl.inference.kv_cache import KVCache
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
-from verl.inference.step_plan import SampledRows, StepDetails, StepExperts, StepPlan
+from verl.inference.step_plan import Prefill, SampledRows, StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
 
 __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
 
-# Elements of prompt logits computed at a time.
-_BLOCK_ELEMENTS = 2**25
-# Interval at which threads yield the GIL: a step waits for it twice and takes only a few milliseconds.
-_SWITCH_S = 1e-4
+# Elements of the prompt logits [rows, vocab] that are computed at a time, which limits their memory.
+_MAX_LOGIT_ELEMENTS = 2**25
+# Interval in seconds after which a running thread yields the GIL to a waiting one. The engine's thread waits for it
+# twice per step, and a step takes only a few milliseconds: Python's default of 5 ms would be too long.
+_GIL_SWITCH_S = 1e-4
+# The host may be one step ahead of the device, so two buffers are in use at a time; the third is being filled.
+_NUM_BUFFERS = 3
 
 
 class LaunchedStep:
@@ -36,7 +39,7 @@ class LaunchedStep:
         experts: list[torch.Tensor] | None = None,
     ) -> None:
         """`experts`: [tokens, layers, k] of the positions sampled from, then of each prefill's context."""
-        log_probs = torch.stack(sampled[1:])
+        log_probs = torch.stack([sampled.log_probs, sampled.raw_log_probs, sampled.drawn_log_probs])
         self._tokens, self._log_probs, self._done = sampled.tokens, log_probs, None
         self._details, self._experts = details, experts
         if log_probs.is_cuda:
@@ -51,15 +54,15 @@ class LaunchedStep:
         """Return (tokens, log-probs, log-probs at temperature 1, log-probs as sampled), one entry per sampled row."""
         if self._done is not None:
             self._done.synchronize()
-        full, raw, drawn = self._log_probs.tolist()
-        return self._tokens.tolist(), full, raw, drawn
+        log_probs, raw_log_probs, sampled_log_probs = self._log_probs.tolist()
+        return self._tokens.tolist(), log_probs, raw_log_probs, sampled_log_probs
 
     def details(self) -> StepDetails:
-        assert self._details is not None, "the plan was not detailed"
+        assert self._details is not None, "details() requires a plan with detailed=True"
         return self._details()
 
     def experts(self) -> StepExperts:
-        assert self._experts is not None, "the plan does not return experts"
+        assert self._experts is not None, "experts() requires a plan with returns_experts=True"
         # Copied: sequences keep rows of these arrays, which would keep the step's pinned buffers alive.
         sampled, *contexts = (part.numpy().copy() for part in self._experts)
         return StepExperts(sampled, contexts)
@@ -82,7 +85,8 @@ class ModelRunner:
         then captured here, because no other thread may free memory during a capture."""
         device = model.device
         self.model, self.kv = model, kv
-        self.lag = 1 if device.type == "cuda" else 0
+        self._is_cuda = device.type == "cuda"
+        self.steps_ahead = 1 if self._is_cuda else 0
         self._backend = backend
         width = -(-max_model_len // kv.block_size)
         # One extra slot for the padding rows of CUDA graphs.
@@ -91,17 +95,18 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
         self._sender = InputSender(device, width)
         self._graphs: StepGraphs | None = None
-        if use_graphs and device.type == "cuda":
-            self._graphs = StepGraphs(self.decode, self.mixed, self._last_tokens, max_num_seqs)
+        if use_graphs and self._is_cuda:
+            self._graphs = StepGraphs(self.forward_decode, self.forward_mixed, self._last_tokens, max_num_seqs)
         self._stream: torch.cuda.Stream | None = None
-        if own_stream and device.type == "cuda":
-            self._stream = self._create_stream()
+        if own_stream and self._is_cuda:
+            self._stream = self._prepare_own_stream()
 
     @torch.inference_mode()
-    def _create_stream(self) -> torch.cuda.Stream:
+    def _prepare_own_stream(self) -> torch.cuda.Stream:
+        """Capture all graphs, shorten the GIL switch interval of this process, and create the steps' stream."""
         if self._graphs is not None:
             self._graphs.capture_all()
-        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        sys.setswitchinterval(min(_GIL_SWITCH_S, sys.getswitchinterval()))
         stream = torch.cuda.Stream(self.model.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(self.model.device))  # until tables and weights are initialised
         return stream
@@ -111,14 +116,14 @@ class ModelRunner:
         """Launch a step; on a GPU this returns before it has run. Steps run in launch order."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)  # of this thread; also sets the device
-        elif self.lag:
+        elif self._is_cuda:
             # A new thread starts on device 0.
             torch.cuda.set_device(self.model.device)
         inputs = self._sender.send(plan)
         self._sampler.assign(plan.new_params, plan.histories)
         if plan.block_updates:
             self._tables.view(-1).index_copy_(0, inputs.table_entries, inputs.table_blocks.int())
-        hidden = self._hidden(inputs, bool(plan.prefills))
+        hidden = self._forward(inputs, bool(plan.prefills))
         self.kv.copy_blocks(plan.block_copies)
         logits = self.model.logits(hidden[inputs.sampled_tokens])
         sampled = self._sampler.sample(
@@ -133,24 +138,24 @@ class ModelRunner:
 
         They are read within the step: a later step may assign the KV blocks to another sequence.
         """
-        sampled_from = self._slots(self._tables, inputs.sample_rows, inputs.sample_positions - 1)
+        sampled_from = self._kv_slots(self._tables, inputs.sample_rows, inputs.sample_positions - 1)
         parts = [self.kv.experts_at(sampled_from)]
         for prefill in plan.prefills:
             if prefill.context_experts:
                 positions = torch.arange(prefill.context_experts, device=self._tables.device)
                 rows = torch.full_like(positions, prefill.slot)
-                parts.append(self.kv.experts_at(self._slots(self._tables, rows, positions)))
+                parts.append(self.kv.experts_at(self._kv_slots(self._tables, rows, positions)))
         return parts
 
-    def _hidden(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
         """Hidden states of the step's tokens, [T or more, hidden]."""
         if self._graphs is not None:
             replayed = self._graphs.replay(inputs, has_prefills)
             if replayed is not None:
                 return replayed
         if not has_prefills:
-            return self.decode(inputs.token_rows, inputs.positions)
-        return self.mixed(
+            return self.forward_decode(inputs.token_rows, inputs.positions)
+        return self.forward_mixed(
             self._token_ids(inputs),
             inputs.token_rows,
             inputs.positions,
@@ -160,14 +165,14 @@ class ModelRunner:
             len(inputs.prefill_ids),
         )
 
-    def decode(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward_decode(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [D, hidden] of the last sampled token of each of `rows` [D], at `positions` [D]."""
         empty = rows.new_empty(0, dtype=torch.int32)
         tables = self._tables[rows]
         step = AttentionStep(
             kv_cache=self.kv.layers,
             backend=self._backend,
-            slots=self._slots(tables, torch.arange(len(rows), device=rows.device), positions),
+            slots=self._kv_slots(tables, torch.arange(len(rows), device=rows.device), positions),
             num_prefill_tokens=0,
             query_starts=empty,
             prefill_lengths=empty,
@@ -177,7 +182,7 @@ class ModelRunner:
         )
         return self.model.hidden(self._last_tokens[rows], positions, step)
 
-    def mixed(
+    def forward_mixed(
         self,
         token_ids: torch.Tensor,
         rows: torch.Tensor,
@@ -185,33 +190,35 @@ class ModelRunner:
         query_starts: torch.Tensor,
         sequence_rows: torch.Tensor,
         lengths: torch.Tensor,
-        prefill_tokens: int,
+        num_prefill_tokens: int,
     ) -> torch.Tensor:
-        """Hidden states of packed prefill chunks and decodes. On a GPU one varlen kernel handles both."""
-        decodes = 0 if self.lag else len(token_ids) - prefill_tokens
-        prefills = len(lengths) - decodes
+        """Hidden states [T, hidden] of packed prefill chunks, followed by decodes. Arguments as in `StepInputs`."""
+        # On a GPU the varlen kernel also handles decodes, as prefills of one token.
+        num_decodes = 0 if self._is_cuda else len(token_ids) - num_prefill_tokens
+        num_prefills = len(lengths) - num_decodes
         tables = self._tables[sequence_rows]
         step = AttentionStep(
             kv_cache=self.kv.layers,
             backend=self._backend,
-            slots=self._slots(self._tables, rows, positions),
-            num_prefill_tokens=len(token_ids) - decodes,
-            query_starts=query_starts[: prefills + 1],
-            prefill_lengths=lengths[:prefills],
-            prefill_tables=tables[:prefills],
-            decode_lengths=lengths[prefills:],
-            decode_tables=tables[prefills:],
+            slots=self._kv_slots(self._tables, rows, positions),
+            num_prefill_tokens=len(token_ids) - num_decodes,
+            query_starts=query_starts[: num_prefills + 1],
+            prefill_lengths=lengths[:num_prefills],
+            prefill_tables=tables[:num_prefills],
+            decode_lengths=lengths[num_prefills:],
+            decode_tables=tables[num_prefills:],
         )
         return self.model.hidden(token_ids, positions, step)
 
-    def _slots(self, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _kv_slots(self, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of tokens [T] at `positions` of the sequences with block tables `tables[rows]`."""
         size = self.kv.block_size
         return tables[rows, positions // size].long() * size + positions % size
 
     def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
-        decoded = inputs.token_rows[len(inputs.prefill_ids) :]
-        return torch.cat([inputs.prefill_ids, self._last_tokens[decoded]])
+        """Token ids [T] of the step: those of the prefills, then the last sampled token of each decode."""
+        decode_rows = inputs.token_rows[len(inputs.prefill_ids) :]
+        return torch.cat([inputs.prefill_ids, self._last_tokens[decode_rows]])
 
 
 def _launch_details(
@@ -222,19 +229,25 @@ def _launch_details(
     `hidden` [tokens, hidden] of the step; `logits` [samples, vocab].
     """
     rows = [row for row, _ in plan.top_rows]
-    top = [_top_log_probs(logits[rows], [0] * len(rows), max(count for _, count in plan.top_rows))] if rows else []
+    no_targets = [0] * len(rows)
+    top = [_top_log_probs(logits[rows], no_targets, max(count for _, count in plan.top_rows))] if rows else []
     prompts = []
-    first, size = 0, max(1, _BLOCK_ELEMENTS // logits.shape[-1])
+    first = 0
     for prefill in plan.prefills:
         if prefill.targets:
-            parts = [prefill.targets[start : start + size] for start in range(0, len(prefill.targets), size)]
-            starts = range(first, first + len(prefill.targets), size)
-            states = [hidden[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
-            prompts.append(
-                [_top_log_probs(model.logits(x), part, prefill.top) for x, part in zip(states, parts, strict=True)]
-            )
+            prompts.append(_prompt_log_probs(model, hidden[first:], prefill, logits.shape[-1]))
         first += len(prefill.token_ids)
     return lambda: StepDetails(_to_lists(top)[1], [_to_lists(prompt) for prompt in prompts])
+
+
+def _prompt_log_probs(
+    model: InferenceModel, hidden: torch.Tensor, prefill: Prefill, vocab: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`_top_log_probs` of the prefill's targets, in blocks of rows. `hidden` [tokens, hidden] starts at the prefill."""
+    size, targets = max(1, _MAX_LOGIT_ELEMENTS // vocab), prefill.targets
+    starts = range(0, len(targets), size)
+    blocks = [(hidden[start : min(start + size, len(targets))], targets[start : start + size]) for start in starts]
+    return [_top_log_probs(model.logits(states), block, prefill.top) for states, block in blocks]
 
 
 def _top_log_probs(
@@ -248,17 +261,13 @@ def _top_log_probs(
 
 
 def _to_lists(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[TopLogProbs]]:
-    """Log-probs of the targets and the most likely tokens at their positions, of all parts."""
+    """Concatenate results of `_top_log_probs`: log-probs of the targets, and the most likely tokens per position."""
     log_probs: list[float] = []
-    tops: list[TopLogProbs] = []
+    top_log_probs: list[TopLogProbs] = []
     for target_log_probs, values, tokens in parts:
         log_probs += target_log_probs.tolist()
-        tops += [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
-    return log_probs, tops
-
-
-# The host may be one step ahead of the device, so two buffers are in use at a time; the third is being filled.
-_BUFFERS = 3
+        top_log_probs += [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    return log_probs, top_log_probs
 
 
 class InputSender:
@@ -268,8 +277,8 @@ class InputSender:
         self._device = device
         self._width = table_width
         self._next_buffer = 0
-        self._pinned = [torch.empty(0, dtype=torch.int64)] * _BUFFERS
-        self._on_device_buffers = [torch.empty(0, dtype=torch.int64)] * _BUFFERS
+        self._pinned = [torch.empty(0, dtype=torch.int64)] * _NUM_BUFFERS
+        self._on_device_buffers = [torch.empty(0, dtype=torch.int64)] * _NUM_BUFFERS
 
     def send(self, plan: StepPlan) -> StepInputs:
         """Copy the plan to the device. The result is valid until two more plans have been sent."""
@@ -283,7 +292,7 @@ class InputSender:
         if self._device.type == "cpu":
             return torch.from_numpy(numbers)
         buffer, size = self._next_buffer, len(numbers)
-        self._next_buffer = (buffer + 1) % _BUFFERS
+        self._next_buffer = (buffer + 1) % _NUM_BUFFERS
         if self._pinned[buffer].numel() < size:
             self._pinned[buffer] = torch.empty(2 * size, dtype=torch.int64, pin_memory=True)
             self._on_device_buffers[buffer] = torch.empty(2 * size, dtype=torch.int64, device=self._device)
@@ -294,33 +303,33 @@ class InputSender:
 
 
 def _flatten_plan(plan: StepPlan, width: int) -> list[list[int]]:
-    """The fields of StepInputs, in order."""
-    rows: list[int] = []
+    """The fields of StepInputs, in order. `width`: columns of the block tables."""
+    token_rows: list[int] = []
     positions: list[int] = []
-    ids: list[int] = []
-    starts = [0]
+    prefill_ids: list[int] = []
+    query_starts = [0]
     lengths: list[int] = []
-    sampled: list[int] = []
-    for chunk in plan.prefills:
-        count = len(chunk.token_ids)
-        rows += [chunk.slot] * count
-        positions += range(chunk.start, chunk.start + count)
-        ids += chunk.token_ids
-        lengths.append(chunk.start + count)
-        sampled += [starts[-1] + count - 1] * len(chunk.samples)
-        starts.append(starts[-1] + count)
-    first = starts[-1]
-    decodes = range(first, first + len(plan.decode_slots))
+    sampled_tokens: list[int] = []
+    for prefill in plan.prefills:
+        count = len(prefill.token_ids)
+        token_rows += [prefill.slot] * count
+        positions += range(prefill.start, prefill.start + count)
+        prefill_ids += prefill.token_ids
+        lengths.append(prefill.start + count)
+        sampled_tokens += [query_starts[-1] + count - 1] * len(prefill.samples)
+        query_starts.append(query_starts[-1] + count)
+    first = query_starts[-1]
+    decode_tokens = range(first, first + len(plan.decode_slots))
     return [
-        rows + plan.decode_slots,
-        positions + plan.decode_positions,
-        ids,
-        [*starts, *(token + 1 for token in decodes)],
-        [chunk.slot for chunk in plan.prefills] + plan.decode_slots,
-        lengths + [position + 1 for position in plan.decode_positions],
-        [*sampled, *decodes],
-        plan.sample_slots,
-        plan.sample_positions,
-        [slot * width + column for slot, column, _ in plan.block_updates],
-        [block for _, _, block in plan.block_updates],
+        token_rows + plan.decode_slots,  # token_rows
+        positions + plan.decode_positions,  # positions
+        prefill_ids,  # prefill_ids
+        [*query_starts, *(token + 1 for token in decode_tokens)],  # query_starts
+        [prefill.slot for prefill in plan.prefills] + plan.decode_slots,  # sequence_rows
+        lengths + [position + 1 for position in plan.decode_positions],  # lengths
+        [*sampled_tokens, *decode_tokens],  # sampled_tokens
+        plan.sample_slots,  # sample_rows
+        plan.sample_positions,  # sample_positions
+        [slot * width + column for slot, column, _ in plan.block_updates],  # table_entries
+        [block for _, _, block in plan.block_updates],  # table_blocks
     ]

@@ -1,7 +1,8 @@
 """Tensor parallelism: one model over several ranks, each with a shard of every matmul.
 
 Rank 0 of the group (the leader) schedules; the followers execute the plans it broadcasts. All ranks see the same logits
-and sample with the same noise, so tokens need not be sent. The leader marks its halts in the stream of plans.
+and sample with the same noise, so tokens need not be sent. When the leader has halted (see `AsyncEngine.halt`), it also
+broadcasts a halt mark: a follower that receives it has received all plans before the halt.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from verl.types.request import Output, Request
 
 __all__ = ["SINGLE", "FollowerEngine", "LeaderEngine", "LeaderRunner", "TensorParallel"]
 
-# Messages of the leader besides plans.
-_MARK, _END = "mark", "end"
+# Messages of the leader besides plans: it has halted; it has closed.
+_HALT_MARK, _END = "halt", "end"
 
 
 class TensorParallel:
     """This rank's position in its group, and collectives between the ranks that share a model."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: Any = None, plan_group: Any = None, cpu_group: Any = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        plan_group: dist.ProcessGroup | None = None,
+        cpu_group: dist.ProcessGroup | None = None,
     ) -> None:
         """`group` is for device tensors. `plan_group` (gloo) broadcasts plans between the engine threads; `cpu_group`
         (gloo) is for collectives of the calling threads."""
@@ -41,18 +47,21 @@ class TensorParallel:
 
     @classmethod
     def from_world(cls, size: int) -> TensorParallel:
-        """Groups of `size` neighbouring ranks of the default process group. Every rank must call this."""
+        """Split the default process group into groups of `size` neighbouring ranks; return that of this rank.
+
+        Every rank must call this.
+        """
         if size == 1:
             return SINGLE
         if not dist.is_initialized():
             raise ValueError(
                 f"tensor_model_parallel_size: {size} ranks share an engine, but there is no process group."
-                " Start it in one, or set it to 1."
+                " Initialise torch.distributed first, or set tensor_model_parallel_size=1."
             )
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world, rank, tp_rank = dist.get_world_size(), dist.get_rank(), 0
         if world % size:
             raise ValueError(f"tensor_model_parallel_size: {size} does not divide the {world} ranks.")
-        own: dict[str, Any] = {}
+        own_groups: dict[str, Any] = {}
         for first in range(0, world, size):
             ranks = list(range(first, first + size))
             # A long timeout: no plan arrives while the model trains.
@@ -62,8 +71,8 @@ class TensorParallel:
                 "cpu_group": dist.new_group(ranks, backend="gloo"),
             }
             if rank in ranks:
-                own = {"rank": rank - first, **groups}
-        return cls(size=size, **own)
+                tp_rank, own_groups = rank - first, groups
+        return cls(tp_rank, size, **own_groups)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, in place."""
@@ -106,7 +115,7 @@ class LeaderRunner:
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self._runner, self._parallel = runner, parallel
-        self.lag = runner.lag
+        self.steps_ahead = runner.steps_ahead
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self._parallel.send(plan)
@@ -114,7 +123,7 @@ class LeaderRunner:
 
 
 class LeaderEngine(AsyncEngine):
-    """The leader's engine. After each halt it broadcasts a mark, which `FollowerEngine.halt` waits for."""
+    """The leader's engine. After each halt it broadcasts a halt mark, which `FollowerEngine.halt` waits for."""
 
     def __init__(self, engine: StepEngine, parallel: TensorParallel, tokenizer: Callable[[], Any] | None) -> None:
         super().__init__(engine, tokenizer)
@@ -122,7 +131,7 @@ class LeaderEngine(AsyncEngine):
 
     def halt(self, reason: str) -> None:
         super().halt(reason)
-        self._parallel.send(_MARK)
+        self._parallel.send(_HALT_MARK)
 
     def close(self) -> None:
         super().close()
@@ -138,30 +147,37 @@ class FollowerEngine:
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self.version = 0
         self._runner, self._parallel = runner, parallel
-        self._marks: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._unread_marks = 0  # marks that `halt` has not consumed yet
-        self._halted: set[str] = set()
-        self._changed = threading.Condition()
+        self._halt_results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        """One entry per halt mark: the error of an earlier step, or None."""
+        self._unread_halts = 0
+        """Number of halt marks for which `halt` has not been called yet."""
+        self._halt_reasons: set[str] = set()
+        self._state_changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollout-follower", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        raise RuntimeError("rollout: submit requests to the first of the ranks that share an engine, not to this one.")
+        raise RuntimeError(
+            "rollout: requests must be submitted to the leader (rank 0 of the tensor-parallel group), not to this rank."
+        )
 
     def halt(self, reason: str) -> None:
-        """Return when the leader and this rank have halted; no plan is executed until `resume`."""
-        error = self._marks.get()
-        with self._changed:
-            self._unread_marks -= 1
-            self._halted.add(reason)
+        """Return when the leader and this rank have halted; no plan is executed until `resume`.
+
+        RuntimeError if a step failed on this rank.
+        """
+        error = self._halt_results.get()
+        with self._state_changed:
+            self._unread_halts -= 1
+            self._halt_reasons.add(reason)
         if error is not None:
             raise RuntimeError("rollout: this tensor-parallel rank failed to execute a step.") from error
 
     def resume(self, reason: str) -> None:
         """Execute plans again, unless halted for another reason."""
-        with self._changed:
-            self._halted.discard(reason)
-            self._changed.notify_all()
+        with self._state_changed:
+            self._halt_reasons.discard(reason)
+            self._state_changed.notify_all()
 
     # Requests, pauses and the queue are managed by the leader.
 
@@ -176,6 +192,7 @@ class FollowerEngine:
         self._thread.join()
 
     def _run(self) -> None:
+        """Execute the leader's messages until it closes. Runs in an own thread."""
         pending: deque[PendingStep] = deque()
         failure: BaseException | None = None
         while True:
@@ -183,21 +200,22 @@ class FollowerEngine:
             if message == _END:
                 return
             try:
-                if message == _MARK:
+                if message == _HALT_MARK:
                     while pending:
                         pending.popleft().wait()
-                elif failure is None:
+                elif failure is None:  # After a failure, plans are skipped; the error is raised by the next `halt`.
                     self._wait_until_ready()
                     pending.append(self._runner.launch(message))
-                    if len(pending) > self._runner.lag:
+                    if len(pending) > self._runner.steps_ahead:
                         pending.popleft().wait()
             except Exception as error:  # noqa: BLE001 - raised by the next `halt`
                 failure = error
-            if message == _MARK:
-                with self._changed:
-                    self._unread_marks += 1
-                self._marks.put(failure)
+            if message == _HALT_MARK:
+                with self._state_changed:
+                    self._unread_halts += 1
+                self._halt_results.put(failure)
 
     def _wait_until_ready(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._unread_marks and not self._halted)
+        """Wait until every halt that the leader has announced was also called, and resumed, on this rank."""
+        with self._state_changed:
+            self._state_changed.wait_for(lambda: not self._unread_halts and not self._halt_reasons)

@@ -28,8 +28,8 @@ LONG = SamplingParams(max_new_tokens=10_000)
 class GatedRunner(HashRunner):
     """Counts the steps on their way; `gate` holds back their results."""
 
-    def __init__(self, *sizes: int, lag: int) -> None:
-        super().__init__(*sizes, lag=lag)
+    def __init__(self, *sizes: int, steps_ahead: int) -> None:
+        super().__init__(*sizes, steps_ahead=steps_ahead)
         self.on_their_way = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -57,8 +57,8 @@ class GatedStep:
 def start() -> Iterator[Callable[..., tuple[AsyncEngine, GatedRunner]]]:
     started: list[AsyncEngine] = []
 
-    def start_engine(seqs: int = 8, num_blocks: int = 4096, lag: int = 1) -> tuple[AsyncEngine, GatedRunner]:
-        runner = GatedRunner(num_blocks, 16, seqs, 512, lag=lag)
+    def start_engine(seqs: int = 8, num_blocks: int = 4096, steps_ahead: int = 1) -> tuple[AsyncEngine, GatedRunner]:
+        runner = GatedRunner(num_blocks, 16, seqs, 512, steps_ahead=steps_ahead)
         scheduler = Scheduler(BlockManager(num_blocks, 16), seqs, 512, 20_000)
         started.append(AsyncEngine(Engine(scheduler, runner), tiny_tokenizer))
         return started[-1], runner
@@ -157,9 +157,9 @@ def test_cancelling_one_awaiting_task_leaves_the_others_alone(start):
     wait_for(lambda: engine._all_unfinished() == [])
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_when_halt_returns_no_step_is_on_its_way_and_every_sampled_token_is_there(start, lag):
-    engine, runner = start(lag=lag)
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_when_halt_returns_no_step_is_on_its_way_and_every_sampled_token_is_there(start, steps_ahead):
+    engine, runner = start(steps_ahead=steps_ahead)
     future = engine.submit([request("a", LONG)])[0]
     wait_for(lambda: tokens_so_far(engine) > 5)
     engine.halt("test")

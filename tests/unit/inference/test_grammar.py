@@ -42,7 +42,7 @@ PROMPT = TOKENIZER("Say it in JSON.")["input_ids"]
 class Ahead:
     """A runner as on a GPU: a step is launched before the tokens of the one before are known."""
 
-    lag = 1
+    steps_ahead = 1
 
     def __init__(self, runner):
         self.launch = runner.launch

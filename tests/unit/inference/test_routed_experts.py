@@ -90,7 +90,7 @@ def test_of_samples_that_share_a_prompt_and_of_sequences_that_were_sent_back():
 class Late:
     """The runner of a GPU: a step is launched before the results of the one before are read."""
 
-    lag = 1
+    steps_ahead = 1
 
     def __init__(self, runner: ModelRunner) -> None:
         self.launch = runner.launch
@@ -99,11 +99,11 @@ class Late:
 class Versions:
     """An engine whose weights change, and the models of transformers with the weights of each version."""
 
-    def __init__(self, lag: int = 0, num_blocks: int = 80, max_num_batched_tokens: int = 256) -> None:
+    def __init__(self, steps_ahead: int = 0, num_blocks: int = 80, max_num_batched_tokens: int = 256) -> None:
         self.engine, first = engine_and_model("qwen3_moe", num_blocks, max_num_batched_tokens=max_num_batched_tokens)
         self.weights = self.engine.runner.model.named_weights()
         self.models = [first]
-        if lag:
+        if steps_ahead:
             self.engine.runner = Late(self.engine.runner)
 
     def update(self) -> None:
@@ -162,11 +162,11 @@ def test_tokens_of_before_an_update_keep_the_experts_of_their_version():
     assert newer >= 15
 
 
-@pytest.mark.parametrize(("seed", "lag"), [(0, 0), (1, 1), (2, 0), (3, 1)])
-def test_whatever_happens_to_a_sequence_each_token_has_the_experts_that_sampled_it(seed, lag):
+@pytest.mark.parametrize(("seed", "steps_ahead"), [(0, 0), (1, 1), (2, 0), (3, 1)])
+def test_whatever_happens_to_a_sequence_each_token_has_the_experts_that_sampled_it(seed, steps_ahead):
     """Aborts, resumes, updates and sequences that give way to others, in random order; blocks for few at a time."""
     dice = random.Random(seed)
-    versions = Versions(lag=lag, num_blocks=16, max_num_batched_tokens=13)
+    versions = Versions(steps_ahead=steps_ahead, num_blocks=16, max_num_batched_tokens=13)
     engine, done, serial = versions.engine, [], 0
     sampled = SamplingParams(max_new_tokens=14)
     waiting = [Request(f"{n}", prompts()[n % 3], replace(sampled, key=n), group=f"{n % 3}") for n in range(7)]

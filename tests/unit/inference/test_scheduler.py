@@ -19,11 +19,11 @@ PARAMS = SamplingParams(max_new_tokens=8)
 
 
 def make_engine(
-    num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, lag: int = 0, **options
+    num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, steps_ahead: int = 0, **options
 ) -> Engine:
     caching = options.pop("prefix_caching", True)
     scheduler = Scheduler(BlockManager(num_blocks, block_size, caching), seqs, budget, 100, **options)
-    return Engine(scheduler, HashRunner(num_blocks, block_size, seqs, budget, lag))
+    return Engine(scheduler, HashRunner(num_blocks, block_size, seqs, budget, steps_ahead))
 
 
 def sequences(*prompts: list[int], params: SamplingParams = PARAMS, group: str = "", first: int = 0) -> list[Sequence]:
@@ -156,16 +156,16 @@ def test_when_blocks_run_out_the_youngest_goes_back_to_the_head_of_the_queue():
     assert [len(s.output.token_ids) for s in (first, second, third)] == [12] * 3
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_nothing_is_computed_past_the_longest_answer(lag):
-    engine = make_engine(lag=lag)
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_nothing_is_computed_past_the_longest_answer(steps_ahead):
+    engine = make_engine(steps_ahead=steps_ahead)
     engine.add(sequences([1, 2, 3]))
     finish(engine)
     assert engine.runner.steps == 8
 
 
 def test_a_step_ahead_wastes_one_row_on_a_sequence_that_had_ended_and_its_slot_is_taken_over():
-    engine = make_engine(seqs=1, lag=1)
+    engine = make_engine(seqs=1, steps_ahead=1)
     free_running = sequences([1, 2, 3], params=replace(PARAMS, max_new_tokens=30))[0]
     engine.add([free_running])
     finish(engine)

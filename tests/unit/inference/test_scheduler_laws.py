@@ -1,4 +1,4 @@
-"""Laws of the scheduler over random traffic: whatever the batch, memory, lag, aborts and updates, the same answers."""
+"""Laws of the scheduler: batch, memory, steps ahead, aborts and weight updates do not change the answers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def houses(draw: st.DrawFn) -> House:
     max_num_seqs, budget = draw(st.integers(1, 9)), draw(st.integers(1, 24))
     blocks = BlockManager(num_blocks, block_size, draw(st.booleans()))
     scheduler = Scheduler(blocks, max_num_seqs, budget, MAX_MODEL_LEN, draw(st.booleans()))
-    runner = HashRunner(num_blocks, block_size, max_num_seqs, budget, lag=draw(st.sampled_from([0, 1, 1, 2])))
+    runner = HashRunner(num_blocks, block_size, max_num_seqs, budget, steps_ahead=draw(st.sampled_from([0, 1, 1, 2])))
     return House(Engine(scheduler, runner), runner, [])
 
 

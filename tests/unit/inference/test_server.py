@@ -369,7 +369,7 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
         ({"top_logprobs": 3}, "needs logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "later"}, "tool_choice"),
-        ({"tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": "required"}, "tool_choice requires"),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
         ({"chat_template": "{{ messages[7].content }}"}, "the chat template rejects"),
         ({"chat_template": "hello", "tools": [WEATHER]}, "the chat template of this model does not render"),
