@@ -29,7 +29,7 @@ def padded(rows, vocab, dtype, spread=4.0):
 
 
 def exact(logits, labels, temperature, adjust):
-    """log_probs, entropy and log_total in float64, and the logits they can be differentiated by."""
+    """log_probs, entropy and log_sum_exp in float64, and the logits they can be differentiated by."""
     logits = logits.double().requires_grad_()
     scaled = adjust(logits) / temperature
     log_p = torch.log_softmax(scaled, dim=-1)
@@ -49,7 +49,7 @@ def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
     planes = torch.empty(4, rows, device=CUDA)
     row_statistics(logits, labels, planes, temperature, adjust.scale, adjust.softcap, True)
     highest, total, weighted, label = planes.double()
-    log_probs, entropy, log_total, leaf = exact(logits, labels, temperature, adjust)
+    log_probs, entropy, log_sum_exp, leaf = exact(logits, labels, temperature, adjust)
     torch.testing.assert_close((label - highest) - total.log(), log_probs.detach(), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(total.log() - weighted / total, entropy.detach(), rtol=1e-5, atol=2e-5)
 
@@ -59,7 +59,7 @@ def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
         (wanted,) = torch.autograd.grad(loss, leaf, retain_graph=True)
         place = torch.empty(rows, logits.stride(0), device=CUDA, dtype=dtype)[:, :vocab].copy_(logits)
         logit_gradients(
-            place, place, labels, log_total.detach().float(), entropy.detach().float(), d_log_probs,
+            place, place, labels, log_sum_exp.detach().float(), entropy.detach().float(), d_log_probs,
             d_entropy if with_entropy else None, temperature, adjust.scale, adjust.softcap,
         )  # fmt: skip
         error = (place.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
@@ -83,9 +83,18 @@ def test_tokens_that_cannot_occur_add_nothing_and_what_is_not_a_number_stays_so(
     assert total.isnan().tolist() == [False, True, False]
     assert label[2] == -torch.inf, "the label is in another part of the vocabulary"
     ones = torch.ones(3, device=CUDA)
-    log_totals = (highest + total.log()).float()
+    log_sum_exps = (highest + total.log()).float()
     logit_gradients(
-        logits, logits, labels, log_totals, entropy.detach().float().expand(3).contiguous(), ones, ones, 1.0, 1.0, None
+        logits,
+        logits,
+        labels,
+        log_sum_exps,
+        entropy.detach().float().expand(3).contiguous(),
+        ones,
+        ones,
+        1.0,
+        1.0,
+        None,
     )
     assert (logits[0, 100:9000] == 0).all()
     assert logits[0].isfinite().all()
@@ -163,8 +172,8 @@ def test_the_gradient_of_several_labels_is_rounded_after_its_sum():
     labels = p.topk(top).indices
     pulls = p.gather(1, labels).float() * 1.01
     d_logits = torch.empty(rows, logits.stride(0), device=CUDA, dtype=torch.bfloat16)[:, :vocab]
-    log_total = torch.logsumexp(logits.double(), dim=-1).float()
-    _kernel_gradients(logits, d_logits, labels, log_total, None, pulls, None, 1.0, LogitAdjustment())
+    log_sum_exp = torch.logsumexp(logits.double(), dim=-1).float()
+    _kernel_gradients(logits, d_logits, labels, log_sum_exp, None, pulls, None, 1.0, LogitAdjustment())
     wanted = torch.zeros_like(p).scatter_add(1, labels, pulls.double()) - p * pulls.double().sum(dim=1, keepdim=True)
     # float32 knows a log-total of 17 to 2e-6, and with it a probability of 1.
     torch.testing.assert_close(d_logits.double(), wanted, rtol=2.0**-8, atol=5e-6)

@@ -51,7 +51,8 @@ def packed_attention(
     """Attention function of transformers' interface: query [1, heads, T, dim] -> [1, T, heads, dim]."""
     if packing is None:
         raise ValueError(
-            f"packing: {type(module).__name__} was called without it. Its model must pass it to attention."
+            f"packing: {type(module).__name__} called packed attention without this argument. Pass packing=... to"
+            " the model's forward; its layers must pass it on to the attention function."
         )
     if dropout:
         raise ValueError(
@@ -85,17 +86,23 @@ def attend(
     return out if parallel is None else parallel.restore(out)
 
 
-def unsupported_layers(hf: Any, config: Any) -> str | None:
-    """Return why a custom attention function cannot be used, by class and config of a Hugging Face model, or None."""
-    if not hf.is_backend_compatible():
+def unsupported_layers(model: Any, config: Any) -> str | None:
+    """Return why packed attention cannot be used with this Hugging Face model, or None.
+
+    `config`: that of its language model.
+    """
+    if not model.is_backend_compatible():
         return "it does not use transformers' attention interface"
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     return f"it has layers of type {', '.join(sorted(unknown))}" if unknown else None
 
 
-def missing_window(config: Any, windows: list[int | None]) -> str | None:
-    """Return a description of the first layer whose attention was called with another window than in the config, or
-    None. `windows`: the `sliding_window` argument of each layer's attention call."""
+def window_mismatch(config: Any, windows: list[int | None]) -> str | None:
+    """Return a description of the first layer whose attention was called with a sliding window although its type in
+    `config` has none, or without one although its type has one; None if there is none.
+
+    `windows`: the `sliding_window` argument of each layer's attention call.
+    """
     types = getattr(config, "layer_types", None)
     if types is None:
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -149,25 +156,25 @@ def _batched_attention(
         key, value = (part.repeat_interleave(queries_per_key, dim=1) for part in (key, value))
         queries_per_key = 1
     if softcap is None:
-        visible = None if window is None or window >= width else _visible(width, window, query.device)
+        mask = None if window is None or window >= width else _causal_mask(width, window, query.device)
         return F.scaled_dot_product_attention(
-            query, key, value, visible, is_causal=visible is None, scale=scale, enable_gqa=queries_per_key > 1
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=queries_per_key > 1
         )
-    visible = _visible(width, window, query.device)
+    mask = _causal_mask(width, window, query.device)
     grouped = query.unflatten(1, (key.shape[1], queries_per_key))
     scores = torch.tanh(grouped @ key[:, :, None].transpose(-1, -2) * (scale / softcap)) * softcap
-    weights = scores.where(visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.where(mask, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
-def _visible(width: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return the causal mask [n, n], limited to the window."""
+def _causal_mask(width: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the causal mask [width, width], limited to the last `window` positions; True: attended to."""
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
-    """Whether a variable-length kernel supports these tensors; torch's has no soft-capping."""
+    """Whether a variable-length kernel supports these tensors; torch's kernel does not support soft-capping."""
     size = query.shape[-1]
     supported = query.dtype in _HALF and size == value.shape[-1] and size % 8 == 0 and size <= _MAX_HEAD_DIM
     return query.is_cuda and supported and (flash_attn_varlen_func is not None or softcap is None)
@@ -184,12 +191,19 @@ def _kernel_attention(
 ) -> torch.Tensor:
     """Attention with flash-attn's kernel if it is installed, otherwise with torch's."""
     left = -1 if window is None else window - 1
-    lengths = (packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length)
+    seqlens = (packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length)
     if flash_attn_varlen_func is not None:
-        sides = (left, -1 if window is None else 0)
+        window_size = (left, -1 if window is None else 0)
         return flash_attn_varlen_func(
-            query, key, value, *lengths, softmax_scale=scale, causal=True, window_size=sides, softcap=softcap or 0.0
+            query,
+            key,
+            value,
+            *seqlens,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window_size,
+            softcap=softcap or 0.0,
         )
     gqa = {"enable_gqa": True} if _VARLEN_HAS_GQA_ARGUMENT else {}
     query, key, value = (part.contiguous() for part in (query, key, value))
-    return varlen_attn(query, key, value, *lengths, scale=scale, window_size=(left, 0), **gqa)
+    return varlen_attn(query, key, value, *seqlens, scale=scale, window_size=(left, 0), **gqa)

@@ -26,44 +26,49 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 _TILE_ROWS = 128
 # Alignment of rows of logits in elements, for vector loads and matmul kernels.
 _ROW_MULTIPLE = 16
-# Instead of -inf, which would result in NaN: its exp is 0 in every float type, and 0 times it is 0.
+# Lower bound of log-probs in p * log p: for p = 0, 0 * -inf would be NaN. exp(-1e4) is 0 in every float type, so the
+# product is 0.
 _MIN_LOG_PROB = -1e4
 
 
 class RowStatistics(NamedTuple):
     """Softmax statistics of rows of logits, or of a part of the vocabulary; [rows] each; x = adjusted logit / T."""
 
-    highest: torch.Tensor
+    max_logit: torch.Tensor
     """max x."""
-    total: torch.Tensor
-    """sum of exp(x - highest)."""
-    weighted: torch.Tensor
-    """sum of exp(x - highest) (x - highest); undefined without `with_entropy`."""
-    label: torch.Tensor
+    sum_exp: torch.Tensor
+    """sum of exp(x - max_logit)."""
+    sum_exp_x: torch.Tensor
+    """sum of exp(x - max_logit) (x - max_logit); not computed if the statistics were computed without entropy."""
+    label_logit: torch.Tensor
     """x of the label; -inf if it is not in this part of the vocabulary."""
 
-    def log_total(self) -> torch.Tensor:
+    def log_sum_exp(self) -> torch.Tensor:
         """log of the sum of exp(x)."""
-        return self.highest + self.total.log()
+        return self.max_logit + self.sum_exp.log()
 
     def log_probs(self) -> torch.Tensor:
-        return (self.label - self.highest) - self.total.log()
+        return (self.label_logit - self.max_logit) - self.sum_exp.log()
 
     def log_probs_of(self, x: torch.Tensor) -> torch.Tensor:
         """Log-probs of other tokens with logits x [rows, K]."""
-        return (x - self.highest[:, None]) - self.total.log()[:, None]
+        return (x - self.max_logit[:, None]) - self.sum_exp.log()[:, None]
 
     def entropy(self) -> torch.Tensor:
-        return self.total.log() - self.weighted / self.total
+        return self.sum_exp.log() - self.sum_exp_x / self.sum_exp
 
     def all_reduce(self, group: dist.ProcessGroup) -> RowStatistics:
         """Return the statistics of the whole vocabulary, of which each rank of `group` has a part."""
-        tops = torch.stack([self.highest, self.label])
-        dist.all_reduce(tops, dist.ReduceOp.MAX, group)
-        lower = self.highest - tops[0]
-        sums = torch.stack([self.total, self.weighted + lower * self.total]) * lower.exp()
+        maxima = torch.stack([self.max_logit, self.label_logit])
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        max_logit, label_logit = maxima
+        shift = self.max_logit - max_logit
+        # Sums relative to the common maximum: exp(x - max_logit) is multiplied by exp(shift), and `shift` is added to
+        # x - max_logit.
+        sums = torch.stack([self.sum_exp, self.sum_exp_x + shift * self.sum_exp]) * shift.exp()
         dist.all_reduce(sums, group=group)
-        return RowStatistics(tops[0], sums[0], sums[1], tops[1])
+        sum_exp, sum_exp_x = sums
+        return RowStatistics(max_logit, sum_exp, sum_exp_x, label_logit)
 
 
 def label_statistics(
@@ -97,8 +102,8 @@ def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -
     limit = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, vocab * element_size))
     tile = _TILE_ROWS if limit >= _TILE_ROWS else 1
     limit -= limit % tile
-    chunks = max(1, -(-rows // limit))
-    return -(-rows // (chunks * tile)) * tile or 1
+    chunks = max(1, _ceil_div(rows, limit))
+    return _ceil_div(rows, chunks * tile) * tile or 1
 
 
 def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> int:
@@ -114,7 +119,8 @@ def write_statistics(
     adjust: LogitAdjustment,
     with_entropy: bool,
 ) -> None:
-    """Write the `RowStatistics` of `logits` [rows, vocab], which may be overwritten, to `out` [4, rows]."""
+    """Write the `RowStatistics` of `logits` [rows, vocab], which may be overwritten, to `out` [4, rows] (see
+    `empty_statistics`)."""
     if _has_kernels(logits):
         from verl.models.fused_head_kernel import row_statistics
 
@@ -127,17 +133,17 @@ def chunk_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
 ) -> RowStatistics:
     """Return the statistics of `logits` [rows, vocab], which are overwritten; labels may be outside the vocabulary."""
-    x = scaled_(logits, temperature, adjust)
+    x = scale_logits_(logits, temperature, adjust)
     inside = (labels >= 0) & (labels < x.shape[1])
-    label = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
-    label = torch.where(inside, label, -torch.inf)
-    highest = x.amax(dim=1)
-    x.sub_(highest[:, None])
+    label_logit = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
+    label_logit = torch.where(inside, label_logit, -torch.inf)
+    max_logit = x.amax(dim=1)
+    x.sub_(max_logit[:, None])
     if not with_entropy:
-        return RowStatistics(highest, x.exp_().sum(dim=1), torch.zeros_like(highest), label)
-    share = x.clamp_(min=_MIN_LOG_PROB).exp()
-    weighted = torch.bmm(share[:, None], x[:, :, None])[:, 0, 0]
-    return RowStatistics(highest, share.sum(dim=1), weighted, label)
+        return RowStatistics(max_logit, x.exp_().sum(dim=1), torch.zeros_like(max_logit), label_logit)
+    exp_x = x.clamp_(min=_MIN_LOG_PROB).exp()
+    sum_exp_x = torch.bmm(exp_x[:, None], x[:, :, None])[:, 0, 0]
+    return RowStatistics(max_logit, exp_x.sum(dim=1), sum_exp_x, label_logit)
 
 
 def logits_at_labels(
@@ -145,32 +151,32 @@ def logits_at_labels(
 ) -> torch.Tensor:
     """Return adjusted logits / temperature of `labels` [rows, K]; -inf for labels outside the vocabulary."""
     inside = (labels >= 0) & (labels < logits.shape[1])
-    x = scaled_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
+    x = scale_logits_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
     return torch.where(inside, x, -torch.inf)
 
 
 def chunk_gradients_(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    log_total: torch.Tensor,
+    log_sum_exp: torch.Tensor,
     entropy: torch.Tensor | None,
     d_log_probs: torch.Tensor,
     d_entropy: torch.Tensor | None,
     temperature: float,
     adjust: LogitAdjustment,
 ) -> torch.Tensor:
-    """Replace `logits` [rows, vocab] (float32 or float64) by their gradient; labels and their gradients are [rows] or
+    """Replace `logits` [rows, vocab] (float32 or float64) by their gradient; `labels` and `d_log_probs` are [rows] or
     [rows, K], all others [rows].
 
     With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times the derivative of adjustment
-    and temperature. `log_total` and `entropy` are of the whole vocabulary.
+    and temperature. `log_sum_exp` and `entropy` are of the whole vocabulary.
     """
-    x = scaled_(logits, temperature, adjust)
+    x = scale_logits_(logits, temperature, adjust)
     slope = None
     if adjust.softcap is not None:
         slope = (x * (temperature / adjust.softcap)).square_().neg_().add_(1.0)
     d_log_probs = d_log_probs.reshape(len(x), -1) * (adjust.scale / temperature)
-    x.sub_(log_total[:, None])
+    x.sub_(log_sum_exp[:, None])
     if d_entropy is None or entropy is None:
         x.exp_().mul_(-d_log_probs.sum(dim=1, keepdim=True))
     else:
@@ -185,23 +191,26 @@ def _kernel_gradients(
     logits: torch.Tensor,
     d_logits: torch.Tensor,
     labels: torch.Tensor,
-    log_total: torch.Tensor,
+    log_sum_exp: torch.Tensor,
     entropy: torch.Tensor | None,
     d_log_probs: torch.Tensor,
     d_entropy: torch.Tensor | None,
     temperature: float,
     adjust: LogitAdjustment,
 ) -> None:
-    """Write the same to `d_logits`, which may be `logits`, with a kernel that supports one label per row: with several,
-    it is called without labels, and its results at their columns are overwritten."""
+    """Like `chunk_gradients_`, with a Triton kernel; writes to `d_logits`, which may be `logits`.
+
+    The kernel supports one label per row. With several labels, it runs without labels, and the gradients at the label
+    columns are computed separately and scattered over its result.
+    """
     from verl.models.fused_head_kernel import logit_gradients
 
-    statistics = (labels, log_total, entropy, d_log_probs, d_entropy)
+    statistics = (labels, log_sum_exp, entropy, d_log_probs, d_entropy)
     label_gradients = None
     if labels.dim() > 1:
         label_gradients = gradients_at_labels(logits, *statistics, temperature, adjust)
         no_label = labels.new_full((len(labels),), -1)
-        statistics = (no_label, log_total, entropy, d_log_probs.sum(dim=1), d_entropy)
+        statistics = (no_label, log_sum_exp, entropy, d_log_probs.sum(dim=1), d_entropy)
     logit_gradients(logits, d_logits, *statistics, temperature, adjust.scale, adjust.softcap)
     if label_gradients is not None:
         columns, gradients = label_gradients
@@ -211,23 +220,26 @@ def _kernel_gradients(
 def gradients_at_labels(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    log_total: torch.Tensor,
+    log_sum_exp: torch.Tensor,
     entropy: torch.Tensor | None,
     d_log_probs: torch.Tensor,
     d_entropy: torch.Tensor | None,
     temperature: float,
     adjust: LogitAdjustment,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns of `logits` [rows, vocab] that include all `labels` [rows, K], and `chunk_gradients_` there:
-    [rows, K] each. They are computed before rounding, because for nearly certain tokens -p and the gradient of the
-    label almost cancel."""
+    """Return the columns of the labels, and the result of `chunk_gradients_` in these columns: [rows, K] each.
+
+    `logits` [rows, vocab]; `labels` [rows, K]. The columns are the sorted labels, with 0 for labels outside the
+    vocabulary. Both terms of a gradient are added before it is rounded to the dtype of the matmuls: for nearly certain
+    tokens, -p and the gradient of the label almost cancel.
+    """
     inside = (labels >= 0) & (labels < logits.shape[1])
     # The gradient of a column that occurs several times is summed at its first occurrence, and copied to the others.
     columns, order = torch.where(inside, labels, 0).sort(dim=1)
     first = torch.searchsorted(columns, columns)
     label_columns = torch.where(inside.gather(1, order), first, -1)
     values, d_labels = logits.gather(1, columns), d_log_probs.gather(1, order)
-    gradients = chunk_gradients_(values, label_columns, log_total, entropy, d_labels, d_entropy, temperature, adjust)
+    gradients = chunk_gradients_(values, label_columns, log_sum_exp, entropy, d_labels, d_entropy, temperature, adjust)
     return columns, gradients.gather(1, first)
 
 
@@ -269,7 +281,7 @@ class _LabelStatistics(torch.autograd.Function):
             if label_logits is not None:
                 dist.all_reduce(label_logits, dist.ReduceOp.MAX, vocab_group)
         entropy = statistics.entropy() if with_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_total(), entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_sum_exp(), entropy)
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.adjust, ctx.chunk_rows, ctx.vocab_group = temperature, adjust, chunk_rows, vocab_group
         log_probs = statistics.log_probs() if label_logits is None else statistics.log_probs_of(label_logits)
@@ -278,15 +290,15 @@ class _LabelStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_log_probs: torch.Tensor | None, d_entropy: torch.Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, bias, labels, log_total, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, log_sum_exp, entropy = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         totals = _GradientSums(hidden, weight, bias, needed, one_chunk=len(hidden) <= ctx.chunk_rows)
-        d_log_probs = log_total.new_zeros(labels.shape) if d_log_probs is None else d_log_probs.contiguous()
+        d_log_probs = log_sum_exp.new_zeros(labels.shape) if d_log_probs is None else d_log_probs.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
         for rows, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
             statistics = (
                 labels[rows],
-                log_total[rows],
+                log_sum_exp[rows],
                 None if entropy is None else entropy[rows],
                 d_log_probs[rows],
                 None if d_entropy is None else d_entropy[rows],
@@ -306,7 +318,7 @@ class _LabelStatistics(torch.autograd.Function):
 
 
 class _GradientSums:
-    """Accumulates the gradients of hidden, weight and bias over chunks; those that are not `needed` are None."""
+    """Accumulates the gradients of hidden, weight and bias over chunks; gradients that are not `needed` are None."""
 
     def __init__(
         self,
@@ -326,7 +338,8 @@ class _GradientSums:
         self._buffer: torch.Tensor | None = None
 
     def buffer(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the tensor for the gradient of these logits, in the dtype of the matmuls."""
+        """Return a tensor for the gradient of these logits, in the dtype of the matmuls: `logits` itself if it has this
+        dtype, otherwise a buffer that all chunks share."""
         if logits.dtype == self._hidden.dtype:
             return logits
         if self._buffer is None:  # the first chunk is the largest
@@ -334,6 +347,7 @@ class _GradientSums:
         return self._buffer[: len(logits), : logits.shape[1]]
 
     def add(self, rows: slice, d_logits: torch.Tensor) -> None:
+        """Add the gradients that result from those of the logits of these rows."""
         if self._d_hidden is not None:
             torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
         if self._d_weight is not None:
@@ -343,6 +357,7 @@ class _GradientSums:
         self._started = True
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias; 0 if there was no chunk."""
         for total in (self._d_hidden, self._d_weight):
             if total is not None and not self._started:
                 total.zero_()
@@ -352,8 +367,11 @@ class _GradientSums:
 
 
 def empty_statistics(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor for the `RowStatistics` of `hidden` [N, H]: [4, N]; the statistics of no tokens if
-    this rank's part of the vocabulary is empty (only padding)."""
+    """Return a buffer [4, N] for the `RowStatistics` of `hidden` [N, H], one row per field.
+
+    It is uninitialized, unless this rank's part of the vocabulary is empty (only padding), for which `logit_chunks`
+    yields no chunks: then it contains the statistics of an empty vocabulary.
+    """
     out = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
     if not len(weight):
         out.copy_(out.new_tensor([torch.finfo(out.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
@@ -363,11 +381,15 @@ def empty_statistics(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 def logit_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield rows and their logits, at least float32; every chunk uses the same memory."""
+    """Yield (rows, logits [rows, vocab]), with logits of at least float32.
+
+    All chunks share one buffer: the logits are valid until the next iteration. Its rows are padded to a multiple of
+    `_ROW_MULTIPLE` elements.
+    """
     vocab = len(weight)
     if not vocab:
         return
-    width = -(-vocab // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    width = _ceil_div(vocab, _ROW_MULTIPLE) * _ROW_MULTIPLE
     buffer = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
     for begin in range(0, len(hidden), chunk_rows):
         rows = slice(begin, min(begin + chunk_rows, len(hidden)))
@@ -376,6 +398,10 @@ def logit_chunks(
         if bias is not None:
             logits.add_(bias)
         yield rows, logits
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -392,9 +418,10 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, b
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
-def scaled_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
-    """Return adjusted logits / temperature, at least float32; in place if `logits` are."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def scale_logits_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
+    """Return x = adjusted logits / temperature in float32 or float64. Logits of these dtypes are changed in place;
+    others are copied."""
+    x = logits.to(_wide(logits.dtype))
     if adjust.scale != 1.0:
         x.mul_(adjust.scale)
     if adjust.softcap is not None:

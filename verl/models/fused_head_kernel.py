@@ -39,7 +39,7 @@ def logit_gradients(
     logits: torch.Tensor,
     d_logits: torch.Tensor,
     labels: torch.Tensor,
-    log_total: torch.Tensor,
+    log_sum_exp: torch.Tensor,
     entropy: torch.Tensor | None,
     d_log_probs: torch.Tensor,
     d_entropy: torch.Tensor | None,
@@ -55,7 +55,7 @@ def logit_gradients(
     width = logits.stride(0)
     has_entropy = d_entropy is not None and entropy is not None
     _logit_gradients[(rows, triton.cdiv(width, _GRADIENT_TILE))](
-        logits, d_logits, labels, log_total, entropy if has_entropy else log_total, d_log_probs,
+        logits, d_logits, labels, log_sum_exp, entropy if has_entropy else log_sum_exp, d_log_probs,
         d_entropy if has_entropy else d_log_probs, vocab, width, temperature, scale, softcap or 0.0,
         WITH_ENTROPY=has_entropy, HAS_CAP=softcap is not None, TILE=_GRADIENT_TILE, num_warps=8,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _row_statistics(
 
 @triton.jit
 def _logit_gradients(
-    logits_ptr, d_logits_ptr, labels_ptr, log_total_ptr, entropy_ptr, d_log_probs_ptr, d_entropy_ptr,
+    logits_ptr, d_logits_ptr, labels_ptr, log_sum_exp_ptr, entropy_ptr, d_log_probs_ptr, d_entropy_ptr,
     vocab, width, temperature, scale, softcap,
     WITH_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def _logit_gradients(
         factor = softcap / temperature
         x = _tanh(x * (scale / softcap))
     d_log_prob = tl.load(d_log_probs_ptr + row) * slope
-    log_p = _clamp_min(x * factor - tl.load(log_total_ptr + row), -1e4)
+    log_p = _clamp_min(x * factor - tl.load(log_sum_exp_ptr + row), -1e4)
     p = tl.exp2(log_p * 1.4426950408889634)
     coefficient = d_log_prob
     if WITH_ENTROPY:

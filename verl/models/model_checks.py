@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.attention import missing_window, packed_attention, unsupported_layers, use_packed_attention
+from verl.models.attention import packed_attention, unsupported_layers, use_packed_attention, window_mismatch
 from verl.models.forward import ResponseModel
 from verl.models.packing import Packing, packed_rows, right_padded_rows
 
@@ -91,7 +91,7 @@ def _difference(model: ResponseModel, hf: Any, device: torch.device) -> str | No
         return f"{recording.bidirectional[0]} attends to later tokens"
     if len(recording.windows) != config.num_hidden_layers:
         return f"{len(recording.windows)} of its {config.num_hidden_layers} layers use the attention interface"
-    window = missing_window(config, recording.windows)
+    window = window_mismatch(config, recording.windows)
     if window is not None:
         return window
     padded = padded.float()[mask.flatten().nonzero()[:, 0].to(device)]

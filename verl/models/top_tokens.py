@@ -12,7 +12,7 @@ from verl.models.fused_head import (
     empty_statistics,
     logit_chunks,
     rows_per_chunk,
-    scaled_,
+    scale_logits_,
     write_statistics,
 )
 from verl.models.heads import LogitAdjustment
@@ -54,7 +54,7 @@ def top_tokens(
     for part, logits in logit_chunks(hidden.contiguous(), weight, bias, rows):
         top[part], ids[part] = logits.topk(width)  # the adjustment is monotonic
         write_statistics(out[:, part], logits, labels[part].contiguous(), temperature, adjust, with_entropy=False)
-    top, statistics = scaled_(top, temperature, adjust), RowStatistics(*out)
+    top, statistics = scale_logits_(top, temperature, adjust), RowStatistics(*out)
     if vocab_group is not None:
         statistics = statistics.all_reduce(vocab_group)
         top, ids = _gather_top(top, ids + first, k, vocab_group)

@@ -288,8 +288,8 @@ def test_gradients_at_labels_are_those_that_all_logits_have_there(adjust, with_e
     logits = torch.randn(40, 9, generator=draw) * 3
     labels = torch.randint(-2, 11, (40, 6), generator=draw)  # some twice, some in another part of the vocabulary
     pulls, others = torch.randn(40, 6, generator=draw), torch.randn(3, 40, generator=draw)
-    log_total, entropy, d_entropy = others[0] + 9.0, others[1], others[2] if with_entropy else None
-    arguments = (labels, log_total, entropy, pulls, d_entropy, 0.7, adjust or LogitAdjustment())
+    log_sum_exp, entropy, d_entropy = others[0] + 9.0, others[1], others[2] if with_entropy else None
+    arguments = (labels, log_sum_exp, entropy, pulls, d_entropy, 0.7, adjust or LogitAdjustment())
     before = logits.clone()
     columns, found = gradients_at_labels(logits, *arguments)
     assert torch.equal(logits, before)

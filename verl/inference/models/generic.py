@@ -15,7 +15,7 @@ from verl.inference.attention import AttentionStep, TorchAttention
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
 from verl.inference.weights import WeightShard, pack_module
-from verl.models.attention import missing_window, unsupported_layers
+from verl.models.attention import unsupported_layers, window_mismatch
 from verl.models.heads import logit_adjustment, wide_product
 from verl.models.routing import record_routes, route_dtype, routers, unrouted
 
@@ -174,7 +174,7 @@ class _Trial:
         if len(set(shapes)) > 1:
             return "its layers have attention heads of different number or size"
         self.attention_shape = shapes[0]
-        return missing_window(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
+        return window_mismatch(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
 
     def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
         gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())
