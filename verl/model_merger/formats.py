@@ -22,15 +22,15 @@ from verl.model_merger.lazy_tensors import (
     read_torch_file,
 )
 from verl.models.loading import ModelKind
-from verl.models.megatron_core import CoreArchitecture, shard_slices, weight_map
+from verl.models.megatron_core import CoreArchitecture, Piece, shard_slices, weight_map
 from verl.utils.safe_pickle import Record
 from verl.workers.engine.common.dcp_reader import METADATA, StoredChunk, read_folder
 
-__all__ = ["METADATA", "dcp_tensors"]
+__all__ = ["METADATA", "core_folder", "core_tensors", "dcp_tensors", "rank_files", "shard_tensors"]
 
 
 def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a torch.distributed.checkpoint folder (ours, Megatron-Core's), without other objects."""
+    """Return the tensors of a torch.distributed.checkpoint folder (verl's or Megatron-Core's), no other objects."""
     tensors: dict[str, LazyTensor] = {}
     for name, stored in read_folder(folder).items():
         if stored is not None:
@@ -44,7 +44,7 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
 
 @dataclass(frozen=True)
 class _SavedChunk:
-    """A tensor written by `torch.save` at a position in a file."""
+    """A LazyTensor that `torch.save` wrote at a position in a file."""
 
     chunk: StoredChunk
     dtype: torch.dtype
@@ -56,7 +56,8 @@ class _SavedChunk:
     def read(self, box: Box, target: torch.Tensor) -> None:
         tensor = read_torch_file(self.chunk.path, self.chunk.start, self.chunk.length)
         if isinstance(tensor, FileTensor) and math.prod(tensor.shape) == math.prod(self.shape):
-            tensor = replace(tensor, shape=self.shape)  # Core stores a tensor of a stack without the stack dimension
+            # Megatron-Core stores one layer of a stack without the dimension of the stack.
+            tensor = replace(tensor, shape=self.shape)
         if getattr(tensor, "shape", None) != self.shape:
             raise ValueError(
                 f"{self.chunk.path}: damaged: the tensor at byte {self.chunk.start} differs from {METADATA}."
@@ -64,7 +65,7 @@ class _SavedChunk:
         tensor.read(box, target)
 
 
-_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Parts of tensor names that wrappers add.
 _WRAPPERS = re.compile(r"^module\.|(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -72,20 +73,28 @@ _WRAPPERS = re.compile(r"^module\.|(_fsdp_wrapped_module|_checkpoint_wrapped_mod
 def rank_files(folder: Path) -> dict[int, Path]:
     """Return the files of FSDP checkpoints, `model_world_size_W_rank_R.pt`, by rank.
 
-    ValueError if one is missing, or if there are files of several world sizes.
+    Empty if there are none. ValueError if one is missing, if there are files of several world sizes (fsdp_config.json
+    selects one of them), or if there are none of the world size in fsdp_config.json.
     """
     matches = {
-        path: match for path in sorted(folder.glob("model_world_size_*.pt")) if (match := _FILE.fullmatch(path.name))
+        path: match
+        for path in sorted(folder.glob("model_world_size_*.pt"))
+        if (match := _RANK_FILE.fullmatch(path.name))
     }
     sizes = {int(match[1]) for match in matches.values()}
     if not sizes:
         return {}
+    listed = ", ".join(map(str, sorted(sizes)))
     config = folder / "fsdp_config.json"
     if config.is_file():
         world_size = json.loads(config.read_text(encoding="utf-8")).get("world_size")
-        sizes = {world_size} if world_size in sizes else sizes | {world_size}
+        if world_size not in sizes:
+            raise ValueError(
+                f"{config}: world_size is {world_size}, but the files model_world_size_*.pt have world size {listed}."
+                " Use the fsdp_config.json of this checkpoint, or delete it."
+            )
+        sizes = {world_size}
     if len(sizes) > 1:
-        listed = ", ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"{folder}: files of several world sizes ({listed}). Keep those of one checkpoint.")
     (size,) = sizes
     files = {int(match[2]): path for path, match in matches.items() if int(match[1]) == size}
@@ -108,14 +117,17 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, LazyTensor]:
         state = read_torch_file(path)
         if not isinstance(state, Mapping):
             raise ValueError(f"{path}: not a state dict.")
-        for stored, value in state.items():
-            for shape, piece in _parts(f"{path}: {stored}", value, rank):
-                name = _WRAPPERS.sub("", str(stored))
+        for stored_name, value in state.items():
+            for shape, piece in _pieces(f"{path}: {stored_name}", value, rank):
+                name = _WRAPPERS.sub("", str(stored_name))
                 if shapes.setdefault(name, shape) != shape:
-                    raise ValueError(f"{path}: {name} is {list(shape)}, and {list(shapes[name])} in another file.")
+                    raise ValueError(
+                        f"{path}: {name} has shape {list(shape)}, but {list(shapes[name])} in the file of another rank."
+                    )
                 dtypes.setdefault(name, piece.tensor.dtype)
-                if math.prod(piece.shape) or not math.prod(shape):
-                    pieces.setdefault(name, {}).setdefault(piece.at, piece)  # replicas are equal
+                is_empty_shard = math.prod(piece.shape) == 0 and math.prod(shape) > 0
+                if not is_empty_shard:
+                    pieces.setdefault(name, {}).setdefault(piece.at, piece)  # replicas are equal: keep the first
     folder = next(iter(files.values())).parent
     return {
         name: assemble(f"{folder}: {name}", shape, dtypes[name], list(pieces.get(name, {}).values()))
@@ -123,69 +135,82 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, LazyTensor]:
     }
 
 
-def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], TensorPiece]]:
-    """Yield (full shape, piece) for each part in a file; nothing for objects other than tensors."""
+def _pieces(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], TensorPiece]]:
+    """Yield (shape of the full tensor, piece) for each piece in `value`, an entry of the rank's file.
+
+    Objects other than tensors have none. `where`: file and name, for errors.
+    """
     if isinstance(value, Record) and value.kind.endswith(".DTensor"):
         yield _dtensor_piece(where, value, rank)
     elif isinstance(value, Record) and value.kind.endswith(".ShardedTensor"):
         shards, metadata, *_ = value.state
         for shard in shards:
             offsets = shard.fields["metadata"].fields["shard_offsets"]
-            yield _piece(metadata.fields["size"], offsets, shard.fields["tensor"])
+            yield _full_piece(metadata.fields["size"], offsets, shard.fields["tensor"])
     elif hasattr(value, "read"):
-        yield _piece(value.shape, [0] * len(value.shape), value)
+        yield _full_piece(value.shape, [0] * len(value.shape), value)
     elif isinstance(value, Record) and "Tensor" in value.kind:
         raise ValueError(
             f"{where} is a {value.kind}, which is not supported (only DTensor, ShardedTensor, plain tensors)."
         )
 
 
-def _piece(shape: Sequence[int], at: Sequence[int], tensor: LazyTensor) -> tuple[tuple[int, ...], TensorPiece]:
+def _full_piece(shape: Sequence[int], at: Sequence[int], tensor: LazyTensor) -> tuple[tuple[int, ...], TensorPiece]:
+    """Return (shape, piece at the offsets `at` of a tensor of this shape); the piece is all of `tensor`."""
     return tuple(shape), TensorPiece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
 
 
 def _dtensor_piece(where: str, value: Record, rank: int) -> tuple[tuple[int, ...], TensorPiece]:
+    """Return (shape of the full tensor, the rank's shard of it) of a DTensor.
+
+    The offsets of the shard follow from the placements and the rank's coordinate in the mesh.
+    """
     spec, local = value.fields["_spec"].fields, value.fields["_local_tensor"]
     _, shape, *_ = value.args
     mesh = spec["mesh"].fields
-    sizes = _mesh_shape(mesh)
-    steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-    by_rank = [rank // step % size for size, step in zip(sizes, steps, strict=True)]
-    coordinate = mesh.get("_coordinate_on_dim") or by_rank
+    mesh_shape = _mesh_shape(mesh)
+    mesh_strides = [math.prod(mesh_shape[dim + 1 :]) for dim in range(len(mesh_shape))]
+    row_major_coordinate = [rank // stride % size for size, stride in zip(mesh_shape, mesh_strides, strict=True)]
+    coordinate = mesh.get("_coordinate_on_dim") or row_major_coordinate
     begin, end = [0] * len(shape), list(shape)
-    for dim, size, at in _splits(where, spec["placements"], sizes, coordinate):
-        length = math.ceil((end[dim] - begin[dim]) / size)
-        begin[dim], end[dim] = min(end[dim], begin[dim] + at * length), min(end[dim], begin[dim] + (at + 1) * length)
+    for dim, num_shards, shard_index in _splits(where, spec["placements"], mesh_shape, coordinate):
+        length = math.ceil((end[dim] - begin[dim]) / num_shards)
+        shard_begin = begin[dim] + shard_index * length
+        begin[dim], end[dim] = min(end[dim], shard_begin), min(end[dim], shard_begin + length)
     expected = tuple(stop - start for start, stop in zip(begin, end, strict=True))
     if math.prod(local.shape) and local.shape != expected:
-        raise ValueError(f"{where}: shard of shape {list(local.shape)}, but {list(expected)} by its placements.")
-    return _piece(shape, begin, local)
+        raise ValueError(
+            f"{where}: the shard has shape {list(local.shape)}; its placements imply {list(expected)}. The file is"
+            " damaged, or its name has the wrong rank."
+        )
+    return _full_piece(shape, begin, local)
 
 
 def _splits(
-    where: str, placements: Sequence[Record], sizes: Sequence[int], coordinate: Sequence[int]
+    where: str, placements: Sequence[Record], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (dimension, number of parts, index of the part), in the order in which the tensor was split."""
+    """Yield (tensor dimension, number of shards, index of the shard), in the order in which the tensor was split."""
     strided = []
-    for placement, size, at in zip(placements, sizes, coordinate, strict=True):
+    for placement, num_shards, shard_index in zip(placements, mesh_shape, coordinate, strict=True):
         kind = placement.kind.rpartition(".")[2]
         if kind == "_StridedShard":
-            strided.append((_dim(placement), size, at))  # already split by other mesh dimensions
+            # Splits the shards of the later mesh dimensions.
+            strided.append((_dim(placement), num_shards, shard_index))
         elif kind == "Shard":
-            yield _dim(placement), size, at
+            yield _dim(placement), num_shards, shard_index
         elif kind != "Replicate":
             raise ValueError(f"{where}: placement {kind} is not supported (only Replicate and Shard).")
     yield from reversed(strided)
 
 
 def _dim(placement: Record) -> int:
-    """Return the dimension, stored by name or by position depending on the version of torch."""
+    """Return the tensor dimension of a placement, stored by name or by position depending on the version of torch."""
     state = placement.state if isinstance(placement.state, tuple) else ()
     return placement.fields["dim"] if "dim" in placement.fields else (*placement.args, *state)[0]
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> list[int]:
-    """Return the shape of a DeviceMesh, stored as table of ranks or as layout depending on the version of torch."""
+    """Return the shape of a DeviceMesh, stored as a tensor of ranks or as a layout, depending on torch's version."""
     if "mesh" in mesh:
         return list(mesh["mesh"].shape)
     layout = mesh["_layout"].fields
@@ -194,6 +219,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> list[int]:
 
 
 def _product(lengths: Any) -> int:
+    """Return the product of the numbers in nested tuples or lists."""
     return math.prod(map(_product, lengths)) if isinstance(lengths, tuple | list) else int(lengths)
 
 
@@ -214,7 +240,8 @@ def core_folder(folder: Path) -> Path | None:
 def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, LazyTensor]:
     """Return the tensors of a Megatron-Core checkpoint by Hugging Face name on disk, without vocabulary padding.
 
-    Core need not be installed: its files are those of torch, and their weights are independent of the layout.
+    Megatron-Core is not needed: its checkpoints are torch.distributed.checkpoint files, independent of the parallel
+    layout.
     """
     stored = _without_prefix(folder, dcp_tensors(folder))
     arch = CoreArchitecture.from_config(hf_config)
@@ -222,30 +249,36 @@ def core_tensors(folder: Path, hf_config: object, kind: ModelKind) -> dict[str, 
     for weight in weight_map(arch, kind):
         if weight.copy_of is not None:
             continue
-        tensor = _find(stored, weight.name)
+        tensor = _find_weight(stored, weight.name)
         if tensor is None:
             if weight.name == "score.bias":  # other frameworks have no bias
                 continue
-            raise ValueError(
-                f"{folder}: {weight.name} is missing. The checkpoint is of another model than config.json."
-            )
-        for part in shard_slices(weight, arch, 0, 1, stored=True):
-            rows = [(at, at + 1) if isinstance(at, int) else (at.start, at.stop) for at in part.source]
-            shape = tuple(stop - start for start, stop in rows)
-            start = tuple(rows.start for rows in part.place)
-            if any(begin + length > size for begin, length, size in zip(start, shape, tensor.shape, strict=True)):
+            raise ValueError(f"{folder}: {weight.name} is missing. The checkpoint does not match config.json.")
+        for part in shard_slices(weight, arch, rank=0, size=1, stored=True):
+            piece = _to_piece(part, tensor)
+            ends = [begin + length for begin, length in zip(piece.start, piece.shape, strict=True)]
+            if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
                 raise ValueError(
-                    f"{folder}: {weight.name} has shape {list(tensor.shape)}, but {list(weight.shape)} by config.json. "
-                    "Use the config.json of this model."
+                    f"{folder}: {weight.name} has shape {list(tensor.shape)}; config.json implies {list(weight.shape)}."
+                    " Use the config.json of this model."
                 )
-            pieces.setdefault(part.hf, []).append(TensorPiece(tuple(begin for begin, _ in rows), shape, tensor, start))
-    return {name: _joined(folder, name, parts) for name, parts in pieces.items()}
+            pieces.setdefault(part.hf, []).append(piece)
+    return {name: _assemble_pieces(folder, name, parts) for name, parts in pieces.items()}
 
 
-def _joined(folder: Path, name: str, parts: list[TensorPiece]) -> LazyTensor:
-    ends = [tuple(at + length for at, length in zip(part.at, part.shape, strict=True)) for part in parts]
+def _to_piece(part: Piece, tensor: LazyTensor) -> TensorPiece:
+    """Return the piece of a Hugging Face tensor that `part` describes; it is stored in Core's `tensor`."""
+    ranges = [range(at, at + 1) if isinstance(at, int) else range(at.start, at.stop) for at in part.source]
+    offset_in_shard = tuple(indices.start for indices in part.place)
+    at, shape = tuple(indices.start for indices in ranges), tuple(map(len, ranges))
+    return TensorPiece(at, shape, tensor, offset_in_shard)
+
+
+def _assemble_pieces(folder: Path, name: str, pieces: list[TensorPiece]) -> LazyTensor:
+    """Return the tensor of these pieces; its shape is that of the smallest box which contains them."""
+    ends = [tuple(at + length for at, length in zip(piece.at, piece.shape, strict=True)) for piece in pieces]
     shape = tuple(max(dim) for dim in zip(*ends, strict=True))
-    return assemble(f"{folder}: {name}", shape, parts[0].tensor.dtype, parts)
+    return assemble(f"{folder}: {name}", shape, pieces[0].tensor.dtype, pieces)
 
 
 def _without_prefix(folder: Path, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -257,7 +290,7 @@ def _without_prefix(folder: Path, tensors: Mapping[str, LazyTensor]) -> dict[str
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _find(stored: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
+def _find_weight(stored: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
     """Return Core's weight `name` under any of its possible names; layers and experts may be stacked."""
     for key, index in _stored_names(name):
         if key in stored:
@@ -266,19 +299,26 @@ def _find(stored: Mapping[str, LazyTensor], name: str) -> LazyTensor | None:
 
 
 def _stored_names(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, index in the stack)."""
-    layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
-    if layer is None:
+    """Yield the names under which checkpoints may store Core's weight `name`, each with the index in its stack.
+
+    The index is (layer, expert) for layers and experts that are stacked along the first dimensions of one tensor, and
+    () for a tensor of its own. Norms may be stored with the linear layer into which they are fused.
+    """
+    layer_match = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
+    if layer_match is None:
         yield name, ()
         if name.startswith("score."):
             yield name.replace("score.", "output_layer."), ()
         return
-    for part in (layer[3], *(layer[3].replace(*names) for names in _FUSED.items() if layer[3].startswith(names[0]))):
-        expert = re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", part)
-        for stacked in (True, False):
-            head, at = (layer[1], (int(layer[2]),)) if stacked else (f"{layer[1]}{layer[2]}.", ())
-            if expert is None:
-                yield head + part, at
+    layers, layer, parameter = layer_match.groups()
+    fused = [parameter.replace(norm, linear) for norm, linear in _FUSED.items() if parameter.startswith(norm)]
+    for suffix in (parameter, *fused):
+        expert_match = re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", suffix)
+        stacked, separate = (layers, (int(layer),)), (f"{layers}{layer}.", ())
+        for prefix, index in (stacked, separate):
+            if expert_match is None:
+                yield prefix + suffix, index
             else:
-                yield f"{head}{expert[1]}experts.{expert[3]}", (*at, int(expert[2]))
-                yield f"{head}{expert[1]}experts.{expert[2]}.{expert[3]}", at
+                experts, expert, linear = expert_match.groups()
+                yield f"{prefix}{experts}experts.{linear}", (*index, int(expert))
+                yield f"{prefix}{experts}experts.{expert}.{linear}", index

@@ -20,6 +20,7 @@ from tests.support.merger_cases import (
     write_sharded_tensors,
 )
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from verl.model_merger.formats import rank_files
 from verl.models.heads import ValueModel
 
 
@@ -144,6 +145,17 @@ def test_nothing_that_a_file_names_is_run(model, tmp_path):
     assert merge(folder, tmp_path / "merged") == 0
     assert_holds(tmp_path / "merged", model.state_dict())
     assert not trace.exists()
+
+
+def test_a_wrong_world_size_in_the_config_is_named(tmp_path):
+    for world_size in (2, 4):
+        (tmp_path / f"model_world_size_{world_size}_rank_0.pt").touch()
+    with pytest.raises(ValueError, match=r"several world sizes \(2, 4\)"):
+        rank_files(tmp_path)
+    for config in ({"world_size": 8}, {}):
+        (tmp_path / "fsdp_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"fsdp_config.json: world_size is {config.get('world_size')}.* 2, 4"):
+            rank_files(tmp_path)
 
 
 def test_what_is_missing_or_damaged_is_named(model, tmp_path, capsys):
