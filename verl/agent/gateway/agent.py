@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from verl.agent.gateway.app import MAX_REWARD, GatewayApp
-from verl.agent.gateway.session import GatewaySession, Model, Sessions
+from verl.agent.gateway.session import GatewaySession, Generate, Model, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
@@ -46,7 +46,7 @@ class GatewayAgentLoop(AgentLoopBase):
     """Calls `run_agent(base_url, prompt, request_kwargs, metadata, **agent_kwargs)` and waits for it.
 
     Sampling parameters (temperature, top_p …) are those of the run: clients can only limit the length and add stop
-    strings. The reward is that of the posted reward_info, otherwise of the agent's return value, otherwise of the run's
+    strings. The reward is taken from the first of: the posted reward_info, the return value of run_agent, the run's
     reward function.
     """
 
@@ -64,52 +64,61 @@ class GatewayAgentLoop(AgentLoopBase):
         keep_retries: bool = False,
         **base: Any,
     ) -> None:
-        """`run_agent`: file.py:function or pkg.module.function. `timeout`: seconds of one trajectory."""
+        """`run_agent`: file.py:function or pkg.module.function. `timeout`: seconds that it may run.
+
+        `request_kwargs`: passed to run_agent, which passes them to the requests of its client. `agent_kwargs`: further
+        keyword arguments of run_agent. `keep_retries`: see `Tree.paths`.
+        """
         super().__init__(**base)
         self._timeout, self._keep_retries = timeout, keep_retries
         self._request_kwargs, self._agent_kwargs = dict(request_kwargs or {}), dict(agent_kwargs or {})
         self._function = load_agent(run_agent, self._agent_kwargs)
 
     @classmethod
-    def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **own: Any) -> None:
-        """Check the configuration entry before the first trajectory."""
-        if "run_agent" not in own:
+    def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **options: Any) -> None:
+        """Check the configuration entry before the first trajectory. `options`: keys of the entry."""
+        if "run_agent" not in options:
             raise ValueError("GatewayAgentLoop: its entry has no run_agent. Add run_agent: file.py:function.")
-        load_agent(own["run_agent"], own["agent_kwargs"] if "agent_kwargs" in own else ())
-        cls.end_token_ids = frozenset(own["end_token_ids"] if "end_token_ids" in own else ())
+        load_agent(options["run_agent"], options.get("agent_kwargs", ()))
+        cls.end_token_ids = frozenset(options.get("end_token_ids", ()))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         trace, max_turns = current_trace(), self.rollout_config.multi_turn.max_assistant_turns
         session = GatewaySession(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
         session.on_full_context = None if trace is None else trace.add_empty_call
-        metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
         async with _worker_gateway(self).session(session) as base_url:
-            future = start_agent(
-                self._function,
-                base_url=base_url,
-                prompt=row["raw_prompt"],
-                request_kwargs=dict(self._request_kwargs),
-                metadata=metadata,
-                **self._agent_kwargs,
-            )
-            waiting = asyncio.wrap_future(future)
-            try:
-                await asyncio.wait({waiting}, timeout=self._timeout)
-                failure = self._failure(waiting, base_url)
-            finally:
-                waiting.cancel()
-        if failure is not None and session.reward_info is None:
-            raise failure
-        info = session.reward_info
-        if info is None:
-            info = _returned_info(waiting.result())
+            agent_future, failure = await self._run_agent(base_url, row)
+        reward_info = session.reward_info
+        # A posted reward makes the trajectory valid even if the agent failed afterwards.
+        if reward_info is None:
+            if failure is not None:
+                raise failure
+            reward_info = _returned_info(agent_future.result())
         outputs = build_outputs(session.tree, self._keep_retries)
         if not outputs:
-            raise TrajectoryFailed(
-                f"run_agent completed no request ({session.cut_off} were interrupted).", "no_request"
-            )
-        _set_metrics_and_reward(outputs, session, info, failure)
+            message = f"run_agent completed no request (the client disconnected during {session.cut_off} requests)."
+            raise TrajectoryFailed(message, "no_request")
+        _set_metrics_and_reward(outputs, session, reward_info, failure)
         return outputs
+
+    async def _run_agent(
+        self, base_url: str, row: Mapping[str, Any]
+    ) -> tuple[asyncio.Future[Any], TrajectoryFailed | None]:
+        """Run the agent until it returns, raises, or the timeout is over; return its future and its failure."""
+        future = start_agent(
+            self._function,
+            base_url=base_url,
+            prompt=row["raw_prompt"],
+            request_kwargs=dict(self._request_kwargs),
+            metadata={name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")},
+            **self._agent_kwargs,
+        )
+        agent_future = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({agent_future}, timeout=self._timeout)
+            return agent_future, self._failure(agent_future, base_url)
+        finally:
+            agent_future.cancel()
 
     def _failure(self, agent: asyncio.Future[Any], base_url: str) -> TrajectoryFailed | None:
         """The error of the agent, without the secret of its session; None: it returned."""
@@ -118,11 +127,16 @@ class GatewayAgentLoop(AgentLoopBase):
         error = asyncio.CancelledError("it cancelled itself") if agent.cancelled() else agent.exception()
         return None if error is None else describe_failure(error, base_url)
 
-    def _generator(self, sampling_params: Mapping[str, Any]) -> Any:
-        """Generates with the EngineClient in the context of this trajectory, from any task."""
+    def _generator(self, sampling_params: Mapping[str, Any]) -> Generate:
+        """Return the function that generates the responses of this trajectory with the EngineClient.
+
+        The server calls it in its own tasks. Each call runs in a copy of the current context, which contains the trace
+        of this trajectory.
+        """
         context, request_id = contextvars.copy_context(), uuid.uuid4().hex
 
         async def generate(request: Request) -> AsyncGenerator[Output, None]:
+            """Yield the whole output at once. ApiError if the trajectory has no tokens left."""
             limits = {
                 "max_new_tokens": min(request.params.max_new_tokens, sampling_params["max_new_tokens"]),
                 "stop": [*sampling_params["stop"], *request.params.stop],
@@ -134,22 +148,31 @@ class GatewayAgentLoop(AgentLoopBase):
             output = await asyncio.get_running_loop().create_task(generation, context=context.copy())
             if not output.token_ids:
                 raise ApiError(_OUT_OF_TOKENS, code="context_length_exceeded")
-            reason = output.extra_fields["finish_reason"]
-            yield Output(output.token_ids, output.log_probs, output.extra_fields["versions"], reason, output.log_probs)
+            yield Output(
+                token_ids=output.token_ids,
+                log_probs=output.log_probs,
+                versions=output.extra_fields["versions"],
+                finish_reason=output.extra_fields["finish_reason"],
+                raw_log_probs=output.log_probs,
+            )
 
         return generate
 
 
-def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[..., Any]:
-    """Load the function at `file.py:function` or `pkg.module.function`. `own`: further keywords that it must accept."""
-    path = ImportPath.read(place) if isinstance(place, str) else place
-    return load_user_object(path.module, path.name, key="run_agent", required_params=(*_PARAMETERS, *own))
+def load_agent(import_path: str | ImportPath, extra_params: Iterable[str] = ()) -> Callable[..., Any]:
+    """Load a run_agent function from `file.py:function` or `pkg.module.function`.
+
+    It must accept `_PARAMETERS` and `extra_params` as keyword arguments.
+    """
+    path = ImportPath.read(import_path) if isinstance(import_path, str) else import_path
+    return load_user_object(path.module, path.name, key="run_agent", required_params=(*_PARAMETERS, *extra_params))
 
 
 def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
-    """Run a coroutine function in an event loop that all agents of the process share, another function in a thread.
+    """Start a run_agent function with these arguments; return the future of its result.
 
-    Neither runs in the event loop of the gateway, which a blocking agent would stop.
+    A coroutine function runs in an event loop that all agents of the process share, any other function in its own
+    thread. Neither runs in the event loop of the gateway, which a blocking agent would stop.
     """
     if inspect.iscoroutinefunction(function):
         return _agent_event_loop.submit(_run_coroutine(function, arguments))
@@ -184,29 +207,31 @@ def describe_failure(error: BaseException, base_url: str) -> TrajectoryFailed:
 
 
 def build_outputs(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
-    """One row per path of the tree. Tokens are trained, and turns counted, once, also if several paths share them."""
-    outputs, contexts = [], set[int]()
+    """One row per path of the tree. Tokens and turns that several paths share are trained and counted only once."""
+    outputs, seen_requests = [], set[int]()
     for path in tree.paths(keep_retries):
         output = _build_output(path)
-        answers = [node for node, trained in zip(path.nodes, path.trained, strict=True) if trained]
-        new_contexts = {id(node.place) for node in answers} - contexts
-        output.num_turns = len(answers) + len(new_contexts)
-        contexts |= new_contexts
+        # Turns: the trained responses, and their requests, unless an earlier row has counted them.
+        responses = [node for node, trained in zip(path.nodes, path.trained, strict=True) if trained]
+        new_requests = {id(node.request) for node in responses} - seen_requests
+        output.num_turns = len(responses) + len(new_requests)
+        seen_requests |= new_requests
         outputs.append(output)
     return outputs
 
 
 def _build_output(path: Path) -> AgentLoopOutput:
-    output = AgentLoopOutput(list(path.nodes[0].place.context_ids), [], [], [], response_versions=[])
+    """The row of a path. The first request is its prompt; later requests are context tokens of the response."""
+    output = AgentLoopOutput(list(path.nodes[0].request.context_ids), [], [], [], response_versions=[])
     assert output.response_logprobs is not None
     assert output.response_versions is not None
     for number, (node, trained) in enumerate(zip(path.nodes, path.trained, strict=True)):
-        context, answer = (node.place.context_ids if number else []), node.answer
+        context, answer = (node.request.context_ids if number else []), node.answer
         output.response_ids += [*context, *answer.token_ids]
         output.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
         output.response_logprobs += [0.0] * len(context) + answer.log_probs
         output.response_versions += [-1] * len(context) + answer.versions
-    output.messages = [*path.nodes[-1].place.conversation, path.nodes[-1].reply]
+    output.messages = [*path.nodes[-1].request.conversation, path.nodes[-1].reply]
     return output
 
 
@@ -224,21 +249,22 @@ def _returned_info(returned: Any) -> dict[str, Any] | None:
 def _set_metrics_and_reward(
     outputs: list[AgentLoopOutput],
     session: GatewaySession,
-    info: Mapping[str, Any] | None,
+    reward_info: Mapping[str, Any] | None,
     failure: TrajectoryFailed | None,
 ) -> None:
+    """Set the metrics of the first row, and the reward of the last one."""
     counts = session.tree.counts
     failures = {"branch": counts["branch"], "retry": counts["retry"], "cut_off": session.cut_off}
     if failure is not None:
         failures[failure.kind] = 1
     outputs[0].metrics = AgentLoopMetrics(failures={kind: count for kind, count in failures.items() if count})
-    outputs[-1].extra_fields["reward_info"] = None if info is None else dict(info)
-    reward = None if info is None else info.get("reward")
+    outputs[-1].extra_fields["reward_info"] = None if reward_info is None else dict(reward_info)
+    reward = None if reward_info is None else reward_info.get("reward")
     outputs[-1].reward_score = None if reward is None else _parse_reward(reward)
 
 
 def _parse_reward(reward: Any) -> float:
-    """The reward as a number. A reward that is not finite or too large would make the group's advantages not finite."""
+    """The reward as a number. Non-finite or very large rewards would make the group's advantages non-finite."""
     try:
         value = float(reward)
     except (TypeError, ValueError, OverflowError):
@@ -288,7 +314,7 @@ _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gateway] = WeakKeyDicti
 
 
 def _worker_gateway(loop: GatewayAgentLoop) -> _Gateway:
-    """The gateway of the loop's event loop, of which each worker has one."""
+    """Return the gateway of this worker (one per event loop)."""
     if loop.loop not in _gateways:
         model_info = ModelInfo(
             (loop.config.actor_rollout_ref.model.path,),

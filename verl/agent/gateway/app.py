@@ -144,12 +144,12 @@ class GatewayApp:
         with self._sessions.use(*self._access(request)) as session:
             model = self._model
             gateway_request = await model.read(api, request_body(request))
-            place, chat = await session.place(gateway_request, model), gateway_request.chat
-            parsed = replace(chat.generation, prompts=[place.prompt_ids])
+            node, chat = await session.add_request(gateway_request, model), gateway_request.chat
+            parsed = replace(chat.generation, prompts=[node.prompt_ids])
             answer = Answer(chat, gateway_request.reads_calls, model.parser, model.tokenizer, await model.ends(chat))
             formatter = (AnthropicFormatter if api == MESSAGES else OpenAIFormatter)(parsed, answer, model.tokenizer)
             (engine_request,) = parsed.requests(model.model_info.max_model_len)
-            chunks = session.answer(place, engine_request, answer)
+            chunks = session.answer(node, engine_request, answer)
             if not parsed.stream:
                 return await _complete(chunks, formatter)
         return GeneratorResponse(self._events(session, chunks, formatter), media_type="text/event-stream")

@@ -17,7 +17,7 @@ from typing import Any
 from verl.agent.chat import ChatSettings
 from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.requests import GatewayRequest, check_body, end_ids, prompt_ids, read_request, suffix_ids
-from verl.agent.gateway.tree import Message, Node, Place, Tree
+from verl.agent.gateway.tree import Message, RequestNode, ResponseNode, Tree
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo, ParsedChatRequest, check_length
 from verl.inference.serving.openai_responses import ResponseChunk
@@ -94,7 +94,7 @@ class Model:
         """Token ids of the whole conversation."""
         return await self._tokenise(prompt_ids, request, request.chat.messages)
 
-    async def suffix(self, request: GatewayRequest, messages: Sequence[Message], node: Node) -> list[int]:
+    async def suffix(self, request: GatewayRequest, messages: Sequence[Message], node: ResponseNode) -> list[int]:
         """Token ids of the messages after the response of `node`."""
         named = _with_tool_names(messages, node.reply)
         return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
@@ -153,27 +153,27 @@ class GatewaySession:
     last_used: float = field(default_factory=time.monotonic)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def place(self, request: GatewayRequest, model: Model) -> Place:
-        """The place of a request in the tree. Only new messages are tokenised."""
+    async def add_request(self, request: GatewayRequest, model: Model) -> RequestNode:
+        """Return the request's node in the tree, which is added if it is new. Only new messages are tokenised."""
         self._check_limits()
-        async with self._placing:  # two equal concurrent requests get the same place
+        async with self._tree_lock:  # two equal concurrent requests get the same node
             chat = request.chat
             lookup = self.tree.lookup(chat.messages, request.digests, chat.generation.forced_prefix)
-            place = lookup.place
-            if place is None:
+            node = lookup.request
+            if node is None:
                 parent = lookup.parent
                 tokens = model.prompt_ids(request) if parent is None else model.suffix(request, lookup.messages, parent)
-                place = self.tree.open_place(lookup, await tokens, request.scope)
-        prompt_ids = place.prompt_ids
+                node = self.tree.add_request(lookup, await tokens, request.scope)
+        prompt_ids = node.prompt_ids
         try:
             check_length(prompt_ids, model.model_info, "messages")
         except ApiError:
             if self.on_full_context is not None and prompt_ids:
                 self.on_full_context(prompt_ids)
             raise
-        return place
+        return node
 
     def _check_limits(self) -> None:
         if self.max_turns is not None and len(self.tree.nodes) >= self.max_turns:
@@ -196,7 +196,7 @@ class GatewaySession:
 
     @property
     def is_unused(self) -> bool:
-        """Whether there is nothing to keep: no request was placed in the tree, and none is in flight."""
+        """Whether there is nothing to keep: the tree has no request, and none is in flight."""
         return not self.tree.counts and not self._tasks and self.reward_info is None
 
     @contextlib.contextmanager
@@ -220,7 +220,7 @@ class GatewaySession:
             if not self._tasks:
                 self._idle.set()
 
-    async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[ResponseChunk, None]:
+    async def answer(self, node: RequestNode, request: Request, answer: Answer) -> AsyncGenerator[ResponseChunk, None]:
         """Generate the response in chunks. It is added to the tree before the last chunk is yielded."""
         finished, requested_at = False, len(self.tree.nodes)
         try:
@@ -231,7 +231,7 @@ class GatewaySession:
                     chunk = answer.push(piece)
                     finished = chunk.finish_reason is not None
                     if finished:
-                        self.tree.add(place, answer.output, answer.reply, requested_at)
+                        self.tree.add_response(node, answer.output, answer.reply, requested_at)
                     yield chunk
         except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error
@@ -256,7 +256,7 @@ class GatewaySession:
             "status": "closed" if self.closed else "open",
             "requests": {**self.tree.counts, "cut_off": self.cut_off, "under_way": len(self._tasks)},
             "reward_info": self.reward_info,
-            "nodes": [{"parent": number.get(id(node.place.parent)), **_node_state(node)} for node in self.tree.nodes],
+            "nodes": [{"parent": number.get(id(node.request.parent)), **_node_state(node)} for node in self.tree.nodes],
             "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
         }
 
@@ -356,12 +356,12 @@ def _with_tool_names(messages: Sequence[Message], reply: Message) -> list[Messag
     ]
 
 
-def _node_state(node: Node) -> dict[str, Any]:
+def _node_state(node: ResponseNode) -> dict[str, Any]:
     answer = node.answer
     return {
-        "messages": node.place.messages,
+        "messages": node.request.messages,
         "reply": node.reply,
-        "context_ids": node.place.context_ids,
+        "context_ids": node.request.context_ids,
         "token_ids": answer.token_ids,
         "log_probs": answer.log_probs,
         "versions": answer.versions,

@@ -1,7 +1,8 @@
 """Tree: the requests and responses of a session as tokens, with branches and retries. No I/O.
 
-A node is one response. Its parent is the node whose messages and response its request repeats exactly and continues:
-their tokens are reused. A request that continues no node starts a new root.
+A request is the child of the response that it continues: its messages repeat the conversation up to that response
+exactly, so their tokens are reused. A request that continues no response is a root. A response is a child of its
+request; a request that was sent several times has several responses.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from typing import Any
 
 from verl.types.request import Output
 
-__all__ = ["Lookup", "Message", "Node", "Path", "Place", "Tree", "prefix_digests", "scope_key"]
+__all__ = ["Lookup", "Message", "Path", "RequestNode", "ResponseNode", "Tree", "prefix_digests", "scope_key"]
 
 Message = dict[str, Any]
+# Estimated memory of a context token: its id as a Python int, and the pointer in a list.
 _CONTEXT_TOKEN_BYTES = 36
+# Of a sampled token: its id, log-probs and version, and the pointers in their lists.
 _SAMPLED_TOKEN_BYTES = 160
+# Of a request or a response besides messages and tokens: its objects, digests and dict entries.
 _ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """The position of a request in the tree. A repeated request has the same place."""
+class RequestNode:
+    """A request in the tree. A repeated request has the same node."""
 
-    parent: Node | None
+    parent: ResponseNode | None
+    """The response that it continues; None: it is a root."""
     messages: list[Message]
     """The messages after the parent's response; without a parent, all messages."""
     context_ids: list[int]
@@ -41,7 +46,7 @@ class Place:
         """Token ids of the whole context."""
         ids: list[int] = []
         for node in () if self.parent is None else self.parent.path:
-            ids += node.place.context_ids + node.answer.token_ids
+            ids += node.request.context_ids + node.answer.token_ids
         return ids + self.context_ids
 
     @property
@@ -49,29 +54,29 @@ class Place:
         """The messages of the whole context, including responses."""
         messages: list[Message] = []
         for node in () if self.parent is None else self.parent.path:
-            messages += [*node.place.messages, node.reply]
+            messages += [*node.request.messages, node.reply]
         return messages + self.messages
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class ResponseNode:
     """One response of the model."""
 
-    place: Place
+    request: RequestNode
     answer: Output
     reply: Message
     """The message that the client received."""
     order: tuple[int, int] = (0, 0)
-    """The number of responses in the session when this one was requested, and when it finished."""
+    """(number of responses of the session when this one was requested, the same when it finished)."""
 
     @property
-    def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
+    def path(self) -> list[ResponseNode]:
+        """The responses from the root to this one."""
+        nodes: list[ResponseNode] = []
+        node: ResponseNode | None = self
         while node is not None:
             nodes.append(node)
-            node = node.place.parent
+            node = node.request.parent
         return nodes[::-1]
 
 
@@ -79,9 +84,9 @@ class Node:
 class Path:
     """Responses in one context, from root to leaf: a row of the trajectory."""
 
-    nodes: list[Node]
+    nodes: list[ResponseNode]
     trained: list[bool]
-    """Per node: a response that several paths share is trained in the first path and is context in the others."""
+    """Per node: whether its tokens are trained. A response shared by several paths is trained only in the first one."""
 
 
 @dataclass(frozen=True)
@@ -89,65 +94,71 @@ class Lookup:
     """The result of `Tree.lookup`."""
 
     request_key: str
-    place: Place | None
-    """The place of an earlier, equal request."""
-    parent: Node | None
-    """The node that the messages continue; None: they start a new root."""
+    request: RequestNode | None
+    """The node of an earlier, equal request."""
+    parent: ResponseNode | None
+    """The response that the messages continue; None: they are a root."""
     messages: list[Message]
     """The messages to tokenise: those after the parent's response, or all."""
 
 
 @dataclass
 class Tree:
-    """The nodes of a session, in the order in which they finished."""
+    """The requests and responses of a session."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ResponseNode] = field(default_factory=list)
+    """The responses, in the order in which they finished."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of requests by kind: start, extension, retry, branch."""
     stored_bytes: int = 0
     """Estimated memory of all messages and tokens."""
-    _places: dict[str, Place] = field(default_factory=dict)
-    _nodes_by_digest: dict[str, Node] = field(default_factory=dict)
+    _requests: dict[str, RequestNode] = field(default_factory=dict)
+    _nodes_by_digest: dict[str, ResponseNode] = field(default_factory=dict)
 
     def lookup(self, messages: Sequence[Message], digests: Sequence[str], forced_prefix: str) -> Lookup:
-        """Find the place of an equal earlier request, or the node that these messages continue.
+        """Find the node of an equal earlier request, or the response that these messages continue.
 
         `digests`: `prefix_digests` of the messages. `forced_prefix`: the forced beginning of the response.
         """
         request_key = f"{digests[-1]} {forced_prefix}"
-        known = self._places.get(request_key)
-        if known is not None:
+        earlier = self._requests.get(request_key)
+        if earlier is not None:
             self.counts["retry"] += 1
-            return Lookup(request_key, known, known.parent, known.messages)
-        parent, new = self._find_parent(messages, digests)
-        return Lookup(request_key, None, parent, list(messages) if parent is None else new)
+            return Lookup(request_key, earlier, earlier.parent, earlier.messages)
+        parent, new_messages = self._find_parent(messages, digests)
+        return Lookup(request_key, None, parent, new_messages)
 
-    def open_place(self, lookup: Lookup, context_ids: list[int], scope: str) -> Place:
-        """Add the place of a lookup that found none; `context_ids`: token ids of its messages."""
-        place = Place(lookup.parent, lookup.messages, context_ids, scope)
-        kind = "extension" if lookup.parent is not None else "branch" if self._places else "start"
-        self._places[lookup.request_key] = place
+    def add_request(self, lookup: Lookup, context_ids: list[int], scope: str) -> RequestNode:
+        """Add the request of a `lookup` without an earlier one; `context_ids`: token ids of its messages."""
+        request = RequestNode(lookup.parent, lookup.messages, context_ids, scope)
+        kind = "extension" if lookup.parent is not None else "branch" if self._requests else "start"
+        self._requests[lookup.request_key] = request
         self.stored_bytes += _memory([lookup.messages, scope]) + _CONTEXT_TOKEN_BYTES * len(context_ids)
         self.counts[kind] += 1
-        return place
+        return request
 
-    def add(self, place: Place, answer: Output, reply: Message, requested_at: int | None = None) -> Node:
+    def add_response(
+        self, request: RequestNode, answer: Output, reply: Message, requested_at: int | None = None
+    ) -> ResponseNode:
         """Add a finished response. `requested_at`: `len(nodes)` when it was requested (None: now)."""
         finished_at = len(self.nodes)
-        node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
+        node = ResponseNode(
+            request, answer, reply, (finished_at if requested_at is None else requested_at, finished_at)
+        )
         self.nodes.append(node)
-        top = sum(map(len, answer.top_log_probs))
-        self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(answer.token_ids) + top)
-        self._nodes_by_digest[prefix_digests(place.scope, [*place.conversation, reply])[-1]] = node
+        num_top_log_probs = sum(map(len, answer.top_log_probs))
+        self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(answer.token_ids) + num_top_log_probs)
+        self._nodes_by_digest[prefix_digests(request.scope, [*request.conversation, reply])[-1]] = node
         return node
 
     def paths(self, keep_retries: bool) -> list[Path]:
-        """The paths from roots to leaves; no response is trained twice.
+        """The paths from roots to leaves (responses that no answered request continues); no response is trained twice.
 
         A leaf is discarded if the client later requested, or continued from, another response to the same request: the
-        reward does not depend on it. `keep_retries` keeps it, for agents that request several responses on purpose.
+        agent did not use this response, so the reward does not depend on it. `keep_retries` keeps such leaves, for
+        agents that request several responses on purpose.
         """
-        parents = {id(node.place.parent) for node in self.nodes}
+        parents = {id(node.request.parent) for node in self.nodes}
         discarded = set() if keep_retries else self._discarded()
         seen: set[int] = set()
         paths = []
@@ -160,12 +171,16 @@ class Tree:
         return paths
 
     def _discarded(self) -> set[int]:
-        """`id()` of responses after which the client requested, or continued from, another one to the same request."""
+        """`id()` of the responses that the agent did not use.
+
+        After such a response, the client requested another one to the same request, or continued from another one.
+        """
         latest: dict[int, tuple[int, int]] = {}
         """By `id()` of a node: the latest `order` of itself and its descendants."""
-        siblings: dict[int, list[Node]] = defaultdict(list)
+        siblings: dict[int, list[ResponseNode]] = defaultdict(list)
+        """By `id()` of a request: its responses."""
         for node in self.nodes:
-            siblings[id(node.place)].append(node)
+            siblings[id(node.request)].append(node)
             for ancestor in node.path:
                 latest[id(ancestor)] = max(latest.get(id(ancestor), node.order), node.order)
         return {
@@ -175,11 +190,14 @@ class Tree:
             if any(latest[id(other)] > node.order for other in nodes if other is not node)
         }
 
-    def _find_parent(self, messages: Sequence[Message], digests: Sequence[str]) -> tuple[Node | None, list[Message]]:
-        """The node that the messages continue, and the messages after it.
+    def _find_parent(
+        self, messages: Sequence[Message], digests: Sequence[str]
+    ) -> tuple[ResponseNode | None, list[Message]]:
+        """Return the response that the messages continue, and the messages after it; else None and all messages.
 
-        None if the messages after it include an assistant message that the model did not generate: a template may
-        render earlier responses differently from the last one, so the whole conversation must be rendered.
+        Messages after a response that include another assistant message, which the model did not generate, do not
+        continue it: a template may render earlier responses differently from the last one, so the whole conversation
+        must be rendered.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length]["role"] == "assistant":
@@ -187,7 +205,7 @@ class Tree:
             node = self._nodes_by_digest.get(digests[length])
             if node is not None:
                 return node, list(messages[length:])
-        return None, []
+        return None, list(messages)
 
 
 def scope_key(tools: Any, options: Any) -> str:
@@ -196,7 +214,10 @@ def scope_key(tools: Any, options: Any) -> str:
 
 
 def prefix_digests(scope: str, messages: Sequence[Message]) -> list[str]:
-    """Hashes of all prefixes of the messages, from none to all, in canonical form."""
+    """Hashes of the scope with the first 0, 1, … all messages in canonical form: [number of messages + 1].
+
+    Equal hashes mean that a response to one conversation can be continued by the other one.
+    """
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
     digests = [digest.hexdigest()]
     for message in messages:
@@ -206,7 +227,7 @@ def prefix_digests(scope: str, messages: Sequence[Message]) -> list[str]:
 
 
 def _memory(value: Any) -> int:
-    """Estimated bytes of nested dicts, lists and texts, and of one entry of the tree."""
+    """Estimated bytes of a node with this value (nested dicts, lists and texts)."""
     total, remaining = _ENTRY_BYTES, [value]
     while remaining:
         item = remaining.pop()
@@ -219,7 +240,7 @@ def _memory(value: Any) -> int:
 
 
 def _canonical(message: Message) -> str:
-    """The message without call ids, which the gateway generates, and with parsed arguments, which clients may
+    """The message as JSON, without call ids, which the gateway generates, and with parsed arguments, which clients may
     reformat."""
     fields = {name: value for name, value in message.items() if value not in (None, "", []) and name != "tool_call_id"}
     calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -48,10 +48,10 @@ def model(monkeypatch):
     return made
 
 
-def place(model, text, session=None, **fields):
+def add_request(model, text, session=None, **fields):
     async def run():
         request = await model.read(CHAT, body(user(text), **fields))
-        return await (session or GatewaySession("s", None)).place(request, model)
+        return await (session or GatewaySession("s", None)).add_request(request, model)
 
     return asyncio.run(run())
 
@@ -77,22 +77,22 @@ def test_a_body_that_cannot_fit_is_refused_unread():
 
 
 def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monkeypatch):
-    first = place(model, "hello")
+    first = add_request(model, "hello")
     assert model._workers.calls == []
     monkeypatch.setattr(session_module, "_SHORT_BODY", 10)
     monkeypatch.setattr(session_module, "SHORT_TEXT", 10)
-    assert place(model, "hello").context_ids == first.context_ids
+    assert add_request(model, "hello").context_ids == first.context_ids
     assert model._workers.calls == ["read_request", "prompt_ids"]
 
 
 def test_a_grammar_is_compiled_in_a_worker(model):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     with pytest.raises(ApiError, match="needs a fast tokenizer"):  # which the one that counts is not
-        place(model, "hello", response_format=form)
+        add_request(model, "hello", response_format=form)
     assert model._workers.calls == ["read_request"]
     without = Model(MODEL_INFO, model.tokenizer, get_parser("hermes"), grammars=False)
     without._workers.tokenizer = model.tokenizer
-    place(without, "hello", response_format=form)
+    add_request(without, "hello", response_format=form)
     assert without._workers.calls == ["read_request"]
 
 
@@ -101,7 +101,7 @@ def test_a_request_that_is_sent_twice_at_once_has_one_place(model):
 
     async def run():
         requests = [await model.read(CHAT, body(user("hello"))) for _ in range(2)]
-        return await asyncio.gather(*(session.place(request, model) for request in requests))
+        return await asyncio.gather(*(session.add_request(request, model) for request in requests))
 
     first, second = asyncio.run(run())
     assert first is second

@@ -27,29 +27,29 @@ class Session:
 
     def ask(self, *messages, scope="", begun=""):
         found = self.tree.lookup(messages, prefix_digests(scope, messages), begun)
-        if found.place is not None:
-            return found.place
+        if found.request is not None:
+            return found.request
         self.tokenised.append(found.messages)
         context_ids = [ord(c) for m in found.messages for c in str(m)] + [0]
-        return self.tree.open_place(found, context_ids, scope)
+        return self.tree.add_request(found, context_ids, scope)
 
-    def say(self, place, text="Warm.", tokens=2, calls=None):
+    def say(self, request, text="Warm.", tokens=2, calls=None):
         """The model's tokens are numbers that nothing else has."""
         ids = [self.serial + i for i in range(tokens)]
         self.serial += tokens
         reply = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-        return self.tree.add(place, Output(ids, [-0.5] * tokens, [3] * tokens, "stop"), reply)
+        return self.tree.add_response(request, Output(ids, [-0.5] * tokens, [3] * tokens, "stop"), reply)
 
 
 def test_messages_that_extend_a_node_take_its_ids_over_and_only_the_rest_is_tokenised():
     session = Session()
     first = session.say(session.ask(USER))
-    place = session.ask(USER, first.reply, NEXT)
-    assert place.parent is first
+    request = session.ask(USER, first.reply, NEXT)
+    assert request.parent is first
     assert session.tokenised == [[USER], [NEXT]]
-    assert place.prompt_ids == first.place.context_ids + first.answer.token_ids + place.context_ids
+    assert request.prompt_ids == first.request.context_ids + first.answer.token_ids + request.context_ids
     assert session.tree.counts == {"start": 1, "extension": 1}
-    second = session.say(place)
+    second = session.say(request)
     (path,) = session.tree.paths(keep_retries=False)
     assert (path.nodes, path.trained) == ([first, second], [True, True])
 
@@ -68,11 +68,11 @@ def test_messages_that_extend_a_node_take_its_ids_over_and_only_the_rest_is_toke
 def test_a_client_that_changes_what_was_said_branches(changed):
     session = Session()
     first = session.say(session.ask(USER), " <think>x</think>Warm.\n")
-    place = session.ask(USER, changed(first.reply), NEXT)
-    assert place.parent is None
+    request = session.ask(USER, changed(first.reply), NEXT)
+    assert request.parent is None
     assert len(session.tokenised[-1]) == 3
     assert session.tree.counts == {"start": 1, "branch": 1}
-    second = session.say(place)
+    second = session.say(request)
     paths = session.tree.paths(keep_retries=False)
     assert [(path.nodes, path.trained) for path in paths] == [([first], [True]), ([second], [True])]
 
@@ -107,9 +107,9 @@ def test_calls_are_the_same_whatever_their_ids_and_however_their_arguments_are_s
 
 def test_a_retry_is_a_sibling_and_is_not_tokenised_again():
     session = Session()
-    place = session.ask(USER)
-    assert session.ask(USER) is place, "the first one may still be under way"
-    thrown, kept = session.say(place, "Cold."), session.say(place, "Warm.")
+    request = session.ask(USER)
+    assert session.ask(USER) is request, "the first one may still be under way"
+    thrown, kept = session.say(request, "Cold."), session.say(request, "Warm.")
     last = session.say(session.ask(USER, kept.reply, NEXT))
     assert len(session.tokenised) == 2
     assert session.tree.counts == {"start": 1, "retry": 1, "extension": 1}
@@ -119,8 +119,8 @@ def test_a_retry_is_a_sibling_and_is_not_tokenised_again():
 
 def test_an_answer_is_discarded_when_the_client_continues_from_an_earlier_one_to_the_same_request():
     session = Session()
-    place = session.ask(USER)
-    kept, discarded = session.say(place, "Warm."), session.say(place, "Cold.")
+    request = session.ask(USER)
+    kept, discarded = session.say(request, "Warm."), session.say(request, "Cold.")
     last = session.say(session.ask(USER, kept.reply, NEXT))
     assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[kept, last]]
     assert [path.nodes for path in session.tree.paths(keep_retries=True)] == [[discarded], [kept, last]]
@@ -128,10 +128,12 @@ def test_an_answer_is_discarded_when_the_client_continues_from_an_earlier_one_to
 
 def test_an_answer_that_arrives_after_the_client_went_on_without_it_is_discarded():
     session = Session()
-    place = session.ask(USER)
-    first = session.say(place, "Warm.")
+    request = session.ask(USER)
+    first = session.say(request, "Warm.")
     last = session.say(session.ask(USER, first.reply, NEXT))
-    session.tree.add(place, Output([9], [-0.5], [3], "stop"), {"role": "assistant", "content": "Cold."}, requested_at=0)
+    session.tree.add_response(
+        request, Output([9], [-0.5], [3], "stop"), {"role": "assistant", "content": "Cold."}, requested_at=0
+    )
     assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[first, last]]
 
 
@@ -192,8 +194,8 @@ def test_rows_have_every_answer_with_its_log_probs_and_train_it_once():
     session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}), tokens=3)
     session.say(session.ask(NEXT), tokens=1)
     shared, second, third = build_outputs(session.tree, keep_retries=False)
-    between = one.place.context_ids
-    assert shared.prompt_ids == second.prompt_ids == first.place.context_ids
+    between = one.request.context_ids
+    assert shared.prompt_ids == second.prompt_ids == first.request.context_ids
     assert shared.response_ids == [*first.answer.token_ids, *between, *one.answer.token_ids]
     assert shared.response_mask == [1, 1, *[0] * len(between), 1]
     assert shared.response_logprobs == [-0.5, -0.5, *[0.0] * len(between), -0.5]
@@ -225,12 +227,12 @@ def test_whatever_is_asked_every_answer_is_trained_once_or_was_asked_for_again(r
         others = [
             later
             for later in session.tree.nodes[number + 1 :]
-            if any(each.place is node.place and each is not node for each in later.path)
+            if any(each.request is node.request and each is not node for each in later.path)
         ]
         continued = any(node in later.path[:-1] for later in session.tree.nodes)
         assert discarded == (bool(others) and not continued)
     for path in session.tree.paths(False):
-        ids = path.nodes[-1].place.prompt_ids
+        ids = path.nodes[-1].request.prompt_ids
         for node in path.nodes[:-1]:
-            start = len(node.place.prompt_ids)
+            start = len(node.request.prompt_ids)
             assert ids[start : start + len(node.answer.token_ids)] == node.answer.token_ids
