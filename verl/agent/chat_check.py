@@ -19,8 +19,8 @@ from verl.utils.turn_template import (
 __all__ = ["check_template"]
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
-# Characters of both texts in an error message.
-_SHOWN = 200
+# Characters of each text in an error message, from its end.
+_MAX_SHOWN_CHARS = 200
 _USER: Message = {"role": "user", "content": "Go on."}
 
 
@@ -42,24 +42,25 @@ class _Chat(Protocol):
 
 
 def check_template(chat: _Chat, mode: str) -> list[str]:
-    """Descriptions of what the template lacks and of the changes that it makes to earlier turns, for the log.
+    """Return warnings about the chat template: missing features, and changes that it makes to earlier turns.
 
-    Conversations are built turn by turn, once per end token and once with truncated turns. Raises ValueError if the
-    tokens differ from those of the whole conversation. `mode`: strict, or ignore_strippable (white space may differ).
+    Simulates conversations turn by turn: once for each end token, and once with turns truncated before an end token.
+    Raises ValueError if the tokens differ from those of the whole conversation. `mode`: strict, or ignore_strippable
+    (white space may differ).
     """
-    return [f"the chat template {finding}." for finding in (*_missing(chat), *_rewrites(chat, mode))]
+    return [f"the chat template {finding}." for finding in (*_missing_features(chat), *_rewritten_turns(chat, mode))]
 
 
-def _missing(chat: _Chat) -> Iterator[str]:
-    """Features that the template does not have."""
+def _missing_features(chat: _Chat) -> Iterator[str]:
+    """Yield descriptions of features that the template does not have."""
     if chat.has_tools and not chat.style.tool_role:
         yield "has no role for tools: tool results are sent as a user message in <tool_response> tags"
     if chat.has_tools and chat.turns.tool_name not in chat.render([FIRST], generation_prompt=True):
         yield "does not list the tools: describe them, and how to call them, in the prompt"
 
 
-def _rewrites(chat: _Chat, mode: str) -> Iterator[str]:
-    """Changes that the template makes to earlier turns."""
+def _rewritten_turns(chat: _Chat, mode: str) -> Iterator[str]:
+    """Yield descriptions of the changes that the template makes to earlier turns."""
     user = [_USER]
     tools = [tool_message(chat.turns.tool_name, f"Result {number}.", number) for number in range(2)]
     conversations: list[tuple[str, list[Messages]]] = [("a user", [user, user])]
@@ -84,66 +85,71 @@ def _compare(chat: _Chat, mode: str, replier: str, rounds: Sequence[Messages]) -
     Returns the change that the template makes to earlier turns; None: it makes none.
     """
     probe = _Probe(chat)
-    messages, before = probe.first, chat.render(probe.first, generation_prompt=True)
-    contexts = [_Context(chat, end, chat.encode(before)) for end in _ends_to_try(chat)]
+    messages, prompt_text = probe.first, chat.render(probe.first, generation_prompt=True)
+    contexts = [_Context(chat, end, chat.encode(prompt_text)) for end in _ends_to_try(chat)]
     for number, replies in enumerate(rounds):
         answer = probe.answer(number, replies)
         turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
-        earlier, messages = messages, [*messages, answer, *chat.style.written(replies)]
-        after = chat.render(messages, generation_prompt=True)
-        change = probe.change(before, after, number)
-        if turn is not None and after.startswith(before if change is None else before + turn):
-            whole = chat.encode(after)
-            span = _closing_span(chat, earlier, answer, replies, probe.final_text(number))
+        earlier, messages = messages, [*messages, answer, *chat.style.to_template_format(replies)]
+        next_prompt_text = chat.render(messages, generation_prompt=True)
+        change = probe.change(prompt_text, next_prompt_text, number)
+        # If the template rewrote earlier turns, this round is comparable only if the new text still contains the prompt
+        # and the turn verbatim.
+        is_comparable = change is None or (turn is not None and next_prompt_text.startswith(prompt_text + turn))
+        if turn is not None and is_comparable:
+            expected_ids = chat.encode(next_prompt_text)
+            closing_text = _closing_span(chat, earlier, answer, replies, probe.final_text(number))
+            text_after_turn = next_prompt_text.removeprefix(prompt_text + turn)
             for context in contexts:
-                context.add(before, turn, replies, span, after.removeprefix(before + turn))
-                context.compare(whole, mode, replier)
+                context.add(prompt_text, turn, replies, closing_text, text_after_turn)
+                context.compare(expected_ids, mode, replier)
         if change is not None:
             return change
-        before = after
+        prompt_text = next_prompt_text
     return None
 
 
 def _ends_to_try(chat: _Chat) -> list[int | None]:
     """The end tokens that are added tokens of the tokenizer, not text; None stands for a truncated turn."""
-    marks = chat.turns.mark_ids
-    return [None, *sorted(chat.end_ids & marks)]
+    return [None, *sorted(chat.end_ids & chat.turns.special_token_ids)]
 
 
 def _closing_span(chat: _Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
-    """The text up to the last end token that the template writes between `answer` and the replies; "": none.
+    """Return the text that the template writes after an answer, up to and including its last end token ("" if none).
 
-    It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `final`: see
-    `TurnTemplate.turn_text`.
+    It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `replies`: messages
+    after the answer. `final`: see `TurnTemplate.turn_text`.
     """
     start = chat.render(messages, generation_prompt=True) + (chat.turns.turn_text(messages, answer, final) or "")
-    written = chat.style.written(replies)
-    last = chat.render([*messages, answer], generation_prompt=False).removeprefix(start)
-    after = chat.render([*messages, answer, *written], generation_prompt=True).removeprefix(start)
-    tokens = closing_tokens(last, after, chat.turns.marks)
-    if tokens:  # written whether or not a message follows
-        return after[: tokens[-1].end()]
-    if written[0]["role"] == "user":
-        return _span_before_user(chat, after.partition(str(written[0]["content"]))[0])
+    formatted = chat.style.to_template_format(replies)
+    after_last = chat.render([*messages, answer], generation_prompt=False).removeprefix(start)
+    after_earlier = chat.render([*messages, answer, *formatted], generation_prompt=True).removeprefix(start)
+    tokens = closing_tokens(after_last, after_earlier, chat.turns.special_tokens)
+    if tokens:
+        # The template writes the same tokens whether the answer is the last message or not: they close it.
+        return after_earlier[: tokens[-1].end()]
+    if formatted[0]["role"] == "user":
+        # Remove the tokens that open the user message from those between the answer and its content.
+        return _span_before_user(chat, after_earlier.partition(str(formatted[0]["content"]))[0])
+    # Before a tool result: as before a user message, if the text begins with the same tokens.
     plain = {"role": "assistant", "content": answer["content"]}
     span = _closing_span(chat, messages, plain, [_USER], final)
-    return span if after.startswith(span) else ""
+    return span if after_earlier.startswith(span) else ""
 
 
 def _span_before_user(chat: _Chat, between: str) -> str:
-    """The same of `between`, the text between an answer and the content of a user message.
+    """Like `_closing_span`, for `between`: the text between an answer and the content of the following user message.
 
     The text that also precedes the first user message is removed. If no token remains, the template closes answers and
     user messages with the same token, or answers with none.
     """
-    closed, prompted = (
-        chat.turns.render_probe([FIRST], generation_prompt).rpartition(str(FIRST["content"]))
-        for generation_prompt in (False, True)
-    )
-    shared = common_length(between[::-1], closed[0][::-1])
-    before = between[: len(between) - shared]
-    tokens = closing_tokens(before, before, chat.turns.marks)
-    tokens = tokens or closing_tokens(closed[2], prompted[2], chat.turns.marks)
+    before_first, _, after_first = chat.turns.render_probe([FIRST], False).rpartition(str(FIRST["content"]))
+    _, _, after_first_prompted = chat.turns.render_probe([FIRST], True).rpartition(str(FIRST["content"]))
+    opening_length = common_length(between[::-1], before_first[::-1])
+    before_opening = between[: len(between) - opening_length]
+    tokens = closing_tokens(before_opening, before_opening, chat.turns.special_tokens)
+    # The tokens that close user messages, with and without a generation prompt after them.
+    tokens = tokens or closing_tokens(after_first, after_first_prompted, chat.turns.special_tokens)
     span = tokens[-1].string[: tokens[-1].end()] if tokens else ""
     return span if between.startswith(span) else ""
 
@@ -151,36 +157,40 @@ def _span_before_user(chat: _Chat, between: str) -> str:
 class _Context:
     """The context of a simulated model that ends every turn with the same token."""
 
-    def __init__(self, chat: _Chat, end: int | None, start: list[int]) -> None:
-        """`end`: id of the end token; None: all turns are truncated. `start`: token ids of the prompt."""
+    def __init__(self, chat: _Chat, end: int | None, prompt_ids: list[int]) -> None:
+        """`end`: id of the end token; None: all turns are truncated."""
         self._chat, self._end = chat, end
-        self._token_ids = start
-        """With the template's end tokens in place of the sampled ones, for the comparison."""
+        self._token_ids = prompt_ids
+        """Token ids of the conversation so far, with the template's end tokens in place of the sampled ones."""
         self._exact = True
-        """False: plain text follows a turn, and the template may tokenise both together."""
+        """Whether token ids must match. False after a turn that is followed by plain text: the tokenizer may merge
+        both, so only decoded text is compared."""
 
-    def add(self, before: str, turn: str, replies: Messages, span: str, after: str) -> None:
-        """Append a turn of the model, which follows the text `before`, and the replies to it.
+    def add(self, prompt_text: str, turn: str, replies: Messages, closing_text: str, text_after_turn: str) -> None:
+        """Append a turn of the model, which follows `prompt_text`, and the replies to it.
 
-        `after`: what the template renders after the turn; `span`: the part of it that the sampled end token replaces.
+        `text_after_turn`: what the template renders after the turn; `closing_text`: its beginning up to the last end
+        token (`_closing_span`).
         """
-        chat, start = self._chat, self._chat.encode(before)
-        sampled = chat.encode(before + turn)
-        sampled = sampled[len(start) :] if sampled[: len(start)] == start else chat.encode(turn)
+        chat, prompt_ids = self._chat, self._chat.encode(prompt_text)
+        sampled = chat.encode(prompt_text + turn)
+        sampled = sampled[len(prompt_ids) :] if sampled[: len(prompt_ids)] == prompt_ids else chat.encode(turn)
         end_ids = [] if self._end is None else [self._end]
         suffix = chat.suffix(replies, sampled + end_ids)
-        self._exact &= bool(chat.turns.marks.match(after.lstrip()))
-        if self._end is not None and span:
-            end_ids = chat.encode(span)
-        elif self._end is not None and not after.lstrip().startswith(chat.decode([self._end])):
+        self._exact = self._exact and bool(chat.turns.special_tokens.match(text_after_turn.lstrip()))
+        # The end tokens to compare are those that the template writes in place of the sampled one. If it closes turns
+        # with none, the sampled one is compared only if the text after the turn begins with it (a role token).
+        if self._end is not None and closing_text:
+            end_ids = chat.encode(closing_text)
+        elif self._end is not None and not text_after_turn.lstrip().startswith(chat.decode([self._end])):
             end_ids = []
         self._token_ids = self._token_ids + sampled + end_ids + suffix
 
-    def compare(self, whole: list[int], mode: str, replier: str) -> None:
-        """Raise ValueError if the tokens differ from `whole`, those of the whole conversation."""
-        if self._token_ids == whole:
+    def compare(self, expected_ids: list[int], mode: str, replier: str) -> None:
+        """Raise ValueError if the tokens differ from `expected_ids`, those of the whole conversation."""
+        if self._token_ids == expected_ids:
             return
-        ours, theirs = self._chat.decode(self._token_ids), self._chat.decode(whole)
+        ours, theirs = self._chat.decode(self._token_ids), self._chat.decode(expected_ids)
         if ours == theirs and not self._exact:
             return
         only_white_space = "".join(ours.split()) == "".join(theirs.split())
@@ -193,7 +203,8 @@ class _Context:
         turn = "a truncated turn" if self._end is None else f"a turn that ends with {self._chat.decode([self._end])}"
         raise ValueError(
             f"{KEY} = {mode}: after a reply of {replier} to {turn}, tokens appended turn by turn are not those of the"
-            f" chat template (different {difference}): {ours[-_SHOWN:]!r} instead of {theirs[-_SHOWN:]!r}. {remedy}."
+            f" chat template (different {difference}): {ours[-_MAX_SHOWN_CHARS:]!r} instead of"
+            f" {theirs[-_MAX_SHOWN_CHARS:]!r}. {remedy}."
         )
 
 
@@ -210,8 +221,9 @@ class _Probe:
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
             self.first = [FIRST]
             text = chat.render(self.first, generation_prompt=True)
-        self._prompt = text[len(chat.render(self.first, generation_prompt=False)) :]
-        self._thinks = "think>" in str(chat.template) and "</think>" not in self._prompt
+        self._generation_prompt = text[len(chat.render(self.first, generation_prompt=False)) :]
+        # A generation prompt that contains </think> switches thinking off.
+        self._has_thinking = "think>" in str(chat.template) and "</think>" not in self._generation_prompt
 
     def final_text(self, number: int) -> str:
         """The text at the end of an answer's content, which is also the argument of its tool calls."""
@@ -220,20 +232,24 @@ class _Probe:
     def answer(self, number: int, replies: Messages) -> Message:
         """The assistant's message before these replies."""
         final = self.final_text(number)
-        text = f"<think>\n{self._thought(number)}\n</think>\n\n{final}" if self._thinks else final
+        text = f"<think>\n{self._thought(number)}\n</think>\n\n{final}" if self._has_thinking else final
         return self._chat.style.answer(text, replies, final)
 
     def change(self, before: str, after: str, number: int) -> str | None:
-        """A description of the change that the template made to earlier turns; None: it made none."""
-        if self._thinks and any(self._thought(earlier) not in after for earlier in range(number + 1)):
+        """Describe the change that the template made to earlier turns; None: it made none.
+
+        `before`: the prompt of turn `number`; `after`: the prompt of the next turn.
+        """
+        if self._has_thinking and any(self._thought(earlier) not in after for earlier in range(number + 1)):
             return "drops the thinking of earlier turns"
         if after.startswith(before):
             return None
         for part, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.turns.tool_name)):
             if text in before and before.find(text) != after.find(text):
                 return f"moves or leaves out {part}"
+        # "\0" differs from every character, for an `after` that is a prefix of `before`.
         start = next(index for index, (old, new) in enumerate(zip(before, after + "\0", strict=False)) if old != new)
-        if start >= len(before) - len(self._prompt):
+        if start >= len(before) - len(self._generation_prompt):
             return f"does not repeat {before[start:]!r} of its generation prompt in earlier turns"
         return f"writes {after[start : start + 40]!r} instead of {before[start : start + 40]!r} in earlier turns"
 

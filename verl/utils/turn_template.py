@@ -49,8 +49,8 @@ class CallStyle:
     tool_role: bool = True
     """The template has a tool role; else results are sent as a user message."""
 
-    def written(self, messages: Messages) -> list[Message]:
-        """The messages in the form that the template accepts."""
+    def to_template_format(self, messages: Messages) -> list[Message]:
+        """The messages in the form that the template accepts: without a tool role, tool results as a user message."""
         if self.tool_role or not any(message["role"] == "tool" for message in messages):
             return list(messages)
         texts = (
@@ -102,10 +102,10 @@ class TurnTemplate:
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, dict(template_kwargs or {})
         self._marker = f"answer-{secrets.token_hex(8)}"  # no tool result contains it
         self._plain_answer = {"role": "assistant", "content": self._marker}
-        marks = added_tokens(tokenizer)
-        self.mark_ids = frozenset(marks.values())
-        """Ids of the tokens with which a template may end turns."""
-        self.marks = _token_pattern(marks)
+        special_tokens = added_tokens(tokenizer)
+        self.special_token_ids = frozenset(special_tokens.values())
+        """Ids of the tokens with which a template may end turns (`added_tokens`)."""
+        self.special_tokens = _token_pattern(special_tokens)
         """Matches one of these tokens."""
         self.tool_name = str(self._tools[0]["function"]["name"]) if self._tools else "tool"
         self._style = self._find_style()
@@ -149,7 +149,7 @@ class TurnTemplate:
     def after_turn(self, replies: Messages) -> TurnEnd:
         """What the template writes after a turn that `replies` respond to."""
         answer = self.style.answer(self._marker, replies)
-        after = self._text_after(answer, self.style.written(replies))
+        after = self._text_after(answer, self.style.to_template_format(replies))
         end = self._ends["tool" if replies[0]["role"] == "tool" else "user"]
         _, found, rest = after.partition(end) if end else ("", "", after)
         if found:
@@ -171,7 +171,7 @@ class TurnTemplate:
         plain = {"role": "assistant", "content": answer["content"]}
         separator = self.render([*messages, plain], generation_prompt=False).rpartition(final)[2]
         separator = separator.removeprefix(self._inner)
-        end += len(_closing(text[end:], separator, self.marks))
+        end += len(_closing(text[end:], separator, self.special_tokens))
         if self._opening(text[end:]):  # the model generates the white space before an end token
             end = len(text) - len(text[end:].lstrip())
         return text[len(before) : end]
@@ -208,7 +208,7 @@ class TurnTemplate:
         """The first style in which the template renders two tool results; None: it renders them in no style."""
         results = [tool_message(self.tool_name, f"{self._marker}-{number}", number) for number in range(2)]
         for style in _STYLES:
-            conversation = [FIRST, style.answer("!", results), *style.written(results)]
+            conversation = [FIRST, style.answer("!", results), *style.to_template_format(results)]
             for messages in (conversation, [_SYSTEM, *conversation]):
                 try:
                     text = self.render(messages, generation_prompt=True)
@@ -226,19 +226,23 @@ class TurnTemplate:
         """
         if self._style is None:
             return ""
-        closing = closing_tokens(last, self._text_after(self._plain_answer, [_USER]), self.marks)
+        closing = closing_tokens(last, self._text_after(self._plain_answer, [_USER]), self.special_tokens)
         return closing[-2].string[: closing[-1].start()] if len(closing) > 1 else ""
 
     def _find_end(self, replies: Messages) -> str:
         """The end token of a turn before these replies; "": none."""
         answer = self.style.answer(self._marker, replies)
-        last, after = self._text_after(answer), self._text_after(answer, self.style.written(replies))
+        last, after = self._text_after(answer), self._text_after(answer, self.style.to_template_format(replies))
         start = len(self._closing(answer))
-        if closing := closing_tokens(last, after, self.marks, start):
+        if closing := closing_tokens(last, after, self.special_tokens, start):
             return closing[0].group()
         # The last turn and earlier turns end with different tokens (gpt-oss), or only the last one has an end token.
-        match = self.marks.search(last, start)
-        earlier = self.marks.match(after, match.start()) if match and after.startswith(last[: match.start()]) else None
+        match = self.special_tokens.search(last, start)
+        earlier = (
+            self.special_tokens.match(after, match.start())
+            if match and after.startswith(last[: match.start()])
+            else None
+        )
         if earlier is None:
             return ""
         if replies[0]["role"] == "user":
@@ -272,7 +276,7 @@ class TurnTemplate:
         """The part of the text after the marker that the model generates before the end token."""
         if "tool_calls" not in answer:
             return self._inner
-        return _closing(self._text_after(answer), self._plain_end, self.marks)
+        return _closing(self._text_after(answer), self._plain_end, self.special_tokens)
 
     def _last_end(self, answer: Message) -> str:
         """The token that ends a last turn; "": none."""
@@ -280,7 +284,7 @@ class TurnTemplate:
 
     def _opening(self, text: str) -> str:
         """The token at the beginning of a text, white space aside."""
-        match = self.marks.match(text.lstrip())
+        match = self.special_tokens.match(text.lstrip())
         return match.group() if match else ""
 
 

@@ -44,7 +44,7 @@ def test_the_tokens_fed_are_those_of_the_rendered_conversation(case):
         assert "".join(content.split()) == "".join(turn.split())
         ids += sampled + chat.suffix(replies, sampled)
         own &= case.end == conversation.template_end(message)
-        conversation.add(turn, said, message, chat.style.written(replies), case.end)
+        conversation.add(turn, said, message, chat.style.to_template_format(replies), case.end)
         if kind.format and "tool_calls" in message:
             calls = get_parser(kind.format).parse(content, [])[1]
             assert [(call.name, json.loads(call.arguments)) for call in calls] == [
