@@ -10,8 +10,8 @@ from tests.support.requests import requests_of
 from verl.protocol import DataProto
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.hf_rollout import HFRollout
-from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 TOOL = (70, 71, 72)  # tokens of an environment turn
 SUMMARY = (80, 81)  # appended to the prompt of a rewritten context

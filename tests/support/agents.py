@@ -30,7 +30,7 @@ from verl.single_controller.local import LocalWorkerGroup
 from verl.types.trajectory import HostReply, Trajectory
 from verl.utils import hf_tokenizer
 from verl.workers.roles.policy import ActorRolloutRefWorker
-from verl.workers.rollout.output import trajectories_from_rows
+from verl.workers.rollout.training_rows import trajectories_from_rows
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TOOL = [70, 71, 72]

@@ -65,7 +65,8 @@ class AgentLoopOutput:
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
-    """1 on tokens that the model sampled."""
+    """1 on tokens that the model sampled; 0 on tool output and other environment tokens, which the loss ignores.
+    Becomes the column `response_mask` in `rows_from_trajectories`."""
     response_logprobs: list[float] | None = None
     """One per response token; None: those that the engine reported."""
     reward_score: float | None = None

@@ -1,4 +1,4 @@
-"""Convert the outputs of an agent loop to a Trajectory.
+"""Convert the outputs of an agent loop to a Trajectory, which `training_rows.rows_from_trajectories` converts to rows.
 
 Log-probs and versions of sampled tokens come from the trace of model calls: a token of a row matches a call if the call
 sampled it at this position after exactly the row's preceding tokens. Unmatched tokens get the log-probs and versions

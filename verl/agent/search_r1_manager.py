@@ -23,7 +23,7 @@ from verl.search.client import RetrieverClient, RetrieverError
 from verl.search.retriever import Hit
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.model import compute_position_id_with_mask
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 __all__ = ["GenerationConfig", "LLMGenerationManager"]
 

@@ -32,7 +32,7 @@ from verl.single_controller.base.worker_group import RankHandle
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
-from verl.workers.rollout.output import empty_experts
+from verl.workers.rollout.training_rows import empty_experts
 
 __all__ = ["AgentLoopWorker"]
 

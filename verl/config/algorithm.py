@@ -164,8 +164,11 @@ class KLControllerConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class StateMaskingConfig(Block):
-    start_state_marker: str = key("Start marker of environment text; masked from the loss up to the end marker.")
-    end_state_marker: str = key("End marker of environment text.")
+    start_state_marker: str = key(
+        "Search agent: text inserted before search results. Inserted tokens are masked from the loss by position, so a "
+        "marker that the model itself writes masks nothing."
+    )
+    end_state_marker: str = key("Search agent: text inserted after search results.")
 
 
 @dataclass(kw_only=True, slots=True)

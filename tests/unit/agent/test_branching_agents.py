@@ -15,7 +15,7 @@ from verl.agent.outputs import RowLimits, build_trajectory
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 BUDGET, WINDOW = 40, 160
 END = 1

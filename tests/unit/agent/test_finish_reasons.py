@@ -29,7 +29,7 @@ from verl.trainer.ppo.metric_utils import truncated_rows
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
 from verl.workers.rollout.call_trace import CallTrace, tracing
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 TOKENIZER = chat_tokenizer("qwen2_5")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

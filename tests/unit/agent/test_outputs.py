@@ -13,7 +13,7 @@ from verl.agent.outputs import RowLimits, build_trajectory, failed_trajectory
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.workers.rollout.call_trace import CallTrace, ModelCall
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 
 def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7, reason: str = "stop") -> ModelCall:

@@ -19,7 +19,7 @@ from verl.trainer.asynchronous.group_state import GroupState, from_plain, to_pla
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.utils.plain_store import load_plain, save_plain
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 DENSE = 1
 """The layer of the task's model that has no experts."""

@@ -18,8 +18,8 @@ from verl.protocol import DataProto
 from verl.search.retriever import open_retriever
 from verl.search.searcher import format_documents
 from verl.types.trajectory import Turn
-from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 pytest.importorskip("bm25s")
 TOKENIZER = chat_tokenizer("qwen2_5")

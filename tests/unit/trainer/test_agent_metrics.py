@@ -17,7 +17,7 @@ from verl.trainer.common.dumps import dump_rows, write_jsonl
 from verl.trainer.common.run_status import describe_bottleneck
 from verl.trainer.ppo.scoring import ToolUseCheck, agent_metrics
 from verl.types.trajectory import Row, Trajectory, Turn
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 TOKENIZER = tiny_tokenizer()
 

@@ -21,7 +21,7 @@ from verl.trainer.ppo.scoring import require_some_finished, reward_metrics, spre
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 PROMPT = [7, 8]
 

@@ -33,8 +33,8 @@ from verl.workers.roles.training import (
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineDiedError
-from verl.workers.rollout.output import empty_experts, with_object_columns
 from verl.workers.rollout.placement import open_rollout
+from verl.workers.rollout.training_rows import empty_experts, with_object_columns
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
     BroadcastSender,

@@ -12,8 +12,8 @@ from verl.protocol import DataProto
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.trajectory import Trajectory
 from verl.utils.counter_noise import sample_keys
-from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import new_request_id, response_limits, trajectories_from_prompts
+from verl.workers.rollout.training_rows import rows_from_trajectories
 
 __all__ = ["RolloutJob", "RolloutTask"]
 

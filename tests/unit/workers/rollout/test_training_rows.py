@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verl.protocol import DataProto
 from verl.types.schema import COLUMNS
 from verl.types.trajectory import Headers, Row, Trajectory, Turn
-from verl.workers.rollout.output import rows_from_trajectories, trajectories_from_rows
+from verl.workers.rollout.training_rows import rows_from_trajectories, trajectories_from_rows
 
 PAD = 0
 

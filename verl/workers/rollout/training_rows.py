@@ -62,6 +62,7 @@ def rows_from_trajectories(
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
+        # Tool output is masked out of the loss here: its turns have another source than "model".
         "response_mask": (sampled & _finished_mask(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
