@@ -2,7 +2,7 @@
 
 Log-probs and versions of sampled tokens come from the trace of model calls: a token of a row matches a call if the call
 sampled it at this position after exactly the row's preceding tokens. Unmatched tokens get the log-probs and versions
-of the loop's output; without those they count as stale.
+of the loop's output; without those the log-probs are NaN and the versions unknown (-1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.workers.rollout.call_trace import CallTrace, ModelCall
 
 __all__ = ["RowLimits", "build_trajectory", "failed_trajectory"]
 
-NAN, STALE = math.nan, -1
+NAN, UNKNOWN_VERSION = math.nan, -1
 
 
 def build_trajectory(
@@ -153,7 +153,8 @@ def _score(outputs: Sequence[AgentLoopOutput]) -> float | None:
 
 
 def _build_row(output: AgentLoopOutput, calls: _CallIndex) -> tuple[Row, int]:
-    """The row of an output, and the number of its stale tokens. Consecutive tokens with the same mask are a turn."""
+    """The row of an output, and the number of its model tokens of unknown version. Consecutive tokens with the same
+    mask are a turn."""
     ids = [*output.prompt_ids, *output.response_ids]
     start, turns, unmatched = len(output.prompt_ids), [], 0
     names = iter(output.extra_fields.get("turn_names", ()))
@@ -236,18 +237,18 @@ class _SampledTokens:
     def add_unmatched(self, count: int) -> None:
         self.unmatched += range(len(self.log_probs), len(self.log_probs) + count)
         self.log_probs += [NAN] * count
-        self.versions += [STALE] * count
+        self.versions += [UNKNOWN_VERSION] * count
         self.drawn += [NAN] * count
 
     def fill_unmatched(self, output: AgentLoopOutput, start: int) -> int:
         """Set log-probs and versions of unmatched tokens from the loop's output, if it has them; `start`: index of the
-        turn in the response. Returns the number of tokens that remain stale."""
+        turn in the response. Returns the number of tokens whose version stays unknown."""
         for index in self.unmatched:
             if output.response_logprobs is not None:
                 self.log_probs[index] = output.response_logprobs[start + index]
             if output.response_versions is not None:
                 self.versions[index] = output.response_versions[start + index]
-        return sum(self.versions[index] == STALE for index in self.unmatched)
+        return sum(self.versions[index] == UNKNOWN_VERSION for index in self.unmatched)
 
     def as_turn(self, token_ids: list[int]) -> Turn:
         drawn = self.drawn if self.has_drawn else None

@@ -22,7 +22,8 @@ __all__ = ["PromptGroup", "RolloutBuffer"]
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
 """Why a group became too old: it did not finish; it finished, but batches were full; it was a surplus group."""
-STALE = "stale_samples"
+TRAINED_STALE = "stale_samples"
+"""Key in `RolloutBuffer.counts`: responses that were trained at a later version than that of their oldest token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +139,7 @@ class RolloutBuffer:
                 reason = SURPLUS
             (self._finished if group.serial in self._finished else self._in_flight).pop(group.serial)
             self._promised -= group.promised
-            self.counts[f"dropped/{reason}"] += 1
+            self.counts[f"dropped/{reason}"] += 1  # metric async/dropped/<reason>
             self._dropped_uids.add(group.uid)
         return old
 
@@ -171,7 +172,7 @@ class RolloutBuffer:
             if self._finished.pop(group.serial, None) is not None:
                 self._promised -= group.promised
             if (used := self._batch.pop(group.serial, None)) is not None and used.staleness:
-                self.counts[STALE] -= used.response_count
+                self.counts[TRAINED_STALE] -= used.response_count
             self.counts["rejected"] += 1
 
     def in_flight(self) -> list[PromptGroup]:
@@ -183,7 +184,12 @@ class RolloutBuffer:
         return sorted(self._finished.values(), key=lambda group: group.serial)
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Return metrics of the batch of this version, and of groups dropped and rejected since the last call."""
+        """Return metrics of the batch of this version, and of groups dropped and rejected since the last call.
+
+        Groups that `drop_stale` removed are counted by reason: `async/dropped/in_flight`, `async/dropped/finished` and
+        `async/dropped/surplus`. Stale groups that were trained are in `async/staleness/*` and
+        `fully_async/count/stale_samples_processed`.
+        """
         used = list(self._training(version).values())
         responses = sum(group.response_count for group in used)
         partial = sum(group.partial for group in used) / max(1, responses)
@@ -194,7 +200,7 @@ class RolloutBuffer:
             "async/staleness/max": float(max((group.staleness for group in used), default=0)),
             "async/partial_share": partial,
             "fully_async/partial/partial_ratio": partial,
-            "fully_async/count/stale_samples_processed": float(self.counts[STALE]),
+            "fully_async/count/stale_samples_processed": float(self.counts[TRAINED_STALE]),
         }
         for age in range(self._max_staleness + 1):
             of_age = sum(group.response_count for group in used if group.staleness == age)
@@ -202,7 +208,7 @@ class RolloutBuffer:
         new = self.counts - self._reported
         self._reported = self.counts.copy()
         reasons = ["rejected", *(f"dropped/{why}" for why in (IN_FLIGHT, FINISHED, SURPLUS)), *new]
-        return metrics | {f"async/{name}": float(new[name]) for name in reasons if name != STALE}
+        return metrics | {f"async/{name}": float(new[name]) for name in reasons if name != TRAINED_STALE}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`).
@@ -243,7 +249,7 @@ class RolloutBuffer:
             self._batch[group.serial] = used = _TrainedGroup(
                 version - group.base_version, group.response_count, group.partial
             )
-            self.counts[STALE] += used.response_count if used.staleness else 0
+            self.counts[TRAINED_STALE] += used.response_count if used.staleness else 0
             self.max_trained_staleness = max(self.max_trained_staleness, used.staleness)
 
     def _required(self, fresh: list[PromptGroup], version: int, count: int) -> set[PromptGroup] | None:
