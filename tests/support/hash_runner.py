@@ -114,7 +114,7 @@ def expected(sequence: Sequence, output: Output) -> Output:
         tokens = [*sequence.prompt_ids, *right.token_ids]
         for position, token in enumerate(tokens):
             entries.append(hash((version, token, position, *entries)))
-        banned = set(params.ends) if len(right.token_ids) < params.min_new_tokens else set()
+        banned = set(params.end_token_ids) if len(right.token_ids) < params.min_new_tokens else set()
         token, log_prob, raw, drawn = sampled(hash(tuple(entries)), params.key, len(tokens), banned)
         right.token_ids.append(token)
         right.log_probs.append(log_prob)

@@ -34,7 +34,7 @@ __all__ = [
     "BuiltEngine",
     "NativeOptions",
     "build_engine",
-    "end_tokens",
+    "default_end_tokens",
     "load_inference_model",
     "load_module",
     "read_hf_config",
@@ -156,7 +156,7 @@ def build_engine(
         device=device,
         dtype=dtype,
         load_tokenizer=partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
-        end_tokens=end_tokens(model_path, hf_config, model_config),
+        end_tokens=default_end_tokens(model_path, hf_config, model_config),
         pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
     )
 
@@ -230,6 +230,6 @@ def load_module(
         )
 
 
-def end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
-    """The model's end tokens: the default of requests."""
+def default_end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
+    """The model's end tokens, for requests that name none (`meta_info["eos_token_id"]` of a generation is unset)."""
     return find_end_tokens(path, hf_config, tokenizer_if_any(path, model_config.trust_remote_code))

@@ -86,7 +86,7 @@ class Sequence:
         """Prompt and generated tokens, without tokens in flight."""
         self.in_flight = 0
         """Tokens sampled by launched steps which the host has not read yet."""
-        self.end_token_ids = request.params.ends
+        self.end_token_ids = request.params.end_token_ids
         self.stop_check = stop_check
         self.grammar = grammar
         """State of its grammar after the tokens so far."""

@@ -111,5 +111,5 @@ def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple
         (row, token)
         for row, params, generated in rows
         if generated < params.min_new_tokens
-        for token in sorted(params.ends)
+        for token in sorted(params.end_token_ids)
     ]

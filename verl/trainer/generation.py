@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.generation import check_context_length
 from verl.protocol import DataProto
-from verl.trainer.common.end_tokens import response_end_tokens
 from verl.trainer.common.run_status import RunStatus, progress_bar
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
@@ -39,7 +38,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.prompts import prompt_rows, trajectories_from_prompts
+from verl.workers.rollout.prompts import prompt_rows, response_end_tokens, trajectories_from_prompts
 
 __all__ = ["RESPONSES", "ResponseStore", "generate_responses"]
 

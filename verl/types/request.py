@@ -136,8 +136,8 @@ class SamplingParams:
         return self.greedy or changed or self.grammar is not None
 
     @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end the response."""
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end the response: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos` is set."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 

@@ -186,7 +186,8 @@ def check_end(sequence: Sequence) -> None:
     ends = [
         n
         for n in range(1, len(output.token_ids) + 1)
-        if output.token_ids[n - 1] in params.ends or (n >= params.min_new_tokens and completes(output, n, params.stop))
+        if output.token_ids[n - 1] in params.end_token_ids
+        or (n >= params.min_new_tokens and completes(output, n, params.stop))
     ]
     if output.finish_reason == "stop":
         assert ends == [len(output.token_ids)]

@@ -19,7 +19,6 @@ from verl.config import PPOConfig
 from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import decode
-from verl.trainer.common.end_tokens import response_end_tokens
 from verl.trainer.ppo.dynamic_sampling import with_unique_uids
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
@@ -39,7 +38,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW_COLUMN
-from verl.workers.rollout.prompts import with_row_names
+from verl.workers.rollout.prompts import response_end_tokens, with_row_names
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""SFTTrainer: supervised fine-tuning. GenerativeValidation: generate and score responses during validation."""
+"""SFTTrainer: supervised fine-tuning. GenerativeValidation: generate and score responses during validation.
+
+`generation_config_file`: the file of end tokens in exported models.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.config import SFTConfig, SFTDataConfig
+from verl.models.loading import read_config
 from verl.protocol import DataProto
-from verl.trainer.common.end_tokens import generation_config_file, response_end_tokens
 from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.validator import sample_metrics
 from verl.trainer.supervised.trainer import SupervisedTrainer
@@ -22,13 +25,15 @@ from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, r
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from verl.utils.dataset.tokens import encode_prompts
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.scorer import Sample
 from verl.workers.roles.supervised import SFTWorker
-from verl.workers.rollout.prompts import prompt_rows
+from verl.workers.rollout.prompts import prompt_rows, response_end_tokens
 
 _MAX_ON_CONSOLE = 3
 
@@ -120,6 +125,29 @@ def _split_and_pad(
         pad_sequence(before, batch_first=True, padding_value=fill, padding_side="left"),
         pad_sequence(after, batch_first=True, padding_value=fill),
     )
+
+
+def generation_config_file(config: SFTConfig, tokenizer: object) -> dict[str, bytes]:
+    """Return {"generation_config.json": content} with all end tokens; {} if the model's own file has all of them.
+
+    The end token of a base model differs from that of chat responses: engines that read only this file would continue
+    after the end of a response.
+    """
+    from transformers import GenerationConfig
+
+    folder, model = resolve_model_path(config.model.path), config.model
+    hf_config = read_config(folder, model.trust_remote_code, model.override_config)
+    end_tokens = find_end_tokens(folder, hf_config, tokenizer, config.data.apply_chat_template_kwargs)
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # the model has none
+        generation = GenerationConfig.from_model_config(hf_config)
+    known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    ids = [token for token in dict.fromkeys([*known, *sorted(end_tokens.ids)]) if token is not None]
+    if ids == known:
+        return {}
+    generation.eos_token_id = ids
+    return {"generation_config.json": generation.to_json_string().encode()}
 
 
 class GenerativeValidation:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.build import end_tokens, load_module, read_hf_config
+from verl.inference.build import default_end_tokens, load_module, read_hf_config
 from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.sequence import Sequence, accept_tokens
 from verl.inference.step_plan import banned_tokens
@@ -75,7 +75,7 @@ class HFRollout(EmbeddedRollout):
             loop=request_loop(HFEngine(runner, config.max_num_seqs, config.max_model_len), model_path, model_config),
             weights=weights,
             kv=None,
-            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
+            eos_token_ids=default_end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )
 

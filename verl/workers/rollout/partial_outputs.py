@@ -64,7 +64,7 @@ def output_since(output: Output, start: int, prompt_length: int) -> Output:
 
 def unfinished_part(output: Output, params: SamplingParams) -> Output:
     """The part of a current output that can be resumed: without its last token if that may end the response."""
-    ends = output.token_ids[-1] in params.ends or len(output.token_ids) >= params.max_new_tokens
+    ends = output.token_ids[-1] in params.end_token_ids or len(output.token_ids) >= params.max_new_tokens
     return resumable(output) if ends or params.stop or params.grammar is not None else output
 
 

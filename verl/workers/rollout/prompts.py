@@ -1,9 +1,10 @@
-"""Input of a generation: prompt rows, their trajectories without turns, and sampling parameters."""
+"""Input of a generation: prompt rows, their trajectories without turns, sampling parameters, end tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,20 +14,27 @@ import numpy as np
 import torch
 
 from verl.config import RolloutConfig
+from verl.config.rollout import GeneratorConfig
+from verl.models.loading import read_config
 from verl.protocol import DataProto, object_array
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Row, Trajectory
 from verl.utils.dataset.tokens import pad_left
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.fs import resolve_model_path
 
 __all__ = [
     "new_request_id",
     "parse_sampling_params",
     "prompt_rows",
+    "response_end_tokens",
     "response_limits",
     "sampling_params",
     "trajectories_from_prompts",
     "with_row_names",
 ]
+
+logger = logging.getLogger(__name__)
 
 _SERIAL = itertools.count()
 # Other names of sampling parameters: of `generate_sequences`, and of agents' requests.
@@ -52,6 +60,18 @@ def sampling_params(
         values["eos_token_ids"] = meta_info["eos_token_id"]
     values |= {name: meta_info[name] for name in _SETTABLE if meta_info.get(name) is not None}
     return SamplingParams(**parse_sampling_params("generate_sequences", {**values, **overrides}))
+
+
+def response_end_tokens(
+    model: Any, rollout: GeneratorConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    """The token ids that end a response, for `meta_info["eos_token_id"]`; also logs them. `model`: configuration block
+    of the model."""
+    folder = resolve_model_path(model.path)
+    hf_config = read_config(folder, model.trust_remote_code, model.override_config)
+    end_tokens = find_end_tokens(folder, hf_config, tokenizer, template_kwargs, rollout.stop_token_ids)
+    logger.info(end_tokens.describe(tokenizer, rollout.ignore_eos))
+    return sorted(end_tokens.ids)
 
 
 def parse_sampling_params(

@@ -249,8 +249,8 @@ class SGLangRequest:
         """
         params = sequence.params
         arguments = sampling_arguments(sequence, eos_token_ids)
-        total, banned = arguments["max_new_tokens"], arguments.pop("min_new_tokens") if params.ends else 0
-        biases = (arguments["logit_bias"] or {}) | {str(token): _BANNED for token in params.ends}
+        total, banned = arguments["max_new_tokens"], arguments.pop("min_new_tokens") if params.end_token_ids else 0
+        biases = (arguments["logit_bias"] or {}) | {str(token): _BANNED for token in params.end_token_ids}
         without_end: dict[str, Any] = {
             "max_new_tokens": banned,
             "logit_bias": biases,
@@ -282,8 +282,8 @@ def sampling_arguments(sequence: Sequence, eos_token_ids: frozenset[int]) -> dic
     return sampling | {
         "max_new_tokens": sequence.max_length - len(sequence.token_ids),
         "min_new_tokens": max(0, min(sequence.min_length, sequence.max_length) - len(sequence.token_ids)),
-        "stop_token_ids": sorted(params.ends),
-        "ignore_eos": not eos_token_ids <= params.ends,
+        "stop_token_ids": sorted(params.end_token_ids),
+        "ignore_eos": not eos_token_ids <= params.end_token_ids,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,

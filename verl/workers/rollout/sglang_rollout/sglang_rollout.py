@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.build import end_tokens, read_hf_config
+from verl.inference.build import default_end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
@@ -51,7 +51,7 @@ class SGLangRollout(EmbeddedRollout):
         thread = EngineThread(engine_arguments(model_path, model_config, config, device, dtype))
         ranks = config.tensor_model_parallel_size
         text_config = hf_config.get_text_config(decoder=True)
-        eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
+        eos_token_ids = default_end_tokens(model_path, hf_config, model_config).ids
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
         self.step_engine = SGLangStepEngine(thread, eos_token_ids, config.max_model_len, text_config.vocab_size, dtype)
         super().__init__(

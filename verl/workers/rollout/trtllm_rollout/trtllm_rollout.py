@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.names import rollout_traits
-from verl.inference.build import end_tokens, read_hf_config
+from verl.inference.build import default_end_tokens, read_hf_config
 from verl.inference.sequence import Sequence as TokenSequence
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
@@ -78,7 +78,7 @@ class TRTLLMRollout(EmbeddedRollout):
             loop=request_loop(self._step_engine, model_path, model_config),
             weights=TRTLLMWeights(self._llm, call, skeleton, dtype, memory),
             kv=memory,
-            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
+            eos_token_ids=default_end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=text_config.pad_token_id,
         )
 
@@ -260,7 +260,7 @@ def sampling_arguments(sequence: TokenSequence, vocab_size: int) -> dict[str, An
         "pad_id": _NO_TOKEN,
         "max_tokens": sequence.max_length - len(sequence.token_ids),
         "min_tokens": max(0, min(sequence.min_length, sequence.max_length) - len(sequence.token_ids)),
-        "stop_token_ids": sorted(params.ends) or None,
+        "stop_token_ids": sorted(params.end_token_ids) or None,
         "include_stop_str_in_output": True,
         "repetition_penalty": params.repetition_penalty,
         "embedding_bias": _bias_tensor(params.logit_bias, vocab_size),

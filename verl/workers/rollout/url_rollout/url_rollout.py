@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.build import end_tokens, read_hf_config
+from verl.inference.build import default_end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
@@ -39,7 +39,7 @@ class URLRollout(EmbeddedRollout):
     ) -> None:
         """`device`: the trainer's, which the weights are sent from."""
         hf_config = read_hf_config(model_path, model_config)
-        eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
+        eos_token_ids = default_end_tokens(model_path, hf_config, model_config).ids
         trainer_device = torch.empty(0, device=device).device
         self._api, self._transport = connect(url, model_path, config, hf_config, eos_token_ids, trainer_device)
         api = self._api

@@ -240,7 +240,7 @@ def sampling_arguments(sequence: Sequence) -> dict[str, Any]:
     return sampling | {
         "max_tokens": sequence.max_length - len(sequence.token_ids),
         "min_tokens": max(0, min(sequence.min_length, sequence.max_length) - len(sequence.token_ids)),
-        "stop_token_ids": sorted(params.ends),
+        "stop_token_ids": sorted(params.end_token_ids),
         # `stop_token_ids` has all end tokens.
         "ignore_eos": True,
         "presence_penalty": params.presence_penalty,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.inference.build import end_tokens, read_hf_config
+from verl.inference.build import default_end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.resources import split_cores
@@ -64,7 +64,7 @@ class vLLMRollout(EmbeddedRollout):
             loop=request_loop(VllmStepEngine(self._engine, device), model_path, model_config),
             weights=VllmWeights(self._engine, skeleton, dtype, device, self._memory),
             kv=VllmKV(self._engine, self._memory),
-            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
+            eos_token_ids=default_end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )
 
