@@ -30,7 +30,6 @@ from verl.trainer.asynchronous.group_state import (
 from verl.trainer.asynchronous.rollout_buffer import PromptGroup, RolloutBuffer
 from verl.trainer.asynchronous.utilization import InFlight, Utilization
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.recovery import WorkerRecovery
 from verl.trainer.ppo.rollout_jobs import (
     FinishedTrajectory,
     join_rows,
@@ -41,6 +40,7 @@ from verl.trainer.ppo.rollout_jobs import (
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.state import TrainerState
+from verl.trainer.ppo.worker_recovery import WorkerRecovery
 
 __all__ = ["GroupStream"]
 

@@ -97,7 +97,7 @@ class Generator:
         """
         request = self.request(batch, step, validate)
         if self._groups.rollout is not self._groups.actor:
-            self._groups.replicas.require_all_healthy()
+            self._groups.replica_weights.require_current()
         with self._overlap(reward_fn, batch) as on_finished:
             generated = self._rollouts.generate(request, request.meta_info, on_finished, retry)
         return self.join_prompt_columns(batch, generated, validate)

@@ -29,7 +29,6 @@ from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch, is_on_policy
 from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
-from verl.trainer.ppo.recovery import WorkerRecovery
 from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.state import RunRecord, TrainerAttributes, TrainerState
@@ -38,6 +37,7 @@ from verl.trainer.ppo.utils import POLICY_ROLES, Role, need_reference_policy, re
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.trainer.ppo.worker_recovery import WorkerRecovery
 from verl.trainer.recovery.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.preemption import Preemption

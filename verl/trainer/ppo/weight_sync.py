@@ -23,7 +23,6 @@ from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils.exceptions import cause_chain
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.rollout.base import EngineDiedError
-from verl.workers.rollout.replica_states import ReplicaEvent
 from verl.workers.sharding_manager import TransferLostError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class WeightSync:
 
     def sync(self, version: int) -> None:
         """Send the weights of this version to all engines that do not have it. Running requests continue with it."""
-        self._groups.replicas.advance(version)
+        self._groups.replica_weights.current_version = version
         if self._groups.rollout is self._groups.actor:
             self._groups.actor.update_rollout_weights(version, self._kv)  # no effect if the engines have the version
         else:
@@ -88,13 +87,13 @@ class WeightSync:
             self._paused = False
 
     def _sync_between_groups(self, version: int) -> None:
-        replicas = self._groups.replicas
-        if len(replicas.healthy()) == len(replicas):
+        weights = self._groups.replica_weights
+        if weights.are_current:
             return
-        replicas.apply(ReplicaEvent.UPDATING)
+        weights.verified_version = None
         self._send(version)
         # Every engine has verified the fingerprints of the received weights; otherwise `_send` has raised.
-        replicas.apply(ReplicaEvent.VERIFIED, version=version)
+        weights.verified_version = version
 
     def _send(self, version: int) -> None:
         """Run the sending and the receiving call concurrently. The death of a receiver also ends the sender's call."""
@@ -217,7 +216,7 @@ class EngineProbe:
         """Return the same prompts for every replica. Sampling is not truncated (top-k, top-p, min-p), so that the
         log-probs of engine and training can be compared."""
         longest = self._config.data.max_prompt_length
-        replicas, ranks = len(self._groups.replicas), self._groups.dp_sizes["actor"]
+        replicas, ranks = self._groups.replica_count, self._groups.dp_sizes["actor"]
         copies = -(-ranks // (len(_TEXTS) * replicas))  # at least as many rows as training has ranks
         rows = [self._tokenizer.encode(text)[-longest:] for text in _TEXTS] * replicas * copies
         width = max(map(len, rows))

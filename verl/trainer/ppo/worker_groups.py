@@ -24,6 +24,7 @@ from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
+from verl.trainer.ppo.replica_weights import ReplicaWeights
 from verl.trainer.ppo.row_balancing import (
     balance_metrics,
     balance_rows,
@@ -36,7 +37,6 @@ from verl.types.schema import Call, selected_for
 from verl.utils.balancing import SequenceCost
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
-from verl.workers.rollout.replica_states import ReplicaEvent, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class WorkerGroups:
     teacher: Any = None
     agents: Any = None
     """Loop workers, which run agent loops, if `rollout.mode` is async."""
-    replicas: Replicas
-    """Which replicas may receive requests, if the rollout has its own processes."""
+    replica_count: int
+    """Number of rollout replicas."""
     generation_open = False
     """True between `open_generation` and `close_generation`."""
     engine_starts = 0
@@ -85,6 +85,7 @@ class WorkerGroups:
         """`workers`: worker class of each role. `cls`: class of the worker groups (on Ray, or in this process)."""
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
         self.roles = frozenset(workers)
+        self.replica_weights = ReplicaWeights()
         self._pool_groups: dict[str, Any] = {}
         """By name of the pool: the worker group of the processes that all roles of the pool share."""
         self._loop_worker_cls: type[AgentLoopWorker] = AgentLoopWorker
@@ -113,8 +114,7 @@ class WorkerGroups:
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
         self.teacher = groups.get(Role.Teacher)
         self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
-        self.replicas.apply(ReplicaEvent.STARTED)
+        self.replica_count = max(1, self.rollout.world_size // self._ranks_per_replica)
         self.engine_starts += 1
 
     def end(self) -> None:
@@ -217,8 +217,7 @@ class WorkerGroups:
             self.agents.restart()
             return
         if Role.Rollout in roles:
-            self.replicas.apply(ReplicaEvent.DIED)
-            self.replicas.apply(ReplicaEvent.RESTART)
+            self.replica_weights.verified_version = None
         # Replicas with a single rank are independent: only dead ranks are restarted, others continue their requests.
         only_dead = roles == {Role.Rollout} and self._ranks_per_replica == 1
         self._pool_groups[self._pools.mapping[next(iter(roles))]].restart(only_dead)
@@ -226,15 +225,13 @@ class WorkerGroups:
             self.rollout.cancel()  # the caller repeats the whole call
         self._load_models(roles)
         if Role.Rollout in roles:
-            self.replicas.apply(ReplicaEvent.STARTED)
             self.engine_starts += 1
 
     def restart_engines(self) -> None:
         """Restart engine processes that died, although their ranks live. All engines need a weight sync afterwards."""
         self.rollout.cancel()  # nothing collects the results of the other engines
         self.rollout.restart_engine()
-        for event in (ReplicaEvent.DIED, ReplicaEvent.RESTART, ReplicaEvent.STARTED):
-            self.replicas.apply(event)
+        self.replica_weights.verified_version = None
         self.engine_starts += 1
 
     @property

@@ -1,4 +1,4 @@
-"""WorkerRecovery: restart lost engine processes and worker groups in place and retry the call that failed.
+"""WorkerRecovery: restart lost replicas and worker groups in place, readmit them, and retry the call that failed.
 
 Only groups without training state (rollout, reference, reward model, teachers and loop workers on their own pools) are
 restarted; the training state is not affected.
@@ -84,7 +84,8 @@ class WorkerRecovery:
                 error = next_error
 
     def _restart(self, roles: frozenset[Role], only_engine: bool) -> None:
-        """Restart the worker processes of these roles, or only the separate processes of engines."""
+        """Readmit lost workers: restart the processes of these roles (or only the separate processes of engines),
+        reconnect, sync and verify weights. `RolloutManager.open` then sends requests to them again."""
         if only_engine:
             self._groups.restart_engines()
         else:
@@ -92,7 +93,7 @@ class WorkerRecovery:
         if Role.Rollout in roles:
             if not only_engine:
                 self._weight_sync.connect()
-            self._weight_sync.sync(self._groups.replicas.current_version)
+            self._weight_sync.sync(self._groups.replica_weights.current_version)
 
     def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
         """Return the roles to restart; empty if a restart would lose training state or not fix the error."""

@@ -10,8 +10,8 @@ import pytest
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.run_status import RunStatus
-from verl.trainer.ppo.recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.worker_recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
 
@@ -21,7 +21,7 @@ POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.Reward
 class Groups:
     """Who would be started anew, in the place of real groups."""
 
-    replicas = SimpleNamespace(current_version=4)
+    replica_weights = SimpleNamespace(current_version=4)
 
     def __init__(self) -> None:
         self.restarted: list[frozenset[Role]] = []
