@@ -148,7 +148,7 @@ _TABLE = (
     Column("row", OBJECT, "int", None, "trainer", ("reward",),
            "position in the batch, to look up scores that were computed during generation"),
     Column("scoring_failed", OBJECT, "float", None, "reward", ("dump",), "1: its reward function failed"),
-    Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "error message of that failure"),
+    Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "kind of that error: timeout, raised …"),
     Column("data_source", OBJECT, "str", None, _DATA, ("reward", "dump"), "which reward function scores it"),
     Column("reward_model", OBJECT, "dict", None, _DATA, ("reward", "dump"), "`style` and `ground_truth`"),
     Column("extra_info", OBJECT, "dict", None, _DATA, ("reward", "dump"), "other fields of the data"),

@@ -212,6 +212,7 @@ def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, fi
     run_sft(make_config(model_path, *size, *answers))
     (_, first), *steps = logged(files)
     assert first["val-core/sums/reward/mean@2"] == 0
+    assert first["val/reward/errors/timeout"] == 0
     assert steps[-1][1]["val-core/sums/reward/mean@2"] == 1
     assert steps[-1][1]["val-aux/sums/tokens/mean@2"] == sum(len(row["response"]) for row in ROWS[:4]) / 4
     losses = [data["train/loss"] for _, data in steps]

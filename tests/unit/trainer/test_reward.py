@@ -24,6 +24,7 @@ from verl.trainer.ppo.reward import (
 )
 from verl.trainer.ppo.scoring import reward_metrics
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.reward_score.calls import ERROR_KINDS
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 
 TOKENIZER = tiny_tokenizer()
@@ -174,9 +175,14 @@ def test_metrics_are_means_of_what_is_a_number_and_counts_of_errors_by_kind():
         "reward/acc/mean": 0.75,
         "reward/scoring_failed/mean": 0.75,
         "reward/errors": 3.0,
+        "reward/errors/raised": 0.0,
+        "reward/errors/invalid": 0.0,
+        "reward/errors/memory": 0.0,
         "reward/errors/timeout": 2.0,
         "reward/errors/died": 1.0,
     }
+    healthy = {name: value for name, value in reward_metrics({"scoring_error": [None]}).items() if "errors" in name}
+    assert healthy == dict.fromkeys(["reward/errors", *(f"reward/errors/{kind}" for kind in ERROR_KINDS)], 0.0)
     assert reward_metrics({}) == {}
 
 

@@ -70,6 +70,20 @@ def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
     assert metrics["val-core/math/reward/pass@1"] == 0.75
 
 
+def test_scoring_errors_are_counted_by_kind_over_all_batches():
+    """The second batch has no column of errors: it was scored by agents."""
+    failed = part(["a", "b", "c"], "math", [0.0, 0.0, 1.0], scoring_error=["timeout", "raised", None])
+    metrics = sample_metrics(join_samples([failed, part(["d"], "math", [1.0])]), scores_are_degrees=False)
+    errors = {name: value for name, value in metrics.items() if name.startswith("val/reward/")}
+    others = {f"val/reward/errors/{kind}": 0.0 for kind in ("invalid", "memory", "died")}
+    assert errors == {
+        "val/reward/errors": 2.0,
+        "val/reward/errors/timeout": 1.0,
+        "val/reward/errors/raised": 1.0,
+        **others,
+    }
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:
     return make_task(tmp_path_factory.mktemp("task"))
@@ -104,6 +118,7 @@ def test_sampled_answers_reach_every_tracker(task, tmp_path, monkeypatch, capsys
     (metrics,) = trainer.history
     assert metrics["val-aux/toy/reward/mean@2/low"] <= metrics["val-core/toy/reward/mean@2"]
     assert {"val-core/toy/reward/pass@2", "val-core/toy/reward/best@2/mean"} <= metrics.keys()
+    assert metrics["val/reward/errors/timeout"] == 0.0
 
 
 WANDB = '''

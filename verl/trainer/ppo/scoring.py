@@ -19,6 +19,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.training_health import NoSamplesError
 from verl.types.schema import RESERVED
+from verl.utils.reward_score.calls import ERROR_KINDS
 from verl.workers.reward_manager.naive import ERROR_COLUMN, FAILED_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -163,18 +164,26 @@ def _agent_reward_info(batch: DataProto, trajectories: Trajectories) -> dict[str
 
 
 def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
-    """Return `reward/<name>/mean` over the numbers in each column, and the scoring errors, in total and by kind."""
+    """Return `reward/<name>/mean` over the numbers in each column, and the number of scoring errors, in total
+    (`reward/errors`) and by kind (`reward/errors/timeout`, …: see `error_metrics`)."""
     metrics = {}
     for name, values in extra.items():
         numbers = [float(value) for value in values if isinstance(value, int | float | np.number)]
         numbers = [number for number in numbers if math.isfinite(number)]
         if numbers:
             metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
-    if ERROR_COLUMN in extra:
-        kinds = Counter(kind for kind in extra[ERROR_COLUMN] if kind is not None)
-        metrics["reward/errors"] = float(kinds.total())
-        metrics |= {f"reward/errors/{kind}": float(count) for kind, count in kinds.items()}
-    return metrics
+    return metrics | error_metrics(extra)
+
+
+def error_metrics(columns: Mapping[str, Iterable[Any]], prefix: str = "") -> dict[str, float]:
+    """Return the number of responses that reward functions could not score: `reward/errors`, and by kind
+    `reward/errors/timeout`, `reward/errors/raised`, … (`ERROR_KINDS`); {} without the column `scoring_error`, which
+    reward managers add. Kinds that did not occur are 0. `prefix`: of the metric names, e.g. `val/`."""
+    if ERROR_COLUMN not in columns:
+        return {}
+    counts = Counter(kind for kind in columns[ERROR_COLUMN] if kind is not None)
+    by_kind = {f"{prefix}reward/errors/{kind}": float(counts[kind]) for kind in (*ERROR_KINDS, *counts)}
+    return {f"{prefix}reward/errors": float(counts.total()), **by_kind}
 
 
 # ---------------------------------------------------------------- accuracy

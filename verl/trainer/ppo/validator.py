@@ -18,6 +18,7 @@ from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
     correct_responses,
+    error_metrics,
     log_accuracy,
     response_scores,
     score_responses,
@@ -169,8 +170,10 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
 
 
 def sample_metrics(samples: Samples, scores_are_degrees: bool) -> dict[str, float]:
-    """Return the statistics of every score per data source, and the accuracy where responses are right or wrong."""
-    metrics, infos = {}, {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
+    """Return the statistics of every score per data source, the accuracy where responses are right or wrong, and the
+    number of responses that could not be scored (`val/reward/errors/timeout`, …)."""
+    metrics = error_metrics(samples, "val/")
+    infos = {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
     for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
         main = "acc" if "acc" in variables else "reward"
         for variable, values in variables.items():

@@ -31,6 +31,7 @@ from verl.utils.import_utils import load_user_object
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
+from verl.workers.reward_manager.naive import ERROR_COLUMN
 from verl.workers.reward_manager.scorer import Sample
 from verl.workers.roles.supervised import SFTWorker
 from verl.workers.rollout.prompts import prompt_rows, response_end_tokens
@@ -179,6 +180,7 @@ class GenerativeValidation:
         columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
         uids = [self._prompts.uid(index // val_n) for index in range(len(texts))]
         columns |= {"uid": uids, "data_source": [sample.data_source for sample in samples]}
+        columns[ERROR_COLUMN] = [score.kind for score in scores]
         return sample_metrics(columns | {"reward": [score.value for score in scores]}, scores_are_degrees=False)
 
     def _batch(self) -> DataProto:

@@ -19,8 +19,8 @@ from verl.utils.concurrency import SharedEventLoop
 from verl.utils.process_pool.errors import TaskTimeout
 from verl.utils.reward_score import registry
 
-# Kinds of errors, counted as reward/errors/<kind>.
-RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
+# Kinds of errors, which `trainer.ppo.scoring.error_metrics` counts: reward/errors/timeout, reward/errors/raised, …
+ERROR_KINDS = RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
 # Result of a row: value, extra fields, error message, kind of error.
 ScoreFields = tuple[float, dict[str, Any], str | None, str | None]
 RewardArguments = Mapping[str, Any]
