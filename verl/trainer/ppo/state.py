@@ -22,9 +22,9 @@ from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.run_status import describe_bottleneck
+from verl.trainer.ppo.agent_columns import TOOL_SHARE
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.row_balancing import concat_prompts
-from verl.trainer.ppo.scoring import TOOL_SHARE
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures

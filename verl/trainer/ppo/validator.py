@@ -15,6 +15,7 @@ from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
 from verl.trainer.common.run_status import RunStatus
+from verl.trainer.ppo.agent_columns import unfinished_agents
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
     correct_responses,
@@ -22,7 +23,6 @@ from verl.trainer.ppo.scoring import (
     log_accuracy,
     response_scores,
     score_responses,
-    unfinished_agents,
     with_turn_rewards,
 )
 from verl.trainer.ppo.worker_groups import WorkerGroups
