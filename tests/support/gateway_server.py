@@ -13,7 +13,7 @@ from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output, Request
-from verl.utils.http_server.server import Limits, LocalServer
+from verl.utils.http_server.server import ConnectionLimits, LocalServer
 from verl.utils.tool_calls import get_parser
 
 TEMPLATE = (
@@ -109,7 +109,7 @@ def running_gateway(
     started, address, loop, stop = threading.Event(), [""], asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with LocalServer(app, "a test", Limits()) as address[0]:
+        async with LocalServer(app, "a test", ConnectionLimits()) as address[0]:
             started.set()
             await stop.wait()
 

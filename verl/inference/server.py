@@ -23,7 +23,7 @@ from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.http_server.server import (
-    Limits,
+    ConnectionLimits,
     add_server_options,
     bind_socket,
     create_server,
@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
         with contextlib.ExitStack() as resources:
             served = load_app(options, resources)
             freeze_gc()
-            limits = Limits(connections=options.max_connections)
+            limits = ConnectionLimits(connections=options.max_connections)
             run_event_loop(create_server(served.app, served.description, limits, "/v1").serve([bound]))
 
 

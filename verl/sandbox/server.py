@@ -26,8 +26,8 @@ from verl.sandbox.request import RunRequest
 from verl.sandbox.types import find_language
 from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser
-from verl.utils.http_server.server import Limits as HttpLimits
 from verl.utils.http_server.server import (
+    ConnectionLimits,
     add_server_options,
     bind_socket,
     create_server,
@@ -137,7 +137,7 @@ def serve(options: argparse.Namespace) -> None:
             server = SandboxServer(sandbox, limits, highest, options.max_concurrent, options.max_waiting)
             with contextlib.closing(server):
                 app = server.app(options.max_body_mb * 2**20, options.api_key)
-                http_limits = HttpLimits(connections=options.max_connections)
+                http_limits = ConnectionLimits(connections=options.max_connections)
                 run_event_loop(create_server(app, "a code sandbox", http_limits).serve([bound]))
 
 

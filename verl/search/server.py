@@ -28,7 +28,7 @@ from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open
 from verl.utils.http_server.app import HttpError, create_app, request_body
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import (
-    Limits,
+    ConnectionLimits,
     add_server_options,
     bind_socket,
     create_server,
@@ -143,7 +143,7 @@ def _serve(options: argparse.Namespace) -> None:
             faiss_gpu=options.faiss_gpu,
         )
         name = f"{len(retriever.corpus)} documents ({options.retriever_name})"
-        limits = Limits(connections=options.max_connections)
+        limits = ConnectionLimits(connections=options.max_connections)
         with contextlib.closing(SearchServer(retriever, options.retriever_name)) as server:
             app = server.app(options.max_body_mb * 2**20, options.api_key)
             run_event_loop(create_server(app, name, limits, "/retrieve").serve([bound]))

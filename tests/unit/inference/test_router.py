@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from verl.inference.serving.router import Router
 from verl.utils.http_server.app import HttpError, create_app
-from verl.utils.http_server.server import Limits, LocalServer
+from verl.utils.http_server.server import ConnectionLimits, LocalServer
 
 KEY = "a key"
 
@@ -53,8 +53,8 @@ def routed(check):
     async def run() -> None:
         backend, router = Backend(), Router()
         async with (
-            LocalServer(backend.app, "a backend", Limits()) as behind,
-            LocalServer(router.app(), "a router", Limits()) as address,
+            LocalServer(backend.app, "a backend", ConnectionLimits()) as behind,
+            LocalServer(router.app(), "a router", ConnectionLimits()) as address,
             httpx.AsyncClient(base_url=address) as client,
         ):
             router.servers = {behind.removeprefix("http://"): KEY}

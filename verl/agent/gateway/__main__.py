@@ -26,7 +26,7 @@ from verl.inference.serving.model import LoadedModel, ModelLoader, add_model_opt
 from verl.types.request import Output, Request
 from verl.utils.http_server.app import json_pieces
 from verl.utils.http_server.server import (
-    Limits,
+    ConnectionLimits,
     add_server_options,
     bind_socket,
     create_server,
@@ -67,7 +67,7 @@ def _serve(options: argparse.Namespace) -> None:
             model = stack.enter_context(contextlib.closing(Model(loaded.model_info, loaded.tokenizer, parser)))
             model.start_workers()
             freeze_gc()
-            gateway, limits = _Gateway(loaded, model, options), Limits(connections=options.max_connections)
+            gateway, limits = _Gateway(loaded, model, options), ConnectionLimits(connections=options.max_connections)
             run_event_loop(
                 gateway.serve(create_server(gateway.app, loaded.description, limits, "/sessions/<name>"), bound)
             )

@@ -26,7 +26,7 @@ from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output, Request
 from verl.utils.concurrency import SharedEventLoop
 from verl.utils.exceptions import RemoteTraceback
-from verl.utils.http_server.server import Limits, LocalServer
+from verl.utils.http_server.server import ConnectionLimits, LocalServer
 from verl.utils.import_utils import ImportPath, load_user_object
 from verl.utils.text_workers import longest_token
 from verl.utils.tool_calls import get_parser
@@ -35,7 +35,7 @@ from verl.workers.rollout.call_trace import current_trace
 __all__ = ["GatewayAgentLoop", "build_outputs", "describe_failure", "load_agent", "start_agent"]
 
 # Agents of this worker keep connections open while they run tools.
-_HTTP_LIMITS = Limits(connections=8192, idle_seconds=600, grace_seconds=1)
+_HTTP_LIMITS = ConnectionLimits(connections=8192, idle_seconds=600, grace_seconds=1)
 # Parameters of every `run_agent` function.
 _PARAMETERS = ("base_url", "prompt", "request_kwargs", "metadata")
 _agent_event_loop = SharedEventLoop("agents")

@@ -19,7 +19,7 @@ from verl.inference.serving.request_models import (
     CompletionRequest,
     GenerationRequest,
     Message,
-    ToolCall,
+    MessageToolCall,
     validate_request,
 )
 from verl.inference.serving.response_format import response_grammar
@@ -444,7 +444,7 @@ def _template_message(raw: dict[str, Any], message: Message) -> dict[str, Any]:
     return fields
 
 
-def _template_call(raw: dict[str, Any], call: ToolCall) -> dict[str, Any]:
+def _template_call(raw: dict[str, Any], call: MessageToolCall) -> dict[str, Any]:
     if not isinstance(raw["function"].get("arguments"), str):
         return raw
     return {**raw, "function": {**raw["function"], "arguments": call.function.arguments}}

@@ -31,9 +31,9 @@ __all__ = [
     "FunctionChoice",
     "GenerationRequest",
     "Message",
+    "MessageToolCall",
     "ResponseFormat",
     "ScoreRequest",
-    "ToolCall",
     "as_inputs",
     "validate_request",
 ]
@@ -168,7 +168,7 @@ class CalledFunction(FunctionName):
             raise ValueError("is not valid JSON") from error
 
 
-class ToolCall(_Open):
+class MessageToolCall(_Open):
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -188,7 +188,7 @@ class Message(_Open):
 
     role: Name
     content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=_MAX_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:

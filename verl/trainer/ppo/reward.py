@@ -218,9 +218,11 @@ class RewardModelServer:
 
     def start(self, *managers: Any) -> list[Any]:
         """Start the router and bind its address to the reward managers; return managers that replace them, in order."""
-        from verl.utils.http_server.server import Limits, serve_in_thread
+        from verl.utils.http_server.server import ConnectionLimits, serve_in_thread
 
-        serving = serve_in_thread(self._router.app(), "the reward model", limits=Limits(connections=_MAX_CONNECTIONS))
+        serving = serve_in_thread(
+            self._router.app(), "the reward model", limits=ConnectionLimits(connections=_MAX_CONNECTIONS)
+        )
         address = f"127.0.0.1:{self._resources.enter_context(serving)}"
         self._update_addresses()
         if self._offloads:

@@ -30,7 +30,7 @@ from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, AcceptQue
 from verl.utils.resources import trim_heap
 
 __all__ = [
-    "Limits",
+    "ConnectionLimits",
     "LocalServer",
     "add_server_options",
     "bind_socket",
@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one client may use of the server's connections and time."""
+class ConnectionLimits:
+    """Limits on the connections of a server: their number, their times and the size of their headers."""
 
     connections: int = 1024
     """Open connections. Above it, the connection that has waited longest for a request is closed for a new one; if
@@ -87,7 +87,12 @@ def add_server_options(parser: argparse.ArgumentParser, port: int, max_body_mb: 
     sent = "key that clients must send as `Authorization: Bearer` or `x-api-key` (default: $VERL_API_KEY)"
     add("--api-key", default=key, help=sent)
     add("--max-body-mb", type=positive, default=max_body_mb, help="size of one request (default: %(default)s)")
-    add("--max-connections", type=positive, default=Limits.connections, help="open connections (default: %(default)s)")
+    add(
+        "--max-connections",
+        type=positive,
+        default=ConnectionLimits.connections,
+        help="open connections (default: %(default)s)",
+    )
 
 
 def positive(text: str) -> int:
@@ -119,7 +124,9 @@ def warn_if_public(bound: socket.socket, remedy: str) -> None:
         logger.warning("anyone who can connect to %s can use this server. %s", address, remedy)
 
 
-def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: bool = True) -> uvicorn.Server:
+def create_server(
+    app: Any, name: str, limits: ConnectionLimits, path: str = "", signals: bool = True
+) -> uvicorn.Server:
     """Return a server for an ASGI application; `name` and `path` are logged with its address.
 
     It stops at SIGTERM or SIGINT or, without `signals` (inside another program), when `should_exit` is set.
@@ -203,7 +210,7 @@ class _HeaderLimit:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, name: str, limits: Limits, path: str, signals: bool) -> None:
+    def __init__(self, config: uvicorn.Config, name: str, limits: ConnectionLimits, path: str, signals: bool) -> None:
         super().__init__(config)
         self._name, self._limits, self._path = name, limits, path
         self._signals = _SIGNALS if signals else ()
@@ -272,7 +279,7 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    limits: Limits
+    limits: ConnectionLimits
     waiting: dict[_Connection, None]
     """The server's connections without a request, in the order in which they began to wait."""
     receiving: dict[_Connection, None]
@@ -356,10 +363,12 @@ class _Connection(H11Protocol):
 
 
 @contextlib.contextmanager
-def serve_in_thread(app: Any, name: str, host: str = "127.0.0.1", limits: Limits | None = None) -> Iterator[int]:
+def serve_in_thread(
+    app: Any, name: str, host: str = "127.0.0.1", limits: ConnectionLimits | None = None
+) -> Iterator[int]:
     """Serve from a thread on a free port, which is returned, until the block is left."""
     with bind_socket(host, 0) as bound:
-        server = create_server(app, name, limits or Limits(), "/v1", signals=False)
+        server = create_server(app, name, limits or ConnectionLimits(), "/v1", signals=False)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server", daemon=True)
         thread.start()
         while thread.is_alive() and not server.started:
@@ -374,7 +383,7 @@ def serve_in_thread(app: Any, name: str, host: str = "127.0.0.1", limits: Limits
 class LocalServer:
     """`async with LocalServer(app, name, limits) as address`: served by the running event loop on a loopback port."""
 
-    def __init__(self, app: Any, name: str, limits: Limits) -> None:
+    def __init__(self, app: Any, name: str, limits: ConnectionLimits) -> None:
         self._server = create_server(app, name, limits, signals=False)
 
     async def __aenter__(self) -> str:

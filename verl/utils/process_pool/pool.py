@@ -36,10 +36,10 @@ from verl.utils.process_pool.processes import (
     CHECK_SECONDS,
     EXTERNAL_SIGNALS,
     CallPacing,
-    Done,
+    DoneCallback,
     ForkServer,
     Task,
-    Worker,
+    WorkerProcess,
     describe_exit,
     portable_pickle,
 )
@@ -80,9 +80,9 @@ class ProcessPool:
         self._initializer = initializer
         self._memory_limit, self._max_growth, self._prefork = memory_limit, max_growth, prefork
         self._waiting: deque[Task] = deque()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._pacing = CallPacing()
-        self._servers_lost = 0  # started_at the last result
+        self._servers_lost = 0  # since the last result
         self.retried_calls = 0
         """Calls that were retried because their process was killed or stopped from outside, in total."""
         self._lock = threading.Lock()
@@ -105,7 +105,11 @@ class ProcessPool:
         return future
 
     def enqueue(
-        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], done: Done, timeout: float = math.inf
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[tuple[Any, ...]],
+        done: DoneCallback,
+        timeout: float = math.inf,
     ) -> None:
         """Call a function once per tuple of arguments; `done(number, value, error)` is called for each result.
 
@@ -158,7 +162,7 @@ class ProcessPool:
                 break
             except EOFError as error:
                 if last:
-                    raise InitializerError(f"its process died {_MAX_LOSSES} times during start-up: {error}") from error
+                    raise InitializerError(f"lost {_MAX_LOSSES} times during start-up: {error}") from error
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
         self._selector.register(self._server.control, selectors.EVENT_READ)
@@ -175,11 +179,11 @@ class ProcessPool:
                 try:
                     self._run_once()
                 except (OSError, EOFError) as error:
-                    reason = f"the fork server of the process pool is lost ({error})"
+                    reason = f"the process pool lost its fork server ({error})"
                     self._replace_server(reason)
             reason = "the process pool was closed"
         except (OSError, EOFError, InitializerError) as error:
-            logger.error("%s, and cannot be started again: %s", reason, error)
+            logger.error("%s, and another one cannot be started: %s", reason, error)
         finally:
             self._stop(reason)
 
@@ -194,7 +198,7 @@ class ProcessPool:
         """Start a new fork server. The workers died with the old one; all their calls are requeued."""
         self._servers_lost += 1
         if self._servers_lost > _MAX_LOSSES:
-            raise EOFError(f"it was lost {self._servers_lost} times without a result in between")
+            raise EOFError(f"the fork server was lost {self._servers_lost} times without a result in between")
         logger.warning("%s: starting another one and retrying its calls.", reason)
         self._close_processes()
         for worker in self._workers.values():
@@ -248,7 +252,7 @@ class ProcessPool:
         while self._prefork and len(self._workers) < self._processes:
             self._fork()
 
-    def _fork(self) -> Worker:
+    def _fork(self) -> WorkerProcess:
         worker = self._server.fork()
         self._workers[worker.pid] = worker
         self._selector.register(worker.link, selectors.EVENT_READ, worker)
@@ -265,14 +269,12 @@ class ProcessPool:
             with contextlib.suppress(BlockingIOError):
                 while self._wakeup_receiver.recv(4096):
                     pass
-        elif (
-            ready.fileobj is self._server.control
-        ):  # replies are read by the requests; this event is the end of the server
-            raise EOFError("its process ended")
+        elif ready.fileobj is self._server.control:  # replies are read by the requests; this event is the server's end
+            raise EOFError("the fork server ended")
         elif ready.data.pid in self._workers:
             self._read(ready.data)
 
-    def _read(self, worker: Worker) -> None:
+    def _read(self, worker: WorkerProcess) -> None:
         """Handle the results that have arrived."""
         before, took, imported = worker.completed, 0.0, worker.importing is not None
         try:
@@ -304,7 +306,7 @@ class ProcessPool:
             if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
                 self._kill(worker)
 
-    def _handle_result(self, worker: Worker, kind: bytes, content: memoryview) -> bool:
+    def _handle_result(self, worker: WorkerProcess, kind: bytes, content: memoryview) -> bool:
         """Deliver one result. Returns False if the worker was killed."""
         task = worker.tasks.popleft()
         # Earlier calls may have left objects in memory: try once more in a new process.
@@ -335,15 +337,15 @@ class ProcessPool:
             if worker.stopped:
                 self._retry(worker.tasks.popleft(), "was stopped")
                 self._kill(worker)
-            elif now - worker.started_at < task.timeout:
+            elif now - worker.started_at < task.timeout_s:
                 self._handle_slow_call(worker, recent)
-            elif not worker.extend_deadline(now, task.timeout):
+            elif not worker.extend_deadline(now, task.timeout_s):
                 why = f", after importing {worker.importing}" if worker.importing else ""
                 worker.tasks.popleft()
-                task.finish(None, TaskTimeout(f"took longer than {task.timeout:g} s and was stopped{why}"))
+                task.finish(None, TaskTimeout(f"took longer than {task.timeout_s:g} s and was stopped{why}"))
                 self._kill(worker)
 
-    def _handle_slow_call(self, worker: Worker, recent: bool) -> None:
+    def _handle_slow_call(self, worker: WorkerProcess, recent: bool) -> None:
         """Handle a slow call: requeue the calls that were sent with it, and allow another worker if it only waits.
 
         `recent`: this is the first check of the call. Calls behind one that computes stay until other workers are idle.
@@ -360,10 +362,10 @@ class ProcessPool:
         events = [self._next_check(worker) for worker in self._workers.values() if worker.tasks]
         return max(0.0, min(events) - time.monotonic()) if events else None
 
-    def _next_check(self, worker: Worker) -> float:
-        return self._pacing.next_check(worker.started_at, worker.checked_at, worker.tasks[0].timeout)
+    def _next_check(self, worker: WorkerProcess) -> float:
+        return self._pacing.next_check(worker.started_at, worker.checked_at, worker.tasks[0].timeout_s)
 
-    def _on_worker_exit(self, worker: Worker, blame_call: bool = True) -> None:
+    def _on_worker_exit(self, worker: WorkerProcess, blame_call: bool = True) -> None:
         """Fail or retry the running call of a worker that has exited, and requeue its other calls.
 
         The call is retried if the worker was killed by a signal that usually comes from outside.
@@ -382,28 +384,28 @@ class ProcessPool:
 
     def _retry(self, task: Task, how: str) -> None:
         """Requeue a call whose process was killed or stopped from outside, up to `_MAX_LOSSES` times."""
-        task.losses += 1
-        if task.losses < _MAX_LOSSES:
+        task.num_losses += 1
+        if task.num_losses < _MAX_LOSSES:
             self.retried_calls += 1
             self._waiting.appendleft(task)
         else:
-            task.finish(None, ProcessDied(f"{how}, as in {task.losses - 1} processes before"))
+            task.finish(None, ProcessDied(f"{how}, as in {task.num_losses - 1} processes before"))
 
-    def _kill(self, worker: Worker) -> None:
+    def _kill(self, worker: WorkerProcess) -> None:
         self._requeue(worker, keep=0)
         self._remove(worker)
         self._server.kill(worker)
 
-    def _requeue(self, worker: Worker, keep: int) -> None:
+    def _requeue(self, worker: WorkerProcess, keep: int) -> None:
         while len(worker.tasks) > keep:
             self._waiting.appendleft(worker.tasks.pop())
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: WorkerProcess) -> None:
         self._selector.unregister(worker.link)
         del self._workers[worker.pid]
 
 
-def gather_results(start: Callable[[Done], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:
+def gather_results(start: Callable[[DoneCallback], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:
     """Wait for the `calls` calls that `start(done)` begins; return their values or exceptions, in order.
 
     Cheaper per call than futures. Every result counts as progress of the waiting thread: 1, or its entry in `units`.

@@ -1,4 +1,4 @@
-"""ForkServer and Worker: the pool's handles of the fork server and of its workers.
+"""ForkServer and WorkerProcess: the pool's handles of the fork server and of its workers.
 
 The code that runs in these processes, and the messages: `verl.utils.process_pool.fork_server`.
 """
@@ -28,47 +28,54 @@ from verl.utils.import_utils import reduce_by_source, register_user_modules_by_v
 from verl.utils.process_pool.errors import CannotSend, InitializerError
 from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
 
+# Maximum size of one read from the socket of a worker.
 _READ_BYTES = 1 << 18
 # Messages up to this size are joined and sent at once, larger ones in parts, without a copy.
-_SMALL_MESSAGE = 1 << 18
-# Calls are only sent to idle workers, which read immediately. A worker that does not is broken.
+_SMALL_MESSAGE_BYTES = 1 << 18
+# Time limit for sending calls. They are only sent to idle workers, which read immediately; a worker that does not is
+# broken.
 _SEND_SECONDS = 30.0
+# Time limit for a reply of the fork server.
 _REPLY_SECONDS = 120.0
-# Interval at which, while a reply is pending, the server is checked for having been stopped.
+# Interval at which, while a reply is pending, the fork server is checked for having been stopped (SIGSTOP).
 _STOP_CHECK_SECONDS = 0.5
 # Signals that usually come from outside: from an operator, the kernel's OOM killer, the end of a session.
 EXTERNAL_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, -signal.SIGQUIT}
+# A slow call that uses less than this share of a core is blocked: it waits for something.
 _BUSY_CPU_SHARE = 0.1
-_RELEVANT_WAIT_SHARE, _MAX_WAIT_FACTOR = 0.05, 10.0
-_SERVE = (
+# The time limit of a call is extended by the time in which its worker waited for a CPU, if that is at least this share
+# of the limit, and at most to this multiple of the limit.
+_MIN_WAIT_SHARE = 0.05
+_MAX_WAIT_FACTOR = 10.0
+# Program of the fork server; arguments: file descriptor of its socket, sys.path as JSON.
+_SERVER_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from verl.utils.process_pool.fork_server import main; main(int(sys.argv[1]))"
 )
 
-
-Done = Callable[[int, Any, "Exception | None"], None]
-"""Callback: (number of the call, its value, its error or None)."""
+DoneCallback = Callable[[int, Any, "Exception | None"], None]
+"""Called with the number of a call, its value, and its error or None."""
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A call of the pool."""
+    """A submitted function call."""
 
     function: bytes  # pickled
     arguments: bytes  # pickled, without `buffers`
     buffers: list[pickle.PickleBuffer]  # sent without a copy: copying a large one would hold the GIL
-    timeout: float
-    done: Done
-    number: int
+    timeout_s: float
+    on_done: DoneCallback
+    number: int  # passed to `on_done`
     retried_for_memory: bool = False  # ran out of memory once, in a process that earlier calls had used
-    losses: int = 0  # processes of this call that were killed or stopped
+    num_losses: int = 0  # how many processes of this call were killed or stopped
 
     def finish(self, value: Any, error: Exception | None) -> None:
-        self.done(self.number, value, error)
+        self.on_done(self.number, value, error)
 
 
-class Worker:
-    """One worker process: its socket, its calls and their clock."""
+class WorkerProcess:
+    """Handle of one worker process: its socket, its calls and the start time of the running call."""
 
     def __init__(self, pid: int, link: socket.socket) -> None:
         self.pid = pid
@@ -87,7 +94,7 @@ class Worker:
         self._received = bytearray()
 
     def send(self) -> None:
-        """Send its tasks. Raises OSError if it has ended or does not read."""
+        """Send `tasks` to the process. Raises OSError if it has ended or does not read."""
         self.start_clock()
         calls = [(task.function, task.arguments, [buffer.raw() for buffer in task.buffers]) for task in self.tasks]
         sizes = [(len(function), len(arguments), list(map(len, buffers))) for function, arguments, buffers in calls]
@@ -95,12 +102,13 @@ class Worker:
         for function, arguments, buffers in calls:
             parts += [function, arguments, *buffers]
         self.link.settimeout(_SEND_SECONDS)
-        for part in [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_MESSAGE else parts:
+        for part in [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_MESSAGE_BYTES else parts:
             self.link.sendall(part)
         self.link.setblocking(False)
 
     def receive(self) -> Iterator[tuple[bytes, float, memoryview]]:
-        """Yield the frames (kind, seconds, content) that have arrived; EOFError after the last one if it has ended."""
+        """Yield the frames (kind, seconds, content) that have arrived; EOFError after the last one if the process
+        has ended."""
         ended = False
         with contextlib.suppress(BlockingIOError):
             more = True
@@ -146,14 +154,14 @@ class Worker:
             self.blocked = cpu - self._cpu < _BUSY_CPU_SHARE * (now - self.checked_at)
         self.checked_at, self._cpu = now, cpu
 
-    def extend_deadline(self, now: float, timeout: float) -> bool:
+    def extend_deadline(self, now: float, timeout_s: float) -> bool:
         """Extend the time limit by the time in which the worker waited for a CPU. Returns whether it was extended.
 
         At most to `_MAX_WAIT_FACTOR` times the limit, and only if the wait was a relevant part of it.
         """
         before, self._cpu_wait = self._cpu_wait, process_tree.cpu_wait_seconds(self.pid)
         lost = 0.0 if before is None or self._cpu_wait is None else self._cpu_wait - before
-        if lost < _RELEVANT_WAIT_SHARE * timeout or now - self._clock_start > _MAX_WAIT_FACTOR * timeout:
+        if lost < _MIN_WAIT_SHARE * timeout_s or now - self._clock_start > _MAX_WAIT_FACTOR * timeout_s:
             return False
         self.started_at += lost
         self.checked_at += lost
@@ -163,7 +171,8 @@ class Worker:
 class ForkServer:
     """Handle of the fork server. The constructor waits for the initializer and raises InitializerError if it fails.
 
-    All methods raise EOFError if the process was killed or stopped.
+    Methods other than `close` and `discard` raise EOFError or OSError if the server has ended, EOFError if it was
+    stopped (SIGSTOP), and TimeoutError (an OSError) if it does not reply.
     """
 
     def __init__(
@@ -172,7 +181,7 @@ class ForkServer:
         payload = portable_pickle((initializer, memory_limit, max_growth))
         self.control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(theirs.fileno()), json.dumps(_module_path())],
+            [sys.executable, "-c", _SERVER_PROGRAM, str(theirs.fileno()), json.dumps(_module_path())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # There are usually more workers than cores.
@@ -188,31 +197,31 @@ class ForkServer:
             self._process.wait()
             raise InitializerError(problem)
 
-    def fork(self) -> Worker:
+    def fork(self) -> WorkerProcess:
         """Fork a worker; it inherits the preloaded modules."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.control, [CONTROL.pack(FORK, 0)], [theirs.fileno()])
             pid = self._reply()
         self._pids.add(pid)
-        return Worker(pid, ours)
+        return WorkerProcess(pid, ours)
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: WorkerProcess) -> None:
         """Kill a worker and all its child processes."""
         # Directly: the server may be busy. Only the server reaps it, so the process id cannot have been reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
-        self._send_order(KILLED, worker.pid)
+        self._send_command(KILLED, worker.pid)
         self.discard(worker)
 
-    def exit_code(self, worker: Worker) -> int:
+    def exit_code(self, worker: WorkerProcess) -> int:
         """Exit code of a worker that has ended (as `subprocess.Popen.returncode`); its child processes are killed."""
-        self._send_order(ENDED, worker.pid)
+        self._send_command(ENDED, worker.pid)
         return self._reply()
 
     def preload(self, names: bytes | memoryview) -> None:
         """Import modules (a pickled list of names) in the server, so that new workers have them."""
-        self._send_order(PRELOAD, len(names))
+        self._send_command(PRELOAD, len(names))
         self.control.sendall(names)
 
     def close(self) -> None:
@@ -237,13 +246,13 @@ class ForkServer:
             except (EOFError, ConnectionError) as error:
                 code = self._process.wait()
                 if code in EXTERNAL_SIGNALS:
-                    raise EOFError(f"its process ended {describe_exit(code)}") from error
+                    raise EOFError(f"the fork server ended {describe_exit(code)}") from error
                 return f"the fork server ended during start-up {describe_exit(code)}"
 
-    def _send_order(self, order: bytes, number: int) -> None:
-        self.control.sendall(CONTROL.pack(order, number))
+    def _send_command(self, command: bytes, number: int) -> None:
+        self.control.sendall(CONTROL.pack(command, number))
 
-    def discard(self, worker: Worker) -> None:
+    def discard(self, worker: WorkerProcess) -> None:
         """Close the socket of a worker that has ended."""
         worker.link.close()
         self._pids.discard(worker.pid)
@@ -256,16 +265,16 @@ class ForkServer:
             while not selector.select(_STOP_CHECK_SECONDS):
                 self._check_not_stopped()
                 if time.monotonic() > deadline:
-                    raise TimeoutError("it does not reply")
+                    raise TimeoutError("the fork server does not reply")
         received = self.control.recv(CONTROL.size)
         if not received:
-            raise EOFError("its process ended")
+            raise EOFError("the fork server ended")
         return CONTROL.unpack(received)[1]
 
     def _check_not_stopped(self) -> None:
         if process_tree.why_not_running(self._process.pid) == "stopped":
             os.killpg(self._process.pid, signal.SIGKILL)
-            raise EOFError("its process was stopped")
+            raise EOFError("the fork server was stopped (SIGSTOP)")
 
 
 def describe_exit(code: int) -> str:
@@ -332,22 +341,25 @@ class CallPacing:
 
     def update(self, seconds: float, results: int) -> None:
         """Record that `results` calls took `seconds` together. One slow call changes the estimate little."""
-        most = 4 * self._typical + 0.001
-        self._typical += 0.3 * (min(seconds / results, most) - self._typical)
+        highest = 4 * self._typical + 0.001
+        self._typical += 0.3 * (min(seconds / results, highest) - self._typical)
 
     def calls_per_message(self, waiting: int, processes: int) -> int:
-        """Calls in the next message: enough to be worth one, and spread evenly over the workers at the end."""
-        enough = min(_MAX_CALLS_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical, 1e-9)))
-        return max(1, min(enough, max(waiting // (2 * processes), enough // 16), waiting))
+        """Number of calls in the next message to a worker, if `waiting` calls are queued for `processes` workers.
+
+        About `_MESSAGE_SECONDS` of work, and less when the queue is short, so that all workers finish together.
+        """
+        target = min(_MAX_CALLS_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical, 1e-9)))
+        return max(1, min(target, max(waiting // (2 * processes), target // 16), waiting))
 
     def wait_seconds(self, remaining: int) -> float:
         """Seconds to wait for results if the first worker to finish has `remaining` calls."""
         return min(_RESULT_WAIT_SECONDS, remaining * self._typical)
 
-    def next_check(self, started_at: float, checked_at: float, timeout: float) -> float:
-        """When a call that started at `started_at` and was last checked at `checked_at` must be checked or stopped."""
+    def next_check(self, started_at: float, checked_at: float, timeout_s: float) -> float:
+        """Time at which a call that was last checked at `checked_at` must be checked again or stopped."""
         elapsed = checked_at - started_at
-        slow = min(max(_SLOW_SECONDS, _SLOW_FACTOR * self._typical), timeout / 4)
+        slow_after = min(max(_SLOW_SECONDS, _SLOW_FACTOR * self._typical), timeout_s / 4)
         # Hundreds of calls may wait at a time: the longer a call waits, the less often it is checked.
-        pause = max(CHECK_SECONDS, min(elapsed / 2, _MAX_CHECK_SECONDS))
-        return min(checked_at + pause if elapsed else started_at + slow, started_at + timeout)
+        interval = max(CHECK_SECONDS, min(elapsed / 2, _MAX_CHECK_SECONDS))
+        return min(checked_at + interval if elapsed else started_at + slow_after, started_at + timeout_s)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.utils.process_pool import PoolClosed, ProcessPool
-from verl.utils.process_pool.processes import Done
+from verl.utils.process_pool.processes import DoneCallback
 from verl.utils.reward_score.calls import message, receive, serve_calls
 
 CALLS_PER_LOOP = 256
@@ -39,7 +39,7 @@ class ScoreCall:
 
     row: Any
     number: int
-    on_done: Done
+    on_done: DoneCallback
     started: float = 0.0
     isolated: bool = False
     """Its loop was lost: it is repeated in its own process."""
@@ -71,7 +71,7 @@ class EventLoops:
         self._numbers = itertools.count(1)
         self._reset()
 
-    def enqueue(self, rows: Sequence[Any], on_done: Done) -> None:
+    def enqueue(self, rows: Sequence[Any], on_done: DoneCallback) -> None:
         """Queue one call per row; `on_done` is as in `ProcessPool.enqueue`. Raises if the first loop cannot be
         started."""
         calls = [ScoreCall(row, number, on_done) for number, row in enumerate(rows)]

@@ -19,7 +19,7 @@ from verl.utils.process_pool import (
     TaskTimeout,
     gather_results,
 )
-from verl.utils.process_pool.processes import Done, portable_pickle
+from verl.utils.process_pool.processes import DoneCallback, portable_pickle
 from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.calls import (
@@ -177,7 +177,7 @@ class ScorerPool:
             tick(count)
         return results
 
-    def _enqueue(self, calls: Sequence[Any], done: Done) -> None:
+    def _enqueue(self, calls: Sequence[Any], done: DoneCallback) -> None:
         assert self._pool is not None
         if self._loops is not None:
             self._loops.enqueue(calls, done)

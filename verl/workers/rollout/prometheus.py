@@ -14,14 +14,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.utils.http_server.app import HttpError, create_app
-from verl.utils.http_server.server import Limits, bind_socket, create_server
+from verl.utils.http_server.server import ConnectionLimits, bind_socket, create_server
 from verl.workers.rollout.base import BaseRollout, EngineDiedError, Load
 
 __all__ = ["exposition", "serve_metrics"]
 
 logger = logging.getLogger(__name__)
 
-_LIMITS = Limits(connections=64, grace_seconds=1)
+_LIMITS = ConnectionLimits(connections=64, grace_seconds=1)
 _MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -17,7 +17,7 @@ import pytest
 # /slow answers after a second, /endless streams without end, /block keeps the event loop busy, /echo reads the body.
 PROGRAM = """
 import asyncio, logging, socket, sys, time
-from verl.utils.http_server.server import Limits, create_server
+from verl.utils.http_server.server import ConnectionLimits, create_server
 
 async def app(scope, receive, send):
     path = scope["path"]
@@ -38,7 +38,9 @@ async def app(scope, receive, send):
 logging.basicConfig(level="INFO", stream=sys.stdout)
 bound = socket.socket()
 bound.bind(("127.0.0.1", 0))
-limits = Limits(connections=int(sys.argv[1]), idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20)
+limits = ConnectionLimits(
+    connections=int(sys.argv[1]), idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20
+)
 asyncio.run(create_server(app, "a test", limits, "/v1").serve([bound]))
 """
 
