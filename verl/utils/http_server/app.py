@@ -1,4 +1,4 @@
-"""Requests of all HTTP servers: starlette applications with limits, authentication, errors, health, cancellation."""
+"""Base ASGI application of all HTTP servers: body limits, authentication, error responses, /health, cancellation."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ __all__ = [
 ]
 
 _BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
-_BODY = "verl.body"  # key of the scope
-_SMALL_BODY = 1 << 20
-_BUFFERED_BODIES = 512 << 20
-_PIECE, _PIECE_ITEMS = 256 << 10, 4096
+_BODY_KEY = "verl.body"  # of the received body in the ASGI scope
+# Larger bodies share the budget; smaller ones are limited by the number of connections.
+_SMALL_BODY_BYTES = 1 << 20
+# Total size of the large bodies that are received or handled at the same time.
+_BUFFER_BUDGET_BYTES = 512 << 20
+# Responses are encoded in pieces of at most this many characters or list items.
+_PIECE_CHARS, _PIECE_ITEMS = 256 << 10, 4096
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class ClientDisconnected(Exception):
 
 
 class HttpError(PicklableError):
-    """A request that is rejected: `status`, and for some dialects the parameter at fault and a code."""
+    """A rejected request: the HTTP status and, for error formats that have them, the invalid parameter and a code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -59,7 +62,7 @@ class HttpError(PicklableError):
 
 
 ErrorContent = Callable[[str, HttpError], Mapping[str, Any]]
-"""(path, error) -> the JSON body of the response, in the dialect of the clients of that path."""
+"""(path, error) -> the JSON body of the response, in the error format that clients of that path expect."""
 
 
 def detail_error(_path: str, error: HttpError) -> Mapping[str, Any]:
@@ -76,25 +79,26 @@ def create_app(
 ) -> ASGIApp:
     """Return an ASGI application that serves `routes` and `GET /health`.
 
-    Handlers are starlette endpoints. They raise HttpError, get a body of at most `max_body_bytes`, which was received
-    completely, with `request_body`, and are cancelled when the client disconnects. With `api_key`, every request except
-    /health must send it (`Authorization: Bearer`, basic authentication's password, `x-api-key`).
+    Handlers are starlette endpoints. The body (at most `max_body_bytes`) is received before a handler is called; it is
+    read with `request_body`. Handlers may raise HttpError, and are cancelled when the client disconnects. With
+    `api_key`, every request except /health must send it (`Authorization: Bearer`, basic authentication's password,
+    `x-api-key`).
     """
-    guard = _Guard(routes, health, max_body_bytes, api_key, error_content)
-    handlers: Any = {kind: guard.handle_error for kind in (HTTPException, HttpError, Exception)}
-    guard.app = Starlette(routes=list(routes), exception_handlers=handlers)
-    guard.app.router.redirect_slashes = False
-    return guard
+    middleware = _RequestMiddleware(routes, health, max_body_bytes, api_key, error_content)
+    handlers: Any = {kind: middleware.handle_error for kind in (HTTPException, HttpError, Exception)}
+    middleware.app = Starlette(routes=list(routes), exception_handlers=handlers)
+    middleware.app.router.redirect_slashes = False
+    return middleware
 
 
 def request_body(request: Request) -> bytes | bytearray:
-    """The body. Not copied, unlike `request.body()`: that takes 2 ms per megabyte, in which no client is served."""
-    body: bytes | bytearray = request.scope[_BODY]
+    """Return the body without a copy. `request.body()` copies it, which blocks the event loop for 2 ms per megabyte."""
+    body: bytes | bytearray = request.scope[_BODY_KEY]
     return body
 
 
-class _Guard:
-    """What happens around every request."""
+class _RequestMiddleware:
+    """ASGI middleware: serves /health, checks host and API key, receives bodies, converts exceptions to responses."""
 
     app: Starlette
 
@@ -108,8 +112,8 @@ class _Guard:
     ) -> None:
         self._health, self._error_content = health, error_content
         self._max_body, self._api_key = max_body_bytes, api_key
-        self._available = ", ".join(["GET /health", *map(_described, routes)])
-        self._buffered = 0
+        self._available = ", ".join(["GET /health", *map(_describe_route, routes)])
+        self._buffered_bytes = 0  # of large bodies, see `_BUFFER_BUDGET_BYTES`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = scope["path"].rstrip("/") or "/"
@@ -121,20 +125,28 @@ class _Guard:
             logger.info("%s %s was cancelled: the server is stopping", scope["method"], scope["path"])
         except HttpError as error:  # raised here; those of handlers are handled by starlette
             await self._error_response(scope, error)(scope, receive, send)
-        except (
-            Exception
-        ):  # starlette has sent status 500, or the response was incomplete: uvicorn closes the connection
+        except Exception:
+            # Starlette has sent status 500; or the response was incomplete, and uvicorn closes the connection.
             logger.exception("%s %s failed", scope["method"], scope["path"])
 
     async def handle_error(self, request: Request, error: Exception) -> Response:
-        """The response to an exception of a handler; the message of an unexpected one is only logged."""
+        """Return the response to an exception of starlette or of a handler.
+
+        The message of an unexpected exception is logged, but not sent.
+        """
         if isinstance(error, HTTPException):
-            path = request.scope["path"][:200]
-            message = f"there is no {request.method} {path}. Available: {self._available}."
-            error = HttpError(error.status_code, message)
+            error = HttpError(error.status_code, self._routing_message(request, error))
         elif not isinstance(error, HttpError):
             error = HttpError(500, "the server failed; the cause is in its log.")
         return self._error_response(request.scope, error)
+
+    def _routing_message(self, request: Request, error: HTTPException) -> str:
+        path = request.scope["path"][:200]
+        if error.status_code == 404:
+            return f"there is no {request.method} {path}. Available: {self._available}."
+        if error.status_code == 405:
+            return f"method not allowed: {request.method} {path}. Available: {self._available}."
+        return error.detail
 
     def _error_response(self, scope: Scope, error: HttpError) -> Response:
         headers = {"Retry-After": "1"} if error.status == 503 else None
@@ -148,20 +160,20 @@ class _Guard:
             _check_host(scope, headers)
         self._authenticate(headers)
         if scope["method"] not in _BODY_METHODS:
-            return await run_until_disconnect(self.app({**scope, _BODY: b""}, _replay(b""), send), receive)
+            return await run_until_disconnect(self.app({**scope, _BODY_KEY: b""}, _replay(b""), send), receive)
         body = await self._read_body(headers, receive)
         size = len(body)
         try:
             if body or scope["method"] != "DELETE":
                 _check_content_type(headers.get("content-type", ""))
-            await run_until_disconnect(self.app({**scope, _BODY: body}, _replay(body), send), receive)
+            await run_until_disconnect(self.app({**scope, _BODY_KEY: body}, _replay(body), send), receive)
         finally:
             del body
-            self._count(-size)
+            self._adjust_buffered(size, 0)
 
-    def _count(self, size: int) -> None:
-        """Bodies above _SMALL_BODY share a budget; smaller ones are limited by the number of connections."""
-        self._buffered += size if abs(size) > _SMALL_BODY else 0
+    def _adjust_buffered(self, current_size: int, new_size: int) -> None:
+        """Record that the size of a buffered body has changed."""
+        self._buffered_bytes += _budgeted(new_size) - _budgeted(current_size)
 
     def _authenticate(self, headers: Headers) -> None:
         if self._api_key is None:
@@ -177,10 +189,11 @@ class _Guard:
             raise HttpError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | bytearray:
-        """Return the body, counted in `_buffered`. A body that is too large is received but not stored."""
-        length, body, more = _content_length(headers), bytearray(), True
-        if length > self._max_body and "expect" in headers:
+        """Return the body, counted in `_buffered_bytes`. A body that is too large is received but not stored."""
+        expected_size = _content_length(headers)
+        if expected_size > self._max_body and "expect" in headers:  # the client waits for this before it sends the body
             raise self._too_large()
+        body, more = bytearray(), True
         rejection: HttpError | None = None
         try:
             # Clients that are still sending do not read the response: receive everything before it is sent.
@@ -189,28 +202,29 @@ class _Guard:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
                 chunk = message.get("body", b"")
-                length, size = max(length, len(body) + len(chunk)), len(body)
-                rejection = rejection or self._rejection(length, size + len(chunk), size)
-                self._count(-size)
+                current_size, new_size = len(body), len(body) + len(chunk)
+                expected_size = max(expected_size, new_size)
+                rejection = rejection or self._rejection(expected_size, current_size, new_size)
                 if rejection is None:
                     body += chunk
                 else:
                     body.clear()
-                self._count(len(body))
+                self._adjust_buffered(current_size, len(body))
                 more = message.get("more_body", False)
             if rejection is not None:
                 raise rejection
-            return body if len(body) > _SMALL_BODY else bytes(body)
+            return body if len(body) > _SMALL_BODY_BYTES else bytes(body)
         except BaseException:
-            self._count(-len(body))
+            self._adjust_buffered(len(body), 0)
             raise
 
-    def _rejection(self, length: int, size: int, counted: int) -> HttpError | None:
-        """`size`: of the body with the next piece; `counted`: without it."""
-        if length > self._max_body:
+    def _rejection(self, expected_size: int, current_size: int, new_size: int) -> HttpError | None:
+        """Return the error if a body must not grow from `current_size` to `new_size`, because it would be too large or
+        exceed the budget of all bodies; None: it may grow. `expected_size`: its final size, as far as known."""
+        if expected_size > self._max_body:
             return self._too_large()
-        others = self._buffered - (counted if counted > _SMALL_BODY else 0)
-        if size > _SMALL_BODY and others + size > max(_BUFFERED_BODIES, self._max_body):
+        other_bodies = self._buffered_bytes - _budgeted(current_size)
+        if new_size > _SMALL_BODY_BYTES and other_bodies + new_size > max(_BUFFER_BUDGET_BYTES, self._max_body):
             return HttpError(503, "the server is receiving too many large requests at the same time. Try again later.")
         return None
 
@@ -218,10 +232,15 @@ class _Guard:
         return HttpError(413, f"the body is larger than {self._max_body} bytes (--max-body-mb).")
 
 
-def _check_host(scope: Scope, headers: Headers) -> None:
-    """Reject requests to a loopback address under a foreign host name.
+def _budgeted(size: int) -> int:
+    """Return the bytes of a body that count for the budget."""
+    return size if size > _SMALL_BODY_BYTES else 0
 
-    A web page whose DNS name is changed to 127.0.0.1 could otherwise use this server through the user's browser.
+
+def _check_host(scope: Scope, headers: Headers) -> None:
+    """Protect against DNS rebinding: reject requests to a loopback address with an unknown Host header.
+
+    Otherwise a web page whose DNS name is changed to 127.0.0.1 could use this server through the user's browser.
     """
     address, host = (scope.get("server") or ("",))[0], _host_name(headers.get("host", ""))
     if _is_ip(address, loopback=True) and host and not (_is_ip(host) or host in _own_names()):
@@ -256,18 +275,21 @@ def _content_length(headers: Headers) -> int:
 
 
 def _check_content_type(content_type: str) -> None:
-    # A web page in a browser on this machine can send a form to this address, but not JSON.
+    # Protects against CSRF: a web page in a browser on this machine can send a form to this address, but not JSON.
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, f"Content-Type is {content_type[:200]!r}. Send the request as application/json.")
 
 
-def _described(route: BaseRoute) -> str:
+def _describe_route(route: BaseRoute) -> str:
     methods = sorted(set(getattr(route, "methods", None) or ()) - {"HEAD"})
     return f"{' '.join(methods)} {getattr(route, 'path', route)}"
 
 
 def _replay(body: bytes | bytearray) -> Receive:
-    """A `receive` that returns the body once and then waits: `run_until_disconnect` watches the connection."""
+    """Return an ASGI `receive` that returns the body once and then waits forever.
+
+    It reports no disconnect: `run_until_disconnect` watches the connection.
+    """
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -281,7 +303,7 @@ def _replay(body: bytes | bytearray) -> Receive:
 
 async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Run `work`; cancel it and raise ClientDisconnected when the client disconnects first."""
-    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -293,7 +315,7 @@ async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive
     task.result()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return when the client disconnects; the body of a GET is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -318,21 +340,21 @@ class GeneratorResponse(StreamingResponse):
 
 
 async def json_response(build: Callable[[], Any], size: int) -> Response:
-    """A response whose body may be large: `size` is an estimate in bytes.
+    """Return the response with the JSON of `build()`. `size`: estimate of its size in bytes.
 
-    A large one is encoded and sent in pieces, so that other clients are served.
+    A large body is encoded and sent in pieces, so that other clients are served meanwhile.
     """
-    if size <= _PIECE:
+    if size <= _PIECE_CHARS:
         return JSONResponse(build())
-    return StreamingResponse(_encoded(build()), media_type="application/json")
+    return StreamingResponse(_encode_json(build()), media_type="application/json")
 
 
-async def _encoded(content: Any) -> AsyncIterator[bytes]:
+async def _encode_json(content: Any) -> AsyncIterator[bytes]:
     pieces, size = [], 0
     for piece in json_pieces(content):
         pieces.append(piece)
         size += len(piece)
-        if size > _PIECE:
+        if size > _PIECE_CHARS:
             yield "".join(pieces).encode()
             pieces, size = [], 0
         await asyncio.sleep(0)
@@ -340,7 +362,7 @@ async def _encoded(content: Any) -> AsyncIterator[bytes]:
 
 
 def json_pieces(content: Any) -> Iterator[str]:
-    """The JSON of `content` in pieces that each take a few milliseconds: `json.dumps` holds the interpreter's lock."""
+    """Yield the JSON of `content` in pieces that each take a few milliseconds: `json.dumps` holds the GIL."""
     if isinstance(content, dict) and content:
         for number, (name, value) in enumerate(content.items()):
             yield f"{', ' if number else '{'}{_dumps(str(name))}: "
@@ -357,10 +379,10 @@ def json_pieces(content: Any) -> Iterator[str]:
             else:
                 yield _dumps(list(items))[1:-1]
         yield "]"
-    elif isinstance(content, str) and len(content) > _PIECE:
+    elif isinstance(content, str) and len(content) > _PIECE_CHARS:
         yield '"'
-        for start in range(0, len(content), _PIECE):
-            yield _dumps(content[start : start + _PIECE])[1:-1]
+        for start in range(0, len(content), _PIECE_CHARS):
+            yield _dumps(content[start : start + _PIECE_CHARS])[1:-1]
         yield '"'
     else:
         yield _dumps(content)

@@ -158,7 +158,9 @@ def test_errors_have_the_dialect_of_the_server_and_no_internal_text(caplog):
     missing = request("GET", "/missing", dialect)
     assert (missing.status_code, missing.json()["error"][0]) == (404, "/missing")
     assert "POST /echo" in missing.text
-    assert request("GET", "/echo", dialect).status_code == 405
+    wrong_method = request("GET", "/echo", dialect)
+    assert wrong_method.status_code == 405
+    assert "method not allowed: GET /echo" in wrong_method.text
 
 
 def test_a_trailing_slash_is_the_same_path():
@@ -330,7 +332,7 @@ def test_a_disconnect_while_the_body_is_sent_frees_what_was_buffered():
 
 
 def test_large_bodies_share_a_budget_and_small_ones_are_always_accepted(monkeypatch):
-    monkeypatch.setattr("verl.utils.http_server.app._BUFFERED_BODIES", 3 << 20)
+    monkeypatch.setattr("verl.utils.http_server.app._BUFFER_BUDGET_BYTES", 3 << 20)
     statuses = {}
 
     def record(name):
@@ -353,7 +355,7 @@ def test_large_bodies_share_a_budget_and_small_ones_are_always_accepted(monkeypa
 
 
 def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
-    monkeypatch.setattr("verl.utils.http_server.app._BUFFERED_BODIES", 3 << 20)
+    monkeypatch.setattr("verl.utils.http_server.app._BUFFER_BUDGET_BYTES", 3 << 20)
 
     async def run():
         app = create_app(ROUTES, health=dict, max_body_bytes=3 << 20)
