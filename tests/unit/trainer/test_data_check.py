@@ -65,7 +65,7 @@ BROKEN = {
     "truncated.parquet": (broken_parquet, r"truncated.parquet: it cannot be read .*Write it again"),
     "column.parquet": (
         lambda path: write(path, [{"question": "1+1?", "data_source": "gsm8k", "ground_truth": "2"}]),
-        "column.parquet row 0: it has no 'prompt'. Set data.prompt_key to the column",
+        "column.parquet row 0: the column 'prompt' does not exist. Set data.prompt_key to the column",
     ),
     "types.parquet": (
         lambda path: write(path, [{**GOOD, "prompt": 7, "reward_model": "2"}] * 3),
@@ -73,13 +73,13 @@ BROKEN = {
     ),
     "nulls.parquet": (
         lambda path: write(path, [GOOD, {**GOOD, "prompt": None}, {**GOOD, "prompt": None}]),
-        "nulls.parquet row 1 (and 1 more row): 'prompt' is missing. Fill it, or remove the row.",
+        "nulls.parquet row 1 (and 1 more row): 'prompt' is null. Fill it, or remove the row.",
     ),
     "empty.parquet": (
         lambda path: pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path),
-        "empty.parquet: it has no rows. Write it again, or leave it out.",
+        "empty.parquet: the file has no rows. Write it again, or remove it from the list of files.",
     ),
-    "empty.jsonl": (lambda path: path.write_text(""), "empty.jsonl: it has no rows."),
+    "empty.jsonl": (lambda path: path.write_text(""), "empty.jsonl: the file has no rows."),
     "line.jsonl": (
         lambda path: path.write_text(json.dumps(GOOD) + "\n{half"),
         "line.jsonl line 2: not valid JSON (Expecting property name",

@@ -1,6 +1,7 @@
-"""Rules for data files, checked before training: every kind of problem once, with file, row and remedy.
+"""Validation rules for data files, checked before training.
 
-Arrow columns whose type and null count already prove a rule are not checked row by row, so valid files pass at once.
+Each broken rule is reported once per file, with the first row and a fix. If an Arrow column's type and null count
+guarantee that a rule holds, its rows are not checked, so that large valid files take little time.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from verl.utils.exceptions import PicklableError
 from verl.utils.reward_score.registry import matching, unknown_source
 
 GROUND_TRUTH = "ground_truth"
-# Columns that decide what scores a row.
-_SCORED_BY = ("reward_model", "agent_name")
-# A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
+# Columns that decide whether a reward function, a reward model or an agent loop scores a row.
+_SCORING_COLUMNS = ("reward_model", "agent_name")
 RowCheck = Callable[[dict[str, Any], Sequence[str]], str | None]
-_BATCH = 4096
+"""(row, columns of its file) -> the problem of the row and how to fix it; None: the row is valid."""
+_ROWS_PER_READ = 4096
 
 
 class DataError(PicklableError, ValueError):
-    """The data cannot be used; `problems` are all reasons, `str()` is the numbered list."""
+    """The data cannot be used. `problems`: all reasons; `str()` is their numbered list."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -38,19 +39,23 @@ class DataError(PicklableError, ValueError):
 
 @dataclass(frozen=True)
 class RowRule:
-    """One requirement: the columns it reads, the check of a row, and whether a table's types prove it."""
+    """A requirement of the rows of a data file."""
 
     columns: tuple[str, ...]
+    """The columns that `check` reads."""
     check: RowCheck
-    is_proven: Callable[[pa.Table], bool]
+    holds_for_table: Callable[[pa.Table], bool]
+    """Whether the rule certainly holds for all rows, by column types and null counts. If not, the rows are checked."""
 
 
 def find_problems(rows: Rows, rules: Sequence[RowRule]) -> list[str]:
-    """Return the broken rules per file: the first row that breaks it, how many more do, and the remedy."""
+    """Return a message per file and broken rule: the first invalid row, the number of others, and the fix."""
     problems = []
     for data_file in rows.data_files:
         if len(data_file) == 0:
-            problems.append(f"{data_file.file}: it has no rows. Write it again, or leave it out.")
+            problems.append(
+                f"{data_file.file}: the file has no rows. Write it again, or remove it from the list of files."
+            )
             continue
         for row, count, problem in _broken_rules(data_file, rules):
             more = count - 1
@@ -66,28 +71,31 @@ def raise_problems(rows: Rows, rules: Sequence[RowRule]) -> None:
 
 
 def missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> dict[str, str]:
-    """Problems by option: optional columns (`tools` of `tools_key`) that the config names differently from the default
-    and that no file has, so that they would be ignored."""
+    """Return the problems of `options` (config keys of optional columns, such as `tools_key`), by option.
+
+    A column that no file has would be ignored. That is a problem if the user has set the option, i.e. if its value is
+    not the default (`tools` for `tools_key`).
+    """
     problems = {}
     for option in options:
         key = getattr(config, option)
         if key != option.removesuffix("_key") and key.split(".")[0] not in rows.columns:
             problems[option] = (
-                f"data.{option} = {key}: no file has this column. Correct it, or leave it out."
+                f"data.{option} = {key}: no file has this column. Correct the key, or remove it."
                 f" Columns: {', '.join(rows.columns) or 'none'}."
             )
     return problems
 
 
 def raise_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
-    """Raise a DataError with all problems of `missing_columns`."""
+    """Raise a DataError with all problems of `missing_columns`, if there are any."""
     problems = missing_columns(rows, config, options)
     if problems:
         raise DataError(list(problems.values()))
 
 
 def chat_rule(key: str, option: str) -> RowRule:
-    """`key` has a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
+    """Rule: `key` has a prompt: text, or a list of {role, content}. `option`: config key that selects the column."""
     return _value_rule(key, option, chat_problem, _is_valid_chat)
 
 
@@ -111,56 +119,58 @@ def sft_rules(config: Any, columns: Collection[str]) -> list[RowRule]:
 
 
 def text_rule(key: str, option: str) -> RowRule:
-    """`key` has a non-empty string."""
+    """Rule: `key` has a non-empty string."""
     return _value_rule(key, option, _text_problem, _is_valid_text)
 
 
 def present_rule(key: str, option: str) -> RowRule:
-    """`key` has a value, of any type."""
+    """Rule: `key` has a value, of any type."""
     return _value_rule(key, option, lambda key, value: None, lambda column: column.null_count == 0)
 
 
 def data_source_rules(
     key: str, known: Collection[str], exempt_reward_model: bool = False, default_loop: str | None = None
 ) -> list[RowRule]:
-    """`key` names a data source with a reward function: a non-empty string, a name or pattern of `known`.
+    """Rules: `key` has the name of a data source with a reward function, one of `known` (names or patterns).
 
     Rows that their agent loop may score are exempt, and with `exempt_reward_model` rows that a reward model scores.
     Rows without an `agent_name` run in `default_loop`.
     """
-    hint = " A function of your own (custom_reward_function.path) needs none."
+    hint = " With custom_reward_function.path, no data source is needed."
     rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_valid_text, hint), _source_rule(key, known)]
-    exempt = partial(_is_exempt, exempt_reward_model=exempt_reward_model, default_loop=default_loop)
-    return [_unless(exempt, rule) for rule in rules]
+    is_exempt = partial(_is_exempt, exempt_reward_model=exempt_reward_model, default_loop=default_loop)
+    return [_with_exemption(rule, is_exempt) for rule in rules]
 
 
-def _unless(exempt: Callable[[dict[str, Any]], bool], rule: RowRule) -> RowRule:
-    """The rule for all rows that are not exempt from it."""
+def _with_exemption(rule: RowRule, is_exempt: Callable[[dict[str, Any]], bool]) -> RowRule:
+    """Return the rule for all rows that are not exempt from it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
-        return None if exempt(row) else rule.check(row, columns)
+        return None if is_exempt(row) else rule.check(row, columns)
 
-    return RowRule((*rule.columns, *_SCORED_BY), check, rule.is_proven)
+    return RowRule((*rule.columns, *_SCORING_COLUMNS), check, rule.holds_for_table)
 
 
 def _source_rule(key: str, known: Collection[str]) -> RowRule:
+    """Rule: the data source in `key`, if it is a string, is one of `known`. `_text_problem` reports other types."""
+
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         source = value_at(row, key)
-        if not isinstance(source, str) or matching(source, known):  # another type is the text rule's to report
+        if not isinstance(source, str) or matching(source, known):
             return None
         return unknown_source(source, known, key)
 
-    def is_proven(table: pa.Table) -> bool:
+    def holds_for_table(table: pa.Table) -> bool:
         if key not in table.column_names:
             return True
         return all(matching(str(source), known) for source in pc.unique(table.column(key)).to_pylist())
 
-    return RowRule((key.split(".")[0],), check, is_proven)
+    return RowRule((key.split(".")[0],), check, holds_for_table)
 
 
 def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) -> RowRule:
-    """A ground truth: `reward_model.ground_truth` or the column `key` (`data.ground_truth_key`), unless a reward model
-    or the row's agent loop scores it."""
+    """Rule: the row has a ground truth, in `reward_model.ground_truth` or in `key` (`data.ground_truth_key`), unless a
+    reward model or its agent loop scores it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
@@ -169,12 +179,12 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
         if ground_truth_of(row, key) is not None or _is_exempt(row, True, default_loop):
             return None
         return (
-            "it has no ground truth. Set data.ground_truth_key to the column that has it, or write"
-            " reward_model={'style': 'rule', 'ground_truth': …}; style 'model' where a reward model scores the row,"
-            f" 'agent' where its agent loop does. Columns: {', '.join(columns)}."
+            "the row has no ground truth. Set data.ground_truth_key to the column with the ground truth, or write"
+            " reward_model={'style': 'rule', 'ground_truth': …} (style 'model' if a reward model scores the row,"
+            f" 'agent' if its agent loop does). Columns: {', '.join(columns)}."
         )
 
-    def is_proven(table: pa.Table) -> bool:
+    def holds_for_table(table: pa.Table) -> bool:
         if "reward_model" not in table.column_names:
             return key in table.column_names and table.column(key).null_count == 0
         kind = table.schema.field("reward_model").type
@@ -182,7 +192,7 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
             return False
         return pc.struct_field(table.column("reward_model"), "ground_truth").null_count == 0
 
-    return RowRule((key.split(".")[0], *_SCORED_BY), check, is_proven)
+    return RowRule((key.split(".")[0], *_SCORING_COLUMNS), check, holds_for_table)
 
 
 def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
@@ -216,7 +226,7 @@ def _style(row: Mapping[str, Any]) -> Any:
 
 
 def chat_problem(key: str, value: Any) -> str | None:
-    """Return what is wrong with a prompt value; None: nothing."""
+    """Return the problem of a prompt value and how to fix it; None: it is valid."""
     if isinstance(value, str):
         return _text_problem(key, value)
     if not isinstance(value, list):
@@ -224,16 +234,15 @@ def chat_problem(key: str, value: Any) -> str | None:
     if not value:
         return f"{key!r} has no messages. Fill it, or remove the row."
     for number, message in enumerate(value):
-        at = f"message {number} of {key!r}"
+        position = f"message {number} of {key!r}"
         if not isinstance(message, dict):
-            return f"{at} is {_type_name(message)}. Write it as {{role, content}}."
+            return f"{position} is {_type_name(message)}. Write it as {{role, content}}."
         if not isinstance(message.get("role"), str):
-            return (
-                f"{at} has no 'role' (found: {', '.join(message) or 'nothing'}). Set it to user, system or assistant."
-            )
+            keys = ", ".join(message) or "nothing"
+            return f"{position} has no 'role' (found: {keys}). Set it to user, system or assistant."
         problem = _content_problem(message.get("content"))
         if problem is not None and not (message.get("content") is None and message.get("tool_calls")):
-            return f"the 'content' of {at} is {problem}"
+            return f"the 'content' of {position} is {problem}"
     return None
 
 
@@ -248,31 +257,34 @@ def _value_rule(
     option: str,
     problem: Callable[[str, Any], str | None],
     is_valid: Callable[[pa.ChunkedArray], bool],
-    remedy: str = "",
+    hint: str = "",
 ) -> RowRule:
-    """`key` has a value, and `problem` finds nothing wrong with it. `remedy`: appended if the column is missing."""
+    """Rule: `key` has a value, and `problem(key, value)` is None. `is_valid`: whether this certainly holds for a whole
+    column. `hint`: added to the message if the column does not exist."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)
         if value is not None:
             return problem(key, value)
         if key in row:
-            return f"{key!r} is missing. Fill it, or remove the row."
-        return (
-            f"it has no {key!r}. Set {option} to the column that has it.{remedy}"
-            f" Columns: {', '.join(columns) or 'none'}."
-        )
+            return f"{key!r} is null. Fill it, or remove the row."
+        names = f"Columns: {', '.join(columns) or 'none'}."
+        if key.split(".")[0] in columns:  # JSON rows may have different keys, and nested keys may be missing
+            return f"the row has no {key!r}. Add it, remove the row, or set {option} to another column.{hint} {names}"
+        return f"the column {key!r} does not exist. Set {option} to the column with these values.{hint} {names}"
 
-    def is_proven(table: pa.Table) -> bool:
+    def holds_for_table(table: pa.Table) -> bool:
         return key in table.column_names and is_valid(table.column(key))
 
-    return RowRule((key.split(".")[0],), check, is_proven)
+    return RowRule((key.split(".")[0],), check, holds_for_table)
 
 
 def _content_problem(content: Any) -> str | None:
-    """What is wrong with a content that is neither text nor a list of parts; None: nothing."""
+    """Return the problem of the content of a message and how to fix it; None: it is valid (text or a list of parts)."""
     if isinstance(content, str):
         return None
+    if content is None:
+        return "missing or null. Write it as text."
     if not isinstance(content, list):
         return f"{_type_name(content)}. Write it as text."
     if not content:
@@ -288,34 +300,35 @@ def _content_problem(content: Any) -> str | None:
 
 
 def _broken_rules(data_file: DataFile, rules: Sequence[RowRule]) -> list[tuple[int, int, str]]:
-    """For each broken rule: the first row that breaks it, how many do, and what is wrong with the first.
+    """Return for each broken rule: the first row that breaks it, the number of such rows, and the problem of the first.
 
     Rows are read once for all rules.
     """
-    rules = [rule for rule in rules if not (isinstance(data_file, ArrowFile) and _table_proves(rule, data_file.table))]
+    if isinstance(data_file, ArrowFile):
+        rules = [rule for rule in rules if not _holds_for_table(rule, data_file.table)]
     columns = list(dict.fromkeys(name for rule in rules for name in rule.columns))
     first: dict[int, tuple[int, str]] = {}
     counts = [0] * len(rules)
-    for start in range(0, len(data_file) if rules else 0, _BATCH):
-        rows = data_file.rows(start, min(start + _BATCH, len(data_file)), columns)
+    for start in range(0, len(data_file) if rules else 0, _ROWS_PER_READ):
+        rows = data_file.rows(start, min(start + _ROWS_PER_READ, len(data_file)), columns)
         for number, rule in enumerate(rules):
-            for place, row in enumerate(rows, start):
+            for position, row in enumerate(rows, start):
                 problem = rule.check(row, data_file.columns)
                 if problem is not None:
                     counts[number] += 1
-                    first.setdefault(number, (place, problem))
+                    first.setdefault(number, (position, problem))
     return [(row, counts[number], problem) for number, (row, problem) in sorted(first.items())]
 
 
-def _table_proves(rule: RowRule, table: pa.Table) -> bool:
+def _holds_for_table(rule: RowRule, table: pa.Table) -> bool:
     try:
-        return rule.is_proven(table)
+        return rule.holds_for_table(table)
     except (ValueError, NotImplementedError):  # a value or type that pyarrow cannot convert: the rows are checked
         return False
 
 
 def _type_name(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -104,7 +104,7 @@ def test_all_problems_of_a_file_are_listed(tmp_path):
     [
         ("a.jsonl", "", "0 bytes"),
         ("a.parquet", "", "0 bytes"),
-        ("a.jsonl", "\n\n", "it has no rows"),
+        ("a.jsonl", "\n\n", "the file has no rows"),
         ("a.jsonl", json.dumps(row(1)) + '\n{"prompt": \n', "a.jsonl line 2"),
         ("a.json", '[{"prompt": 1},]', "a.json: not valid JSON"),
         ("a.parquet", "not parquet at all", "a.parquet: it cannot be read"),
@@ -123,7 +123,7 @@ def test_a_file_without_rows_and_a_wrong_validation_file(tmp_path, problems):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
     wrong = parquet(tmp_path / "val.parquet", [row(1, data_source="openai/gsm8")])
     told = problems(f"data.train_files={empty}", f"data.val_files={wrong}")
-    assert f"{empty}: it has no rows" in told["data.train_files"]
+    assert f"{empty}: the file has no rows" in told["data.train_files"]
     assert "Did you mean 'openai/gsm8k'?" in told["data.val_files"]
     assert told["data.val_files"].index("custom_reward_function.path") < told["data.val_files"].index("Known:")
 
@@ -215,7 +215,7 @@ def test_rows_of_other_trainers_need_no_data_source_with_an_own_reward_function(
     source = written(tmp_path / "r.py", "def compute_score(solution_str, ground_truth):\n    return 1.0\n")
     assert problems(f"data.train_files={file}", f"custom_reward_function.path={source}") == {}
     named = problems(f"data.train_files={file}", f"custom_reward_function.path={source}", "data.reward_fn_key=level")
-    assert "it has no 'level'" in named["data.train_files"], "a column that the user named"
+    assert "the column 'level' does not exist" in named["data.train_files"], "a column that the user named"
 
 
 def test_rows_of_an_own_agent_loop_need_no_reward_function(tmp_path, problems):

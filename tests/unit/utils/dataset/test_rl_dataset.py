@@ -250,8 +250,8 @@ def test_a_dataset_survives_pickling_for_spawned_loader_workers(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: it has no 'prompt'\. Set data\.prompt_key"),
-        ([row(0), row(1, prompt=None)], r"line 2: 'prompt' is missing"),
+        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: the row has no 'prompt'\. .* set data\.prompt_key"),
+        ([row(0), row(1, prompt=None)], r"line 2: 'prompt' is null"),
         ([row(0), row(1, prompt=17), row(2, prompt=18)], r"line 2 \(and 1 more row\): 'prompt' is a int"),
         ([row(0, prompt=[])], r"line 1: 'prompt' has no messages"),
         ([row(0, prompt="")], r"line 1: 'prompt' is empty"),
@@ -276,12 +276,15 @@ def test_bad_prompts_are_refused_with_file_line_and_remedy(tmp_path, rows, expec
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({"question": ["a"], "answer": ["b"]}, r"a\.parquet row 0: it has no 'prompt'\. .* Columns: question, answer"),
+        (
+            {"question": ["a"], "answer": ["b"]},
+            r"a\.parquet row 0: the column 'prompt' does not exist\. .* Columns: question, answer",
+        ),
         ({"prompt": [1, 2]}, r"row 0 \(and 1 more row\): 'prompt' is a int"),
-        ({"prompt": ["ok", None, None]}, r"row 1 \(and 1 more row\): 'prompt' is missing"),
+        ({"prompt": ["ok", None, None]}, r"row 1 \(and 1 more row\): 'prompt' is null"),
         ({"prompt": [[{"role": "user", "content": "a"}], []]}, r"row 1: 'prompt' has no messages"),
         ({"prompt": [[{"role": None, "content": "a"}]]}, r"row 0: message 0 of 'prompt' has no 'role'"),
-        ({"prompt": pa.array([], pa.string())}, r"a\.parquet: it has no rows"),
+        ({"prompt": pa.array([], pa.string())}, r"a\.parquet: the file has no rows"),
     ],
 )
 def test_bad_columns_of_parquet_files_are_refused(tmp_path, table, expected):
@@ -298,7 +301,7 @@ def test_files_that_cannot_be_read_say_where_and_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"b\.parquet: it cannot be read"):
         dataset(str(tmp_path / "b.parquet"))
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"empty\.jsonl: it has no rows"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: the file has no rows"):
         dataset(str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match=r"missing\.parquet"):
         dataset(str(tmp_path / "missing.parquet"))
@@ -325,7 +328,7 @@ def test_validate_reports_everything_that_would_stop_scoring_at_once(tmp_path):
     assert "line 4: 'data_source' is a int" in problems[0]
     assert "line 2" in problems[1]
     assert "Did you mean 'openai/gsm8k'?" in problems[1]
-    assert "line 3: it has no ground truth" in problems[2]
+    assert "line 3: the row has no ground truth" in problems[2]
 
 
 def test_rows_that_their_agent_scores_need_no_reward_function(tmp_path):
@@ -338,7 +341,7 @@ def test_rows_judged_by_a_model_need_no_ground_truth(tmp_path):
     dataset(write(tmp_path / "a.parquet", rows)).validate()
     without = [{name: value for name, value in row(0).items() if name != "reward_model"}]
     data = dataset(write(tmp_path / "b.parquet", without))
-    with pytest.raises(DataError, match="it has no ground truth"):
+    with pytest.raises(DataError, match="the row has no ground truth"):
         data.validate()
     data.validate(ground_truth=False)
 

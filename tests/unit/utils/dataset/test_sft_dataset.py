@@ -340,7 +340,9 @@ def test_an_answer_without_an_end_is_worth_a_warning(tmp_path, caplog):
 
 
 def test_bad_rows_are_refused_with_their_place(tmp_path):
-    with pytest.raises(DataError, match=r"line 1: it has no 'response'\. Set data\.response_key .* Columns: prompt"):
+    with pytest.raises(
+        DataError, match=r"line 1: the column 'response' does not exist\. Set data\.response_key .* Columns: prompt"
+    ):
         SFTDataset(write(tmp_path / "a.jsonl", [{"prompt": "x"}]), TOKENIZER, {})
     with pytest.raises(DataError, match=r"line 1: 'response' is a int"):
         SFTDataset(write(tmp_path / "b.jsonl", [{"prompt": "x", "response": 3}]), TOKENIZER, {})
