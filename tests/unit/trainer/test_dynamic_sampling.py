@@ -133,7 +133,7 @@ def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
         batch, metrics = run.fill()
     assert uids(batch) == ["b", "b"]
     assert (metrics["filter_groups/missing_prompts"], metrics["filter_groups/num_gen_batches"]) == (1.0, 2.0)
-    assert "step 7: 4 prompts in 2 generation batches gave 1 of 2 groups" in caplog.text
+    assert "step 7 trains on 1 groups instead of 2: of 4 prompts in 2 generation batches" in caplog.text
 
 
 class OneByOne(PromptStream):

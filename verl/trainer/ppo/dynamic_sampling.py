@@ -32,25 +32,35 @@ logger = logging.getLogger(__name__)
 # Scores with a smaller difference are equal.
 _TOLERANCE = 1e-6
 # Prefixes of metrics that are summed over generation batches; all others are averaged.
-_SUMMED = ("reward/errors", *SUMMED_AGENT_METRICS)
+_SUMMED_METRICS = ("reward/errors", *SUMMED_AGENT_METRICS)
 
 GenerateAndScore = Callable[[DataProto, dict[str, float]], DataProto]
-"""Returns scored responses to prompts, and adds their metrics to the dict."""
+"""(prompts, metrics) -> scored responses to the prompts; adds their metrics to `metrics`."""
 
 
 class PromptSource(Protocol):
     """Source of further prompts: PromptStream, or in async modes GroupStream, which has already generated responses."""
 
     @property
-    def batches_per_epoch(self) -> int: ...
+    def batches_per_epoch(self) -> int:
+        """Number of generation batches per epoch."""
+        ...
 
-    def next_batch(self) -> DataProto: ...
+    def next_batch(self) -> DataProto:
+        """Return the prompts of the next generation batch."""
+        ...
 
-    def put_back(self, prompts: DataProto) -> None: ...
+    def put_back(self, prompts: DataProto) -> None:
+        """Return prompts to the source; they are generated again."""
+        ...
 
-    def reject(self, prompts: DataProto) -> None: ...
+    def reject(self, prompts: DataProto) -> None:
+        """Discard prompts: they are not trained on."""
+        ...
 
-    def update_sampler(self, batch: DataProto) -> None: ...
+    def update_sampler(self, batch: DataProto) -> None:
+        """Pass scored responses to the sampler of the dataloader, if it is a curriculum."""
+        ...
 
 
 class DynamicSampling:
@@ -74,47 +84,64 @@ class DynamicSampling:
         """
         data, filter_config = self._config.data, self._config.algorithm.filter_groups
         kept, uses = _KeptGroups(data.train_batch_size), Counter[str]()
-        # Counted in prompts, not in batches: a GroupStream returns only as many prompts as are missing.
-        max_prompts = filter_config.max_num_gen_batches * data.gen_batch_size
-        max_unscored = self._config.trainer.max_nonfinite_steps
         while True:
             batch_metrics: dict[str, float] = {}
             groups = with_unique_uids(prompts, uses)
             batch = generate_and_score(groups, batch_metrics)
             source.update_sampler(batch)
-            surplus, equal = kept.add(batch, groups.non_tensor_batch["uid"], filter_config.metric, batch_metrics)
-            if len(surplus):
-                source.put_back(prompts.select_idxs(surplus))
-            if len(equal):
-                source.reject(prompts.select_idxs(equal))
-            # Unscored responses never differ: without this check, an outage of the reward would cost an epoch and be
-            # reported as unsuitable data. Only needed for on_error=mask: `fail` raises, `zero` continues on purpose.
-            is_outage = kept.unscored_prompts >= max_unscored * data.gen_batch_size
-            if is_outage and getattr(reward_fn, "on_error", None) == "mask":
-                raise no_samples_error(f"{max_unscored} generation batches", getattr(reward_fn, "last_failure", None))
-            # Also without a limit: after a whole epoch without a single group, another epoch would not help.
-            epoch_without_group = kept.prompts_without_group >= source.batches_per_epoch * data.gen_batch_size
-            if kept.missing == 0 or 0 < max_prompts <= kept.prompts or epoch_without_group:
+            uids = groups.non_tensor_batch["uid"]
+            surplus_groups, equal_groups = kept.add(batch, uids, filter_config.metric, batch_metrics)
+            if len(surplus_groups):
+                source.put_back(prompts.select_idxs(surplus_groups))
+            if len(equal_groups):
+                source.reject(prompts.select_idxs(equal_groups))
+            self._check_outage(kept, reward_fn)
+            if self._is_finished(kept, source.batches_per_epoch):
                 break
             prompts = source.next_batch()
         metrics |= kept.metrics()
-        return self._batch(kept, step)
+        return self._build_batch(kept, step)
 
-    def _batch(self, kept: _KeptGroups, step: int) -> DataProto:
-        tried = f"{kept.prompts} prompts in {kept.batches} generation batches"
+    def _check_outage(self, kept: _KeptGroups, reward_fn: Any) -> None:
+        """Raise an error if no response of the last `trainer.max_nonfinite_steps` generation batches was scored.
+
+        Unscored responses never differ: without this check, an outage of the reward function would cost an epoch and be
+        reported as unsuitable data. Only for `on_error=mask`: `fail` raises earlier, and `zero` assigns scores.
+        """
+        max_batches = self._config.trainer.max_nonfinite_steps
+        is_outage = kept.num_unscored_prompts >= max_batches * self._config.data.gen_batch_size
+        if is_outage and getattr(reward_fn, "on_error", None) == "mask":
+            raise no_samples_error(f"{max_batches} generation batches", getattr(reward_fn, "last_failure", None))
+
+    def _is_finished(self, kept: _KeptGroups, batches_per_epoch: int) -> bool:
+        """Return whether the step has all groups, has reached the limit of generation batches, or has generated an
+        epoch of prompts without a single group: another epoch would not help."""
+        # Limits are in prompts, not in batches: a GroupStream returns only as many prompts as are missing.
+        gen_batch_size = self._config.data.gen_batch_size
+        max_prompts = self._config.algorithm.filter_groups.max_num_gen_batches * gen_batch_size
+        is_limit_reached = 0 < max_prompts <= kept.num_prompts
+        epoch_without_group = kept.num_prompts_without_group >= batches_per_epoch * gen_batch_size
+        return kept.num_missing == 0 or is_limit_reached or epoch_without_group
+
+    def _build_batch(self, kept: _KeptGroups, step: int) -> DataProto:
+        attempts = f"{kept.num_prompts} prompts in {kept.num_batches} generation batches"
         metric = self._config.algorithm.filter_groups.metric
         if not kept.parts:
             raise ValueError(
-                f"algorithm.filter_groups: step {step} generated responses to {tried}, and the responses to none of"
+                f"algorithm.filter_groups: step {step} generated responses to {attempts}, and the responses to none of"
                 f" them differ in {metric!r}: there is nothing to train on. Look at responses and scores"
                 " (trainer.rollout_data_dir), choose another algorithm.filter_groups.metric, harder or easier data, or"
                 " set algorithm.filter_groups.enable=False."
             )
-        if kept.missing:
+        if kept.num_missing:
             logger.warning(
-                "step %d: %s gave %d of %d groups whose responses differ in %s; training continues with these groups"
-                " (algorithm.filter_groups.max_num_gen_batches)",
-                *(step, tried, kept.taken, kept.target, metric),
+                "step %d trains on %d groups instead of %d: of %s, no others have responses that differ in %s"
+                " (limit: algorithm.filter_groups.max_num_gen_batches)",
+                step,
+                kept.num_kept,
+                kept.target,
+                attempts,
+                metric,
             )
         return concat_rows(kept.parts, self._pad_token_id)
 
@@ -126,41 +153,47 @@ class _KeptGroups:
     target: int
     """Number of groups to keep."""
     parts: list[DataProto] = field(default_factory=list)
-    batches: int = 0
-    prompts: int = 0
-    differing: int = 0
-    taken: int = 0
-    prompts_without_group: int = 0
-    """Number of prompts since the last group with different scores."""
-    unscored_prompts: int = 0
+    """The rows of the kept groups, one part per generation batch."""
+    num_batches: int = 0
+    num_prompts: int = 0
+    num_differing: int = 0
+    """Number of groups with different scores, kept or surplus."""
+    num_kept: int = 0
+    num_prompts_without_group: int = 0
+    """Number of prompts since the last generation batch that had a group with different scores."""
+    num_unscored_prompts: int = 0
     """Number of prompts of the latest consecutive generation batches in which no response could be scored."""
     scores: list[np.ndarray] = field(default_factory=list)
     dropped_scores: list[np.ndarray] = field(default_factory=list)
     batch_metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
-    def missing(self) -> int:
-        return self.target - self.taken
+    def num_missing(self) -> int:
+        return self.target - self.num_kept
 
     def add(
         self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keep as many groups of a generation batch as are missing. Return the indices in `uids` (the prompts of the
-        batch) of surplus groups, and of groups with equal scores."""
+        """Keep as many groups of a generation batch as are missing.
+
+        `uids`: of the prompts of the batch. Returns the indices in `uids` of surplus groups, and of groups with equal
+        scores.
+        """
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
         trajectory_uids = row_uids[Trajectories.of(batch).last_rows]
         differ = differing_trajectories(batch, trajectory_uids, metric)
         differing = np.flatnonzero(np.isin(uids.astype(str), trajectory_uids[differ].astype(str)))
-        chosen, surplus = differing[: self.missing], differing[self.missing :]
+        chosen, surplus = differing[: self.num_missing], differing[self.num_missing :]
         if len(chosen):
             self.parts.append(batch.select_idxs(np.isin(row_uids.astype(str), uids[chosen].astype(str))))
-        self.batches += 1
-        self.prompts += len(uids)
-        self.differing += len(differing)
-        self.taken += len(chosen)
+        self.num_batches += 1
+        self.num_prompts += len(uids)
+        self.num_differing += len(differing)
+        self.num_kept += len(chosen)
         failed = batch.non_tensor_batch.get(FAILED_COLUMN)
-        self.unscored_prompts = self.unscored_prompts + len(uids) if failed is not None and all(failed) else 0
-        self.prompts_without_group = 0 if len(differing) else self.prompts_without_group + len(uids)
+        is_unscored = failed is not None and all(failed)
+        self.num_unscored_prompts = self.num_unscored_prompts + len(uids) if is_unscored else 0
+        self.num_prompts_without_group = 0 if len(differing) else self.num_prompts_without_group + len(uids)
         scores = trajectory_values(batch, "score", "algorithm.filter_groups.metric").numpy()
         self.scores.append(scores)
         self.dropped_scores.append(scores[~differ])
@@ -169,30 +202,34 @@ class _KeptGroups:
         return surplus, np.setdiff1d(np.arange(len(uids)), differing)
 
     def metrics(self) -> dict[str, float]:
-        """Return means and sums over all groups that were generated, and the share that was kept."""
+        """Return means and sums over all groups that were generated.
+
+        `filter_groups/kept_share` is the share of groups with different scores. It includes surplus groups, which
+        `filter_groups/returned_prompts` counts.
+        """
         dropped = np.concatenate(self.dropped_scores)
         metrics = {
-            name: float(sum(values) if name.startswith(_SUMMED) else np.mean(values))
+            name: float(sum(values) if name.startswith(_SUMMED_METRICS) else np.mean(values))
             for name, values in self.batch_metrics.items()
         }
         if len(dropped):
             metrics["filter_groups/dropped_score_mean"] = float(dropped.mean())
         return metrics | {
             "filter_groups/score_mean": float(np.concatenate(self.scores).mean()),
-            "filter_groups/num_gen_batches": float(self.batches),
-            "filter_groups/kept_share": self.differing / self.prompts,
-            "filter_groups/returned_prompts": float(self.differing - self.taken),
-            "filter_groups/missing_prompts": float(self.missing),
+            "filter_groups/num_gen_batches": float(self.num_batches),
+            "filter_groups/kept_share": self.num_differing / self.num_prompts,
+            "filter_groups/returned_prompts": float(self.num_differing - self.num_kept),
+            "filter_groups/missing_prompts": float(self.num_missing),
         }
 
 
-def differing_trajectories(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
+def differing_trajectories(batch: DataProto, trajectory_uids: np.ndarray, metric: str) -> np.ndarray:
     """Return for each trajectory whether the responses of its group differ in `metric`: bool [trajectories].
 
-    A trajectory without tokens belongs to no group.
+    `trajectory_uids`: the uid of the group of each trajectory. A trajectory without tokens belongs to no group.
     """
     values = trajectory_values(batch, metric, "algorithm.filter_groups.metric")
-    return Groups(uids, Trajectories.of(batch).mask).has_spread(values, _TOLERANCE).cpu().numpy()
+    return Groups(trajectory_uids, Trajectories.of(batch).mask).has_spread(values, _TOLERANCE).cpu().numpy()
 
 
 def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
