@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import sys
 import tempfile
 import threading
 import time
@@ -33,8 +32,8 @@ logger = logging.getLogger(__name__)
 STATE = "trainer.pt"
 # A longer wait for the previous save is logged.
 _LONG_WAIT_S = 5.0
-# Limit for the copies of the last steps at the end of a run.
-_LAST_COPIES_S = 600.0
+# At the end of a run, maximum time to wait for the upload of the last steps.
+_MAX_COPY_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,19 @@ class SaveResult:
 
 
 class Saver:
-    """Saves states of a run: `begin` copies the state and returns, a thread writes it. `begin` waits for the previous
-    save."""
+    """Saves the state of a run in the background: `begin` waits for the previous save, copies the state and returns; a
+    thread writes it."""
 
     def __init__(
         self,
         config: Any,
         max_to_keep: int | Mapping[str, int | None] | None,
         tokenizer: Any,
-        start: Callable[[], RunStart | None] = lambda: None,
+        get_run_start: Callable[[], RunStart | None] = lambda: None,
     ) -> None:
-        """`config`: configuration of the run. `start()`: returns the run's `RunStart`, which has the expected size of a
-        step and files to store in every step, or None before the run has started."""
-        self._config, self._tokenizer, self._start = config, tokenizer, start
+        """`config`: configuration of the run. `get_run_start` returns the `RunStart` of the run (the expected size of a
+        step, and files to store in every step), or None before the run has started."""
+        self._config, self._tokenizer, self._get_run_start = config, tokenizer, get_run_start
         trainer = config.trainer
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
         self.root = self._manager.root
@@ -81,56 +80,68 @@ class Saver:
         self._waited = 0.0
         self.newest_step: int | None = None
         """The newest step that is saved or being saved, or that the run resumed from."""
-        self.seconds: float | None = None
-        """Duration of the last save."""
+        self.last_save_seconds: float | None = None
+        """Duration of the last successful save."""
         self.model_files: dict[str, bytes] = {}
-        """Further files to write into the folder of every exported model, by name."""
+        """Additional files to write into the folder of every exported model, by name."""
 
     def begin(self, state: Mapping[str, Any], parts: Mapping[str, Any], models: Sequence[str] = ()) -> None:
         """Begin to save the state after `state["global_steps"]` steps.
 
-        `parts`: worker groups by folder: each saves into its folder of the step. `models`: folders of the step with an
-        exported model, into which the tokenizer is written.
+        `parts`: worker groups by subfolder of the step; each group saves its state into its subfolder. `models`:
+        subfolders of the step with an exported model, into which the tokenizer is written.
         """
         start, step = time.monotonic(), state["global_steps"]
         self.wait()
-        files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
-        if (run_start := self._start()) is not None:
-            files |= run_start.files
-        model_files = self._tokenizer_files | self.model_files
-        files |= {f"{model}/{name}": content for model in models for name, content in model_files.items()}
-        copied_state = copy.deepcopy(dict(state))
-        begun: list[Callable[[], Any]] = []
+        files, copied_state = self._collect_files(models), copy.deepcopy(dict(state))
+        pending_parts: list[Callable[[], Any]] = []
         try:
             folder = self._manager.begin(step)
             for name, group in parts.items():
-                begun.append(_begin_part(group, str(folder / name)))
+                pending_parts.append(_begin_part(group, str(folder / name)))
         except Exception as error:
-            failure = self._abandon(error, step, begun)
+            failure = self._abandon(error, step, pending_parts)
             if failure is error:
                 raise
             raise failure from error
         except BaseException:
             self._manager.abandon()
             raise
-
-        def write() -> None:
-            try:
-                _wait_for_all(begun)
-                save_plain(copied_state, folder / STATE, what="trainer state")
-                for name, content in files.items():
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(content)
-                target = self._manager.commit(step)
-                gigabytes = read_manifest(target).total_bytes / 1e9
-                save = SaveResult(step, target, time.monotonic() - start, gigabytes)
-            except Exception as error:  # noqa: BLE001 - raised by `SaveResult.metrics`
-                save = SaveResult(step, folder, time.monotonic() - start, error=self._abandon(error, step))
-            self._end(save)
-
         self.newest_step = step
-        self._thread = threading.Thread(target=write, name=f"save-step-{step}", daemon=True)
+        arguments = (folder, copied_state, files, pending_parts, start)
+        self._thread = threading.Thread(target=self._write, args=arguments, name=f"save-step-{step}", daemon=True)
         self._thread.start()
+
+    def _collect_files(self, models: Sequence[str]) -> dict[str, bytes]:
+        """Return the contents of all files of a step that no part writes, by path in the step."""
+        files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
+        if (run_start := self._get_run_start()) is not None:
+            files |= run_start.files
+        model_files = self._tokenizer_files | self.model_files
+        return files | {f"{model}/{name}": content for model in models for name, content in model_files.items()}
+
+    def _write(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        files: Mapping[str, bytes],
+        pending_parts: Sequence[Callable[[], Any]],
+        start: float,
+    ) -> None:
+        """Complete a save that was begun at `start`, and record its result. Runs in the thread of the save."""
+        step = state["global_steps"]
+        try:
+            _wait_for_all(pending_parts)
+            save_plain(state, folder / STATE, what="trainer state")
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+            target = self._manager.commit(step)
+            gigabytes = read_manifest(target).total_bytes / 1e9
+            save = SaveResult(step, target, time.monotonic() - start, gigabytes)
+        except Exception as error:  # noqa: BLE001 - raised by `SaveResult.metrics`
+            save = SaveResult(step, folder, time.monotonic() - start, error=self._abandon(error, step))
+        self._end(save)
 
     def wait_for_turn(self, step: int) -> None:
         """Wait for the previous save, and record the time."""
@@ -142,7 +153,8 @@ class Saver:
             logger.warning(
                 "the save of step %d waited %.0f s for the previous one: set a larger trainer.save_freq, or use a"
                 " faster disk for trainer.default_local_dir",
-                *(step, seconds),
+                step,
+                seconds,
             )
 
     def collect(self, wait: bool = False) -> list[SaveResult]:
@@ -158,27 +170,31 @@ class Saver:
             self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that `wait_for_turn` took since the last call, and the number of failed copies so far."""
+        """Return the seconds that `wait_for_turn` took since the last call, and the number of failed uploads so far."""
         metrics = {"checkpoint/wait_s": self._waited} if self._waited else {}
         self._waited = 0.0
         uploader = self._manager.uploader
         return metrics | ({"training/failed_copies": float(uploader.failed)} if uploader and uploader.failed else {})
 
     @contextmanager
-    def waits_on_error(self) -> Iterator[None]:
-        """Context that waits for the save in progress if an error (no stop signal) leaves it."""
+    def wait_on_error(self) -> Iterator[None]:
+        """Context manager: if its body raises an Exception, wait for the save in progress before it propagates.
+
+        Stop signals are BaseExceptions: they propagate at once.
+        """
         try:
             yield
         except Exception:
             self.wait()
             raise
 
-    def close(self) -> None:
-        """At the end of the run, wait for the save in progress and, up to a time limit, for the copies.
+    def close(self, error: BaseException | None = None) -> None:
+        """At the end of the run, wait for the save in progress and, up to a time limit, for uploads to
+        `trainer.default_hdfs_dir`.
 
-        If called in a `finally` block after an error, do not wait for copies; after a stop signal, do not wait at all.
+        `error`: the exception that ends the run. After an Exception, do not wait for uploads; after a stop signal
+        (another BaseException), do not wait at all.
         """
-        error = sys.exc_info()[1]
         if error is not None and not isinstance(error, Exception):
             return
         self.wait()
@@ -186,30 +202,33 @@ class Saver:
             if save.error is not None:
                 logger.error("save of step %d failed: %s", save.step, save.error)
         uploader = self._manager.uploader
-        missing = uploader.wait(_LAST_COPIES_S if error is None else 0.0) if uploader is not None else []
+        missing = uploader.wait(_MAX_COPY_WAIT_S if error is None else 0.0) if uploader is not None else []
         if missing:
             logger.error(
-                "%s: %s has no complete copy of %s, which %s has. The same command copies them at its next save; or"
-                " copy the folders by hand, manifest.json last.",
-                *(REMOTE, self._config.trainer.default_hdfs_dir, ", ".join(missing), self.root),
+                "%s: %s has no complete copy of %s. The files are in %s. They are copied at the next save, if you start"
+                " the same command again; or copy these folders yourself, manifest.json last.",
+                REMOTE,
+                self._config.trainer.default_hdfs_dir,
+                ", ".join(missing),
+                self.root,
             )
 
     def _end(self, save: SaveResult) -> None:
         if save.error is None:
             logger.info("saved to %s", save.path)
-            self.seconds = save.seconds
+            self.last_save_seconds = save.seconds
         elif self.newest_step == save.step:
             self.newest_step = None
         self._done.append(save)
 
-    def _abandon(self, error: Exception, step: int, begun: Sequence[Callable[[], Any]] = ()) -> Exception:
+    def _abandon(self, error: Exception, step: int, pending_parts: Sequence[Callable[[], Any]] = ()) -> Exception:
         """Wait for the parts of a failed save and remove its files; return the error to raise."""
         try:
-            _wait_for_all(begun)
+            _wait_for_all(pending_parts)
         except Exception as another:  # noqa: BLE001 - the first error is raised, this one is logged
             logger.warning("save of step %d: %s", step, another)
         try:
-            run_start = self._start()
+            run_start = self._get_run_start()
             needed = max(run_start.step_bytes if run_start else 0, bytes_of_newest(self.root))
             self._manager.abandon()
             return disk_full_error(self.root, step, needed) if is_disk_full(error) else error
@@ -227,11 +246,14 @@ class Saver:
 
 
 def background_part(group: Any, cls: type) -> Any:
-    """Return the group for `Saver.begin`: without `begin_save` if the worker class `cls` of a user overrides
-    `save_checkpoint` only."""
+    """Return a worker group as a part for `Saver.begin`.
+
+    A user's worker class `cls` may override only `save_checkpoint`: the returned part then has no `begin_save`, so that
+    the override is called, synchronously.
+    """
     bases = ClassWithInitArgs(cls).cls.__mro__
-    first = next((base for base in bases if {"begin_save", "save_checkpoint"} & vars(base).keys()), object)
-    return group if "begin_save" in vars(first) else SimpleNamespace(save_checkpoint=group.save_checkpoint)
+    defining_class = next((base for base in bases if {"begin_save", "save_checkpoint"} & vars(base).keys()), object)
+    return group if "begin_save" in vars(defining_class) else SimpleNamespace(save_checkpoint=group.save_checkpoint)
 
 
 def _begin_part(group: Any, path: str) -> Callable[[], Any]:
@@ -244,10 +266,10 @@ def _begin_part(group: Any, path: str) -> Callable[[], Any]:
     return lambda: None
 
 
-def _wait_for_all(begun: Sequence[Callable[[], Any]]) -> None:
+def _wait_for_all(pending_parts: Sequence[Callable[[], Any]]) -> None:
     """Wait for all parts; then raise the first failure, if there is one."""
     failures = []
-    for finish in begun:
+    for finish in pending_parts:
         try:
             _value(finish())
         except Exception as error:  # noqa: BLE001 - raised below

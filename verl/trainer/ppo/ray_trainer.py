@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -192,7 +193,7 @@ class RayPPOTrainer(TrainerAttributes):
             tracking.close()
             if isinstance(self.val_dataloader, BatchLoader):
                 self.val_dataloader.close()
-            self.state.end()
+            self.state.end(sys.exc_info()[1])
         self.groups.end()
 
     def _train(self) -> None:
@@ -202,7 +203,7 @@ class RayPPOTrainer(TrainerAttributes):
         while self.global_steps < self.total_training_steps:
             batch = self._next_prompts()
             self.global_steps += 1
-            with self._weight_check.explain_errors(self.global_steps), self.state.saver.waits_on_error():
+            with self._weight_check.explain_errors(self.global_steps), self.state.saver.wait_on_error():
                 if self._step(batch):
                     return
 
@@ -259,7 +260,7 @@ class RayPPOTrainer(TrainerAttributes):
     def preempt(self, signal: str) -> None:
         """Request a stop because of this preemption signal, which leaves `trainer.save_within` seconds. Thread-safe."""
         self.stop_requested.set()
-        if self.preemption.decide(signal, self.state.saver.seconds):
+        if self.preemption.decide(signal, self.state.saver.last_save_seconds):
             self.preemption.keep_cancelling(self._cancel)
 
     def _cancel(self) -> None:

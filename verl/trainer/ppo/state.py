@@ -91,11 +91,14 @@ class TrainerState:
         start = self.check_start()
         return None if self._config.trainer.val_only else start.first_step
 
-    def end(self) -> None:
-        """At the end of a run: stop the data loader processes and release the checkpoint folder."""
+    def end(self, error: BaseException | None = None) -> None:
+        """At the end of a run: stop the data loader processes, wait for the save in progress, release the folder.
+
+        `error`: the exception that ends the run, if any (see `Saver.close`).
+        """
         self.prompts.close()
         if not self._config.trainer.val_only:
-            self.saver.close()
+            self.saver.close(error)
         if self.run_start is not None:
             self.run_start.close()
             self.run_start = None

@@ -86,9 +86,12 @@ class SupervisedTrainer(Generic[Config]):
             self.worker_group = self._ranks.group
             self.worker_group.init_model()
 
-    def close(self) -> None:
-        """Wait for the save in progress, end ranks and data workers, and release the folder; safe to call twice."""
-        self.saver.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for the save in progress, end ranks and data workers, and release the folder; safe to call twice.
+
+        `error`: the exception that ends the run, if any (see `Saver.close`).
+        """
+        self.saver.close(error)
         self.train_dataloader.close()
         self.run_start.close()
         if self._ranks is not None:
@@ -103,7 +106,7 @@ class SupervisedTrainer(Generic[Config]):
     ) -> None:
         if isinstance(error, RayLostError) or (isinstance(error, StopSignal) and self.config.ranks > 1):
             self._ranks = None  # their processes were killed; closing them would wait for Ray
-        self.close()
+        self.close(error)
 
     # ---------------------------------------------------------------- overridden by subclasses
 
