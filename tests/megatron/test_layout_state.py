@@ -26,14 +26,14 @@ def layouts() -> Iterator[tuple[CoreLayout, CoreLayout]]:
 def test_each_layout_has_its_own_groups_and_buffers_and_leaves_none_behind(layouts):
     actor, critic = layouts
     assert not parallel_state.model_parallel_is_initialized()
-    with actor.active():
+    with actor.activate():
         buffer, tracker = parallel_state.get_global_memory_buffer(), core_random.get_cuda_rng_tracker()
         assert parallel_state.get_tensor_model_parallel_group() is actor.tp.group
-        with critic.active():
+        with critic.activate():
             assert parallel_state.get_tensor_model_parallel_group() is critic.tp.group
             assert parallel_state.get_global_memory_buffer() is not buffer
             assert core_random.get_cuda_rng_tracker() is not tracker
-            with actor.active():
+            with actor.activate():
                 assert parallel_state.get_global_memory_buffer() is buffer
             assert parallel_state.get_tensor_model_parallel_group() is critic.tp.group
         assert core_random.get_cuda_rng_tracker() is tracker
@@ -44,17 +44,17 @@ def test_what_changed_at_work_is_there_the_next_time_also_after_an_error(layouts
     actor, critic = layouts
 
     def fails() -> None:
-        with actor.active():
+        with actor.activate():
             parallel_state.set_virtual_pipeline_model_parallel_rank(3)
-            with critic.active():
+            with critic.activate():
                 raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
         fails()
     assert not parallel_state.model_parallel_is_initialized()
-    with critic.active():
+    with critic.activate():
         assert parallel_state.get_virtual_pipeline_model_parallel_rank() is None
-    with actor.active():
+    with actor.activate():
         assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 3
         parallel_state.set_virtual_pipeline_model_parallel_rank(None)
 

@@ -25,7 +25,7 @@ def write_checkpoints(rank: int, ranks: int, folder: str, cases: list[tuple[str,
         dist.barrier()
         engine = make_megatron(model, MODELS[name][0], **LAYOUTS[layout])
         engine.save(target / "ours", ("model",))
-        with engine.layout.active():
+        with engine.layout.activate():
             parts = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(engine.models)}
             dist_checkpointing.save(parts, str(target / "core" / "dist_ckpt"))
         dist.barrier()

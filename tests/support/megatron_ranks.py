@@ -149,7 +149,7 @@ def gather_full(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
     from verl.workers.engine.megatron.model import global_names
 
     layout, table = engine.layout, {weight.name: weight for weight in weight_map(engine.arch, engine.kind)}
-    with layout.active():
+    with layout.activate():
         if gradients:
             finalize_model_grads(engine.chunks, force_all_reduce=True)
         pieces = []

@@ -211,7 +211,7 @@ def load_core_checkpoint(rank: int, ranks: int, folder: str, model: str, layout:
         target.mkdir()
     dist.barrier()
     engine = _megatron(model, layout)
-    with engine.layout.active():
+    with engine.layout.activate():
         parts = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(engine.models)}
         dist_checkpointing.save(parts, str(target))
     loaded = _megatron(model, "DP4", other_model)

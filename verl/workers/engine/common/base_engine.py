@@ -159,12 +159,12 @@ class BaseTrainEngine(EngineCheckpointMixin):
     ) -> None:
         """Set up offloading and background saves of a built engine."""
         offload_gradients = self._supports_grad_offload and bool(config.grad_offload)
-        self._memory = EngineMemory(self.device, module, self._moments, offload_gradients)
+        self._memory = EngineMemory(self.device, module, self._optimizer_tensors, offload_gradients)
         trains = self._optimizer is not None
         self._offloads = bool(config.param_offload), bool(config.optimizer_offload) and trains
         self._saver = BackgroundSaver(self.device, mesh, save_contents) if trains and background_save else None
 
-    def _moments(self) -> list[torch.Tensor]:
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
         return self._optimizer.state_tensors() if self._optimizer is not None else []
 
     def _compute_context(self) -> AbstractContextManager[Any]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# torch rounds page-locked allocations up to a power of two; pieces of this size waste nothing.
-_PIECE = 1 << 28
+# Size of one allocation of page-locked memory. torch rounds it up to a power of two, so this size wastes nothing.
+_PIECE_BYTES = 1 << 28
 
 
 class EngineMemory:
@@ -27,18 +27,19 @@ class EngineMemory:
         self,
         device: torch.device,
         model: nn.Module,
-        moments: Callable[[], Iterable[torch.Tensor]],
+        optimizer_tensors: Callable[[], Iterable[torch.Tensor]],
         offload_gradients: bool,
     ) -> None:
-        """`moments` returns the current tensors of the optimizer state."""
+        """`optimizer_tensors` returns the current tensors of the optimizer state. `offload_gradients`: also between two
+        micro-batches."""
         self._device = device
-        self._model, self._moments = model, moments
-        self._weights, self._buffers, self._states = (OffloadedTensors(device) for _ in range(3))
+        self._model, self._optimizer_tensors = model, optimizer_tensors
+        self._weights, self._buffers, self._optimizer_state = (OffloadedTensors(device) for _ in range(3))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = OffloadedGradients(trained, device)
         self._unchanged: set[OffloadedTensors] = set()  # groups whose copy in host memory is up to date
         self._copied_storages: set[int] = set()  # device storages that a background copy reads
-        self._wait_for_copy: Callable[[], None] = lambda: None
+        self._wait_for_copy: Callable[[], None] = lambda: None  # see `byte_views`
         self.offloads_gradients = offload_gradients
 
     def offload(self, model: bool, optimizer: bool) -> None:
@@ -47,32 +48,35 @@ class EngineMemory:
             return
         if model and not self._weights.is_offloaded:
             self._gradients.offload()
-            self._weights.offload(self._model.parameters(), self._weights in self._unchanged, self._before_use)
+            self._weights.offload(self._model.parameters(), self._weights in self._unchanged, self._before_release)
             self._buffers.offload(self._model.buffers())
             self._unchanged.add(self._weights)
-        if optimizer and not self._states.is_offloaded:
-            self._states.offload(self._moments(), self._states in self._unchanged, self._before_use)
-            self._unchanged.add(self._states)
+        if optimizer and not self._optimizer_state.is_offloaded:
+            self._optimizer_state.offload(
+                self._optimizer_tensors(), self._optimizer_state in self._unchanged, self._before_release
+            )
+            self._unchanged.add(self._optimizer_state)
         torch.cuda.empty_cache()
 
     def reload(self, model: bool, optimizer: bool) -> None:
         """Move to the device. Weights are usable at once; the optimizer state is copied asynchronously, and usable
         after `wait_ready`."""
         if model:
-            for part in (self._weights, self._buffers):
-                part.reload()
-                part.wait()
+            for group in (self._weights, self._buffers):
+                group.reload()
+                group.wait()
         if optimizer:
-            self._states.reload()
+            self._optimizer_state.reload()
 
     def byte_views(
         self, tensors: Mapping[str, torch.Tensor], wait_for_copy: Callable[[], None]
     ) -> dict[str, list[torch.Tensor]]:
         """Return views of the bytes of this rank's tensors, on the device or in host memory, for a background copy.
 
-        `wait_for_copy` waits until they have been read. It is called before any of them is changed or moved.
+        `wait_for_copy()` must block until that copy has read all of them. It is called before any of them is changed or
+        moved.
         """
-        self._states.wait()
+        self._optimizer_state.wait()
         self._copied_storages, self._wait_for_copy = set(), wait_for_copy
         return {name: self._byte_view(value) for name, value in tensors.items()}
 
@@ -81,18 +85,21 @@ class EngineMemory:
             return []
         flat = local.contiguous().view(-1)
         storage, start = flat.untyped_storage(), flat.storage_offset() * flat.itemsize
-        for part in (self._weights, self._states):
-            if (offset := part.host_offset(storage)) is not None:
-                return part.host_bytes(offset + start, flat.nbytes)
-        # Buffers are few and small, and offloaded without waiting for a copy.
+        for group in (self._weights, self._optimizer_state):
+            if (offset := group.host_offset(storage)) is not None:
+                return group.host_bytes(offset + start, flat.nbytes)
+        # Cloned: their host memory is overwritten without waiting for the background copy. Buffers are few and small.
         if (offset := self._buffers.host_offset(storage)) is not None:
             return [view.clone() for view in self._buffers.host_bytes(offset + start, flat.nbytes)]
         self._copied_storages.add(storage._cdata)
         return [flat.view(torch.uint8)]
 
-    def _before_use(self, storages: Collection[int], host: bool) -> None:
-        """Called before these device storages are emptied; `host`: their host memory is overwritten as well."""
-        if host or not self._copied_storages.isdisjoint(storages):
+    def _before_release(self, storages: Collection[int], overwrites_host: bool) -> None:
+        """Wait for the background copy if it may still read these tensors.
+
+        Called before the device memory of `storages` is freed; `overwrites_host`: host memory will be overwritten, too.
+        """
+        if overwrites_host or not self._copied_storages.isdisjoint(storages):
             self._wait_for_copy()
 
     def before_micro_batch(self) -> None:
@@ -103,17 +110,20 @@ class EngineMemory:
     def wait_ready(self) -> None:
         """Complete the gradients on the device and wait for the optimizer state."""
         self._gradients.reload()
-        self._states.wait()
+        self._optimizer_state.wait()
 
     def prepare_update(self) -> None:
-        """Call before weights and moments change: `wait_ready`, wait for background copies, invalidate host copies."""
+        """Call before weights and optimizer state change.
+
+        Calls `wait_ready`, waits for background copies, and marks the copies in host memory as outdated.
+        """
         self.wait_ready()
         self._wait_for_copy()
         self._unchanged.clear()
 
 
 class OffloadedTensors:
-    """Tensors (of a model, of an optimizer) that are offloaded and reloaded together."""
+    """A set of tensors, e.g. the weights of a model, that are offloaded and reloaded together."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = HostBuffer(page_locked=device.type == "cuda")
@@ -129,12 +139,12 @@ class OffloadedTensors:
         self,
         tensors: Iterable[torch.Tensor],
         unchanged: bool = False,
-        before_use: Callable[[Collection[int], bool], None] = lambda storages, host: None,
+        before_release: Callable[[Collection[int], bool], None] = lambda storages, overwrites_host: None,
     ) -> None:
         """Copy to host memory and free the device memory; the tensors must not be used until `reload`.
 
-        `unchanged`: they have not changed since the last reload. `before_use` is called with the storages that will be
-        emptied, and whether host memory will be written.
+        `unchanged`: they have not changed since the last reload, so that their copy in host memory is up to date.
+        `before_release` is called with the storages that will be freed, and whether host memory will be overwritten.
         """
         if self._offloaded:
             raise RuntimeError("offload: these tensors are already offloaded.")
@@ -143,9 +153,9 @@ class OffloadedTensors:
         *starts, total = accumulate((size for _, size in storages), initial=0)
         offsets = {storage._cdata: start for (storage, _), start in zip(storages, starts, strict=True)}
         copied = storages if not unchanged or offsets != self._offsets else []
-        before_use(offsets, bool(copied))
+        before_release(offsets, bool(copied))
         if copied:
-            self._host.grow(total)
+            self._host.ensure_size(total)
         with self._copies:
             for storage, size in copied:
                 self._host.store(offsets[storage._cdata], _storage_bytes(storage, size))
@@ -229,7 +239,7 @@ class OffloadedGradients:
         if not self._offsets:
             sizes = [local_shard(parameter).nbytes for parameter in self._parameters]
             *self._offsets, total = accumulate(sizes, initial=0)
-            self._host.grow(total)
+            self._host.ensure_size(total)
 
 
 class HostBuffer:
@@ -243,14 +253,14 @@ class HostBuffer:
     def size(self) -> int:
         return sum(len(piece) for piece in self._pieces)
 
-    def grow(self, size: int) -> None:
-        """Ensure a size of `size` bytes; growing discards the contents."""
+    def ensure_size(self, size: int) -> None:
+        """Ensure a size of at least `size` bytes. Growing discards the contents."""
         if self.size >= size:
             return
-        if self._pieces and len(self._pieces[-1]) < _PIECE:
+        if self._pieces and len(self._pieces[-1]) < _PIECE_BYTES:
             self._pieces.pop()
         while self.size < size:
-            length = min(_PIECE, size - self.size)
+            length = min(_PIECE_BYTES, size - self.size)
             self._pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
 
     def store(self, start: int, data: torch.Tensor) -> None:
@@ -267,8 +277,8 @@ class HostBuffer:
         """Return views of `size` bytes from `start` on, one per piece."""
         views, end = [], start + size
         while start < end:
-            index, offset = divmod(start, _PIECE)
-            length = min(_PIECE - offset, end - start)
+            index, offset = divmod(start, _PIECE_BYTES)
+            length = min(_PIECE_BYTES - offset, end - start)
             views.append(self._pieces[index][offset : offset + length])
             start += length
         return views

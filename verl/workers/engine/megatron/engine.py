@@ -88,7 +88,7 @@ class MegatronEngine(BaseTrainEngine):
         self.arch = CoreArchitecture.from_config(self.hf_config)
         self._compiled = compile_layers and self.device.type == "cuda"
         bridge = create_bridge(engine_config, self.arch, kind, self.hf_config, self.device)
-        with layout.active():
+        with layout.activate():
             self._build(model_config, engine_config, optim is not None, router_replay)
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
             named = [(part, global_names(part, layout)) for part in self.models]
@@ -158,7 +158,7 @@ class MegatronEngine(BaseTrainEngine):
     # ---------------------------------------------------------------- forward and backward
 
     def _compute_context(self) -> AbstractContextManager[None]:
-        return self.layout.active()
+        return self.layout.activate()
 
     def _run_training(self, run: ModelPass) -> None:
         assert self._optimizer is not None
@@ -176,7 +176,7 @@ class MegatronEngine(BaseTrainEngine):
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Load a checkpoint of any engine and layout, or the weights of a checkpoint that Megatron-Core wrote."""
         folder = checkpoint_folder(path, contents)
-        with self.layout.active():
+        with self.layout.activate():
             if not is_core_checkpoint(folder):
                 super().load(folder, contents)
                 return

@@ -1,4 +1,4 @@
-"""Layers in place of Megatron-Core's own: packed attention, norms, linear layers, experts."""
+"""Replacements of Megatron-Core layers: attention over packed sequences, RMSNorm, linear layers, grouped experts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Norm(nn.Module):
 
 
 class _Linear:
-    """Mixin for Core's linear layers: torch's own function, with bias, if the layer is not split over ranks."""
+    """Mixin for Core's parallel linear layers: without tensor parallelism, `torch.nn.functional.linear` (with the bias)
+    replaces Core's own autograd function."""
 
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.tp_group.size() == 1:
@@ -65,8 +66,9 @@ class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
 class PackedTokens(PackedSeqParams):
     """Packing and expert routes of a micro-batch, passed to every layer.
 
-    For Core the micro-batch is one plain sequence [T, 1, H]. Core passes this object unread to every layer, also when a
-    layer is recomputed, so that no state is kept between passes and several passes may be in flight.
+    Core treats the micro-batch as one unpacked sequence [T, 1, H]. It passes this object to every layer without reading
+    it, also when activations are recomputed in the backward pass. Layers thus keep no state between passes, and several
+    micro-batches may be in flight (pipeline parallelism).
     """
 
     def __init__(self, packing: Packing, routes: Any = None) -> None:
@@ -106,12 +108,12 @@ class GroupedExperts(SequentialMLP):
     """Core's experts, each with its own weights; on CUDA in bfloat16 they use one grouped matrix product."""
 
     def forward(
-        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, shares: torch.Tensor
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, router_weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """tokens [T, H], sorted by expert, and their router weights `shares` [T] -> [T, H]."""
+        """tokens [T, H], sorted by expert, and their router_weights [T] -> [T, H]."""
         if not self.supports_grouped(tokens):
-            return super().forward(tokens, tokens_per_expert, shares)
-        return self.grouped_forward(tokens, tokens_per_expert, shares), None
+            return super().forward(tokens, tokens_per_expert, router_weights)
+        return self.grouped_forward(tokens, tokens_per_expert, router_weights), None
 
     def supports_grouped(self, tokens: torch.Tensor) -> bool:
         """Return whether the grouped kernel supports these tokens: it requires rows of multiples of 16 bytes."""
@@ -120,20 +122,24 @@ class GroupedExperts(SequentialMLP):
         return fits and len(tokens) > 0 and not self.config.add_bias_linear
 
     def grouped_forward(
-        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, shares: torch.Tensor
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, router_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the same result as one expert after the other, on any device that supports `_grouped_mm`."""
+        """Apply all experts with grouped matrix products, on any device that supports `torch._grouped_mm`.
+
+        Shapes and result are those of `forward`.
+        """
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        inner = _GroupedProduct.apply(tokens, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
-        gate, up = inner.chunk(2, dim=-1)
-        inner = (self.config.activation_func(gate) * up * shares[:, None]).to(tokens.dtype)
-        return _GroupedProduct.apply(inner, ends, *(expert.linear_fc2.weight for expert in self.local_experts))
+        hidden = _GroupedMatmul.apply(tokens, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
+        gate, up = hidden.chunk(2, dim=-1)
+        hidden = (self.config.activation_func(gate) * up * router_weights[:, None]).to(tokens.dtype)
+        return _GroupedMatmul.apply(hidden, ends, *(expert.linear_fc2.weight for expert in self.local_experts))
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Multiply tokens [T, in], whose expert changes at `ends` [experts], by the experts' weights [out, in] -> [T, out].
+class _GroupedMatmul(torch.autograd.Function):
+    """Multiply each token by the weights of its expert: tokens [T, in], sorted by expert -> [T, out].
 
-    The stacked weights are built again for the backward pass, instead of keeping a copy per layer.
+    `ends` [experts]: index after the last token of each expert. `weights`: [out, in] per expert; they are stacked again
+    in the backward pass, because keeping the stacked copy would double the memory of the weights.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""CoreLayout: Megatron-Core's process groups, one set for every parallel layout in the process.
+"""CoreLayout: Megatron-Core's process groups and global state for one parallel layout.
 
-Core keeps its groups, random states and buffers in module globals, one set per process. Here, an actor and a critic
-with different layouts may share a process, so each layout keeps its own set and installs it while it computes.
+Core stores them in module globals, so a process can have only one layout at a time. Here, an actor and a critic with
+different layouts may share a process: each layout has its own copy of the globals, which `activate` installs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import random as core_random
 from verl.config.engine import MegatronConfig
 
 _MODULES: tuple[ModuleType, ...] = (parallel_state, core_random, num_microbatches_calculator)
-# Megatron's seeds only affect dropout, which is off.
+# Core requires a seed for its random states. It only affects dropout, which is disabled.
 _SEED = 1
 
 
@@ -66,19 +66,19 @@ class GroupRank:
 class CoreLayout:
     """Core's groups for one set of sizes, with the global state that belongs to them. Creating one is a collective."""
 
-    _known: ClassVar[dict[ParallelSizes, CoreLayout]] = {}
+    _instances: ClassVar[dict[ParallelSizes, CoreLayout]] = {}
     _active: ClassVar[CoreLayout | None] = None
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, sizes: ParallelSizes, device: torch.device) -> None:
         self._world = dist.group.WORLD
         self._state: dict[tuple[ModuleType, str], Any] = {
-            at: {} if isinstance(value, dict) else None for at, value in _globals().items()
+            key: {} if isinstance(value, dict) else None for key, value in _globals().items()
         }
         self.sizes = sizes
         self.vpp = sizes.virtual_pipeline or 1
-        # Core seeds the device's own generator along with those it tracks.
-        with self.active(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        # Core also seeds torch's default generators: `fork_rng` restores them.
+        with self.activate(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tensor,
                 pipeline_model_parallel_size=sizes.pipeline,
@@ -101,14 +101,17 @@ class CoreLayout:
     @classmethod
     def get(cls, sizes: ParallelSizes, device: torch.device) -> CoreLayout:
         """Return the layout of this process for `sizes`, created at the first call."""
-        layout = cls._known.get(sizes)
+        layout = cls._instances.get(sizes)
         if layout is None or layout._world is not dist.group.WORLD:
-            layout = cls._known[sizes] = cls(sizes, device)
+            layout = cls._instances[sizes] = cls(sizes, device)
         return layout
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which Core uses this layout; the previous layout is restored at exit."""
+    def activate(self) -> Iterator[None]:
+        """Context manager: install this layout's copy of Core's globals; restore the previous ones at exit.
+
+        Only one thread at a time can be in such a context; it may be nested.
+        """
         with CoreLayout._lock:
             previous, previous_state = CoreLayout._active, _globals()
             if previous is self:
