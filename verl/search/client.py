@@ -32,11 +32,13 @@ class RetrieverError(Exception):
 
 
 class RetrieverClient:
-    """One per event loop. Waiting queries of concurrent callers are sent in one request.
+    """Client of a retriever service; use one per event loop. Queries that wait at the same time are batched into one
+    request.
 
-    At most `concurrent` requests run at a time, each for at most `timeout_s`. The results of `cache_size` queries are
-    cached. `counts`: requests, retries, failures (queries without a result) and cached (queries that needed no request
-    of their own).
+    At most `max_concurrent_requests` run at a time, each for at most `timeout_s`. A request is sent up to
+    `max_attempts` times if the connection or the service fails; after a timeout it is not repeated. The results of
+    `cache_size` queries are cached. `counts`: requests, retries, failures (queries without a result) and cached
+    (queries that needed no request of their own).
     """
 
     def __init__(
@@ -44,33 +46,34 @@ class RetrieverClient:
         url: str,
         *,
         timeout_s: float = 30.0,
-        tries: int = 3,
-        concurrent: int = 8,
+        max_attempts: int = 3,
+        max_concurrent_requests: int = 8,
         cache_size: int = 4096,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self.url = url
         self.counts: Counter[str] = Counter()
         self.breaker = breaker or CircuitBreaker()
-        self._tries, self._concurrent, self._cache_size = tries, concurrent, cache_size
+        self._max_attempts, self._max_concurrent_requests = max_attempts, max_concurrent_requests
+        self._cache_size = cache_size
         self._cache: OrderedDict[_Key, list[Hit]] = OrderedDict()
-        self._pending: dict[_Key, asyncio.Future[list[Hit]]] = {}
-        self._waiting: deque[_Key] = deque()
+        self._futures: dict[_Key, asyncio.Future[list[Hit]]] = {}  # of queries without a result so far
+        self._queue: deque[_Key] = deque()  # queries that are not in a request yet
         self._senders: set[asyncio.Task[None]] = set()
         # Proxies of the environment are not used: the service is usually in the local network.
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=api_headers())
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
-        """The best documents of every query; RetrieverError if a query fails."""
+        """Return the best documents of every query; raise RetrieverError if a query fails."""
         return list(await asyncio.gather(*(self._result((query, topk)) for query in queries)))
 
     async def check(self) -> dict[str, Any]:
-        """The response of the service's /health; RetrieverError if the service does not respond."""
-        parts = urlsplit(self.url)
+        """Return the response of the service's /health; raise RetrieverError if the service does not respond."""
+        url_parts = urlsplit(self.url)
         try:
-            reply = await self._http.get(urlunsplit((parts.scheme, parts.netloc, "/health", "", "")))
-            if reply.status_code == httpx.codes.OK:
-                return reply.json()
+            response = await self._http.get(urlunsplit((url_parts.scheme, url_parts.netloc, "/health", "", "")))
+            if response.status_code == httpx.codes.OK:
+                return response.json()
             # Third-party servers may have no /health: try a query.
             await self._request(["health"], 1)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -82,9 +85,9 @@ class RetrieverClient:
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
-        for future in self._pending.values():
+        for future in self._futures.values():
             future.cancel()  # queries that no sender has taken yet
-        self._pending.clear()
+        self._futures.clear()
         await self._http.aclose()
 
     async def _result(self, key: _Key) -> list[Hit]:
@@ -92,11 +95,11 @@ class RetrieverClient:
             self.counts["cached"] += 1
             self._cache.move_to_end(key)
             return self._cache[key]
-        future = self._pending.get(key)
+        future = self._futures.get(key)
         if future is None:
-            future = self._pending[key] = asyncio.get_running_loop().create_future()
-            self._waiting.append(key)
-            if len(self._senders) < self._concurrent:
+            future = self._futures[key] = asyncio.get_running_loop().create_future()
+            self._queue.append(key)
+            if len(self._senders) < self._max_concurrent_requests:
                 sender = asyncio.create_task(self._send())
                 self._senders.add(sender)
                 sender.add_done_callback(self._senders.discard)
@@ -105,11 +108,11 @@ class RetrieverClient:
         return await asyncio.shield(future)  # other callers may wait for the same query
 
     async def _send(self) -> None:
-        """Send waiting queries in batches with the same `topk` until none is waiting."""
-        while self._waiting:
-            batch = [self._waiting.popleft()]
-            while self._waiting and self._waiting[0][1] == batch[0][1] and len(batch) < _MAX_BATCH:
-                batch.append(self._waiting.popleft())
+        """Send queued queries in batches with the same `topk` until the queue is empty."""
+        while self._queue:
+            batch = [self._queue.popleft()]
+            while self._queue and self._queue[0][1] == batch[0][1] and len(batch) < _MAX_BATCH:
+                batch.append(self._queue.popleft())
             await self._send_batch(batch)
 
     async def _send_batch(self, batch: list[_Key]) -> None:
@@ -124,32 +127,35 @@ class RetrieverClient:
                 return
             self.counts["failures"] += len(batch)
             for key in batch:
-                future = self._pending.pop(key)
+                future = self._futures.pop(key)
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved, in case the caller is gone
             return
         except asyncio.CancelledError:
             for key in batch:
-                self._pending.pop(key).cancel()
+                self._futures.pop(key).cancel()
             raise
         for key, hits in zip(batch, results, strict=True):
-            self._pending.pop(key).set_result(hits)
+            self._futures.pop(key).set_result(hits)
             self._cache[key] = hits
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
 
     async def _request_with_retries(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
-        for attempt in range(1, self._tries + 1):
+        for attempt in range(1, self._max_attempts + 1):
             if not self.breaker.allow():
-                raise RetrieverError(f"{self.url}: paused after failures; next try in {self.breaker.wait_s():.0f} s")
+                raise RetrieverError(
+                    f"{self.url}: circuit breaker open after repeated failures;"
+                    f" next attempt in {self.breaker.wait_s():.0f} s"
+                )
             try:
                 results = await self._request(queries, topk)
             except httpx.HTTPError as error:
                 self.breaker.failed()
-                if attempt == self._tries or isinstance(error, httpx.TimeoutException):
+                if attempt == self._max_attempts or isinstance(error, httpx.TimeoutException):
                     raise RetrieverError(f"{self.url}: {_describe(error)}") from error
             except RetrieverError:
-                self.breaker.succeeded()
+                self.breaker.succeeded()  # the service responded, so it is up, although it rejected this request
                 raise
             except asyncio.CancelledError:
                 self.breaker.abandoned()
@@ -162,20 +168,20 @@ class RetrieverClient:
                 return results
             self.counts["retries"] += 1
             await asyncio.sleep(_BACKOFF_S * 2**attempt * random.random())
-        raise AssertionError("unreachable: the last try returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _request(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
         self.counts["requests"] += 1
-        reply = await self._http.post(self.url, json={"queries": queries, "topk": topk, "return_scores": True})
-        if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
-            reply.raise_for_status()
-        if reply.is_error:
-            raise RetrieverError(f"{self.url}: status {reply.status_code}: {reply.text[:200]}", refused=True)
+        response = await self._http.post(self.url, json={"queries": queries, "topk": topk, "return_scores": True})
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
+            response.raise_for_status()
+        if response.is_error:
+            raise RetrieverError(f"{self.url}: status {response.status_code}: {response.text[:200]}", refused=True)
         try:
-            results = [[_parse_hit(entry) for entry in entries] for entries in reply.json()["result"]]
+            results = [[_parse_hit(entry) for entry in entries] for entries in response.json()["result"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RetrieverError(
-                f"{self.url}: not the response of a retriever: {reply.text[:200]!r}", refused=True
+                f"{self.url}: not the response of a retriever: {response.text[:200]!r}", refused=True
             ) from error
         if len(results) != len(queries):
             raise RetrieverError(f"{self.url}: {len(results)} results for {len(queries)} queries", refused=True)
@@ -183,7 +189,7 @@ class RetrieverClient:
 
 
 def _parse_hit(entry: dict[str, Any]) -> Hit:
-    """A hit from an entry with or without a score."""
+    """Return the hit of an entry of the response, with or without a score."""
     document = entry.get("document", entry)
     return Hit(Document(str(document["id"]), document["contents"]), float(entry.get("score", 0.0)))
 

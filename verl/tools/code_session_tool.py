@@ -11,18 +11,24 @@ from verl.sandbox.code_runner import CodeSettings, configured
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool, code_schema, result_text
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-_LOST = "The interpreter was restarted: what it remembered is lost."
+# Part of the response to the model.
+_LOST = "The interpreter was restarted; all variables are lost."
 
 
 class CodeSessionTool(SandboxFusionTool):
-    """Like `SandboxFusionTool`, but always in the local sandbox. An interpreter starts with the trajectory's first call
-    and ends with the trajectory. If it was killed, the next call starts another one, and the response says so.
+    """Runs code like `SandboxFusionTool`, but always in the local sandbox and with one interpreter per trajectory.
+
+    The interpreter starts with the first call and ends with the trajectory. If a call kills it, for example by the time
+    limit, its response states that all variables are lost, and the next call starts a new interpreter.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         if self.config["sandbox_fusion_url"]:
-            raise ValueError("sandbox_fusion_url: the server API has no sessions. Remove the key.")
+            raise ValueError(
+                "sandbox_fusion_url is not supported by CodeSessionTool: the server API has no sessions."
+                " Remove the key."
+            )
         self._sessions: dict[str, Session] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -47,11 +53,13 @@ class CodeSessionTool(SandboxFusionTool):
             return await super().execute(instance_id, parameters, **kwargs)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
+        """Run `code` in the interpreter of the trajectory, for at most `timeout` seconds; return its output."""
         session = self._sessions.get(instance_id)
         if session is None:
             session = self._sessions[instance_id] = self.settings.sandbox().session(self.limits)
         text = result_text(session.execute(code, wall_s=float(timeout)), self.limits)
-        released = instance_id not in self._locks  # during this call
+        # `release` may have run during this call, which then has to close the session itself.
+        released = instance_id not in self._locks
         if released or not session.alive:
             self._sessions.pop(instance_id, session).close()
             text = f"{text}\n{_LOST}"

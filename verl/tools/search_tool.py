@@ -15,7 +15,8 @@ _DEFAULTS = {"retrieval_service_url": None, "topk": 3, "timeout": 30, "num_worke
 class SearchTool(BaseTool):
     """Requests `topk` documents per query from `retrieval_service_url`, with a `timeout` in seconds.
 
-    Per loop worker, at most `num_workers` calls run at a time and `rate_limit` start per second.
+    Per loop worker, at most `num_workers` calls run at a time and `rate_limit` start per second (enforced by
+    `ToolSession`).
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -25,15 +26,16 @@ class SearchTool(BaseTool):
                 f"{self.name}: config.retrieval_service_url is not set. Start a service (python -m verl.search.server "
                 "--corpus_path FILE) and set its address: http://127.0.0.1:8000/retrieve."
             )
-        self.retrieval_service_url, self.topk = str(self.config["retrieval_service_url"]), int(self.config["topk"])
+        self.retrieval_service_url = str(self.config["retrieval_service_url"])
+        self.topk = int(self.config["topk"])
         self._timeout = float(self.config["timeout"])
         self._client: RetrieverClient | None = None
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        queries = {"type": "array", "items": {"type": "string"}, "description": "What to look for, a text each."}
+        queries = {"type": "array", "items": {"type": "string"}, "description": "Search queries, one string each."}
         function = {
             "name": "search",
-            "description": "Searches for information, by one query or several.",
+            "description": "Searches for documents that match one or more queries.",
             "parameters": {"type": "object", "properties": {"query_list": queries}, "required": ["query_list"]},
         }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
@@ -55,7 +57,7 @@ class SearchTool(BaseTool):
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
         queries = [str(query) for query in parameters["query_list"]]
         if not queries:
-            raise ToolError("query_list is empty. Give at least one query.")
+            raise ToolError("query_list is empty. Pass at least one query.")
         if self._client is None:
             self._client = self._new_client()
         try:

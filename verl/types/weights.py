@@ -23,12 +23,12 @@ Manifest: TypeAlias = Mapping[str, TensorSpec]
 """Shape and dtype of every weight of the full model."""
 
 RequestedRows: TypeAlias = Mapping[str, range]
-"""Rows (entries of the first dimension) of each weight that an engine needs; no others are sent to it."""
+"""Rows (of dimension 0) of each weight that an engine needs; only these are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Key of a bucket: rows `start` to `stop` of a weight."""
+    """Key of a bucket: rows [start, stop) of a weight."""
 
     name: str
     start: int
@@ -40,4 +40,4 @@ Bucket: TypeAlias = "Mapping[str | TensorSlice, torch.Tensor]"
 
 
 class WeightMismatchError(RuntimeError):
-    """The engine's weights differ from the trainer's. It refuses requests until an update succeeds."""
+    """The engine's weights differ from the trainer's. The engine rejects requests until a weight sync succeeds."""

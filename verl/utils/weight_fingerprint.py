@@ -1,11 +1,12 @@
 """Fingerprint of a tensor: the sum over its elements of bit pattern × weight of the element's index, mod 2^64.
 
-Exact and cheap. The fingerprints of parts, each computed at its place in the full tensor, add up to that of the full
+Integer arithmetic, so it is the same on all devices and in any order of summation. The fingerprints of the shards of a
+tensor, each computed with the indices that its elements have in the full tensor, add up to the fingerprint of the full
 tensor. A changed bit, a transposition, permutation or shift changes it (except with a probability of about 2^-32).
 
-Index i has the weight high[i // BLOCK] × low[i % BLOCK] mod 2^64. Both tables are SplitMix64 (the finaliser of Steele
-et al., "Fast splittable pseudorandom number generators", 2014) of their index, made odd: two short tables serve tensors
-of any size, and a sum over a block uses one of the factors only once.
+Index i has the weight high[i // BLOCK] × low[i % BLOCK] mod 2^64. Entry k of each table is SplitMix64 of k (the
+finaliser of Steele et al., "Fast splittable pseudorandom number generators", 2014), made odd. Because of the product,
+two short tables are enough for tensors of any size, and the sum over a block is multiplied by `high` only once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ __all__ = ["BLOCK", "Placement", "fingerprints", "high_weights", "low_weights", 
 
 BLOCK = 4096
 _SHIFT = BLOCK.bit_length() - 1
-_LOW, _HIGH = 0, -(1 << 63)  # first index of each table in the sequence of the hash
+_LOW, _HIGH = 0, -(1 << 63)  # offset of each table in the SplitMix64 sequence: the two do not overlap
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements per operation: 256 MB as int64 on a device; on a CPU they stay in its cache.
-_CHUNK = {"cpu": 32 * BLOCK}
-_LARGE_CHUNK = 8192 * BLOCK
+# Elements per operation. On a CPU they fit into its cache; on a device they take 256 MB as int64.
+_CHUNK_ELEMENTS_CPU = 32 * BLOCK
+_CHUNK_ELEMENTS_DEVICE = 8192 * BLOCK
 # Blocks of indices per program of the CUDA kernel.
 _BLOCKS_PER_PROGRAM = 8
 
@@ -40,16 +41,22 @@ _high_tables: dict[torch.device, torch.Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Indices of a part in the full tensor: runs of `run` consecutive elements (None: a single run), the first one at
-    index `start`, each `stride` after the previous one."""
+    """Indices of the elements of a shard in the flattened full tensor: runs of consecutive indices."""
 
     start: int = 0
+    """First index of the first run."""
     run: int | None = None
+    """Number of elements of a run; None: the shard is a single run."""
     stride: int = 0
+    """Distance between the first indices of two successive runs."""
 
     @classmethod
     def of_shard(cls, shape: Sequence[int], dim: int, start: int, full: int) -> Placement:
-        """Return the placement of a shard of this shape: from `start` on, of `full` entries in dimension `dim`."""
+        """Return the placement of a shard of a tensor that is split along `dim`.
+
+        `shape`: of the shard. `start`: its first entry in dimension `dim`. `full`: size of that dimension in the full
+        tensor.
+        """
         inner = math.prod(shape[dim + 1 :])
         if math.prod(shape[:dim]) == 1:
             return cls(start * inner)
@@ -73,7 +80,8 @@ def fingerprints(
     dtype: torch.dtype | None = None,
     placements: Mapping[_Key, Placement] | None = None,
 ) -> dict[_Key, int]:
-    """Return key → fingerprint with a single transfer from the device. `placements`: of tensors that are parts."""
+    """Return the fingerprint of every tensor, with a single transfer from the device. `placements`: of shards; tensors
+    without one are full tensors."""
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device
@@ -87,12 +95,12 @@ def fingerprints(
 
 @functools.cache
 def low_weights(device: torch.device) -> torch.Tensor:
-    """int64 [BLOCK]."""
+    """Return the weights of the positions within a block: int64 [BLOCK]."""
     return _table(_LOW, BLOCK).to(device)
 
 
 def high_weights(blocks: int, device: torch.device) -> torch.Tensor:
-    """int64 [at least `blocks`]; kept on the device."""
+    """Return the weights of the blocks: int64 [at least `blocks`]. The table is cached on the device."""
     table = _high_tables.get(device)
     if table is None or len(table) < blocks:
         table = _high_tables[device] = _table(_HIGH, max(1024, 2 * blocks)).to(device)
@@ -103,17 +111,24 @@ def _table(first: int, size: int) -> torch.Tensor:
     return mix_64((torch.arange(1, size + 1) + first) * GOLDEN_64) | 1
 
 
+def _chunk_elements(device: torch.device) -> int:
+    return _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_DEVICE
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _sum_of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the sum over consecutive elements, the first at index `start`; partial blocks at both ends separately."""
+    """Return the sum over consecutive elements, the first at index `start`.
+
+    Incomplete blocks at both ends are summed separately.
+    """
     head = min(len(bits), -start % BLOCK)
     body = (len(bits) - head) // BLOCK * BLOCK
     total = _sum_in_block(bits[:head], start) + _sum_in_block(bits[head + body :], start + head + body)
     low, high = low_weights(bits.device), high_weights((start + len(bits)) // BLOCK + 1, bits.device)
-    chunk = _CHUNK.get(bits.device.type, _LARGE_CHUNK)
+    chunk = _chunk_elements(bits.device)
     for first in range(head, head + body, chunk):
         blocks = bits[first : min(first + chunk, head + body)].view(-1, BLOCK)
         number = (start + first) // BLOCK
@@ -129,6 +144,7 @@ def _sum_in_block(bits: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _sum_of_runs(bits: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Return the sum over the elements of a shard of several runs."""
     assert placement.run is not None
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     if not placement.run or not len(bits):
@@ -137,7 +153,7 @@ def _sum_of_runs(bits: torch.Tensor, placement: Placement) -> torch.Tensor:
     end = placement.start + (len(rows) - 1) * placement.stride + placement.run
     low, high = low_weights(bits.device), high_weights(end // BLOCK + 1, bits.device)
     columns = torch.arange(placement.run, device=bits.device)
-    step = max(1, _CHUNK.get(bits.device.type, _LARGE_CHUNK) // placement.run)
+    step = max(1, _chunk_elements(bits.device) // placement.run)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         starts = placement.start + placement.stride * torch.arange(first, first + len(part), device=bits.device)
@@ -165,25 +181,32 @@ def _sums_on_cuda(tensors: list[torch.Tensor], placements: list[Placement]) -> l
 def _pieces(tensors: Sequence[torch.Tensor], placements: Sequence[Placement]) -> tuple[np.ndarray, int]:
     """Divide contiguous tensors into pieces, one per program of the kernel.
 
-    Returns int64 [5, pieces]: address of a run of consecutive elements, its first and last index (exclusive), the
-    number of its tensor, the first block of the piece; and the number of blocks of the longest tensor, including those
-    that its last piece may reach.
+    Returns int64 [5, pieces] with one column per piece: address of its run of consecutive elements, start and end index
+    (exclusive) of the run, number of the tensor, first block of the piece. Also returns the size of the table of block
+    weights that the kernel needs: the last piece of a run reads up to `_BLOCKS_PER_PROGRAM` blocks beyond its end.
     """
-    parts = zip(tensors, placements, strict=True)
-    runs = [_runs(number, tensor, placement) for number, (tensor, placement) in enumerate(parts)]
-    addresses, starts, ends, owners = np.concatenate(runs, axis=1)
-    first = starts // BLOCK
-    counts = -(-((ends - 1) // BLOCK + 1 - first) // _BLOCKS_PER_PROGRAM) * (ends > starts)
-    run = np.repeat(np.arange(len(first)), counts)
-    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-    pieces = np.stack([addresses[run], starts[run], ends[run], owners[run], first[run] + _BLOCKS_PER_PROGRAM * within])
-    return pieces, int(ends.max(initial=0)) // BLOCK + 1 + _BLOCKS_PER_PROGRAM
+    shards = zip(tensors, placements, strict=True)
+    runs = [_runs(number, tensor, placement) for number, (tensor, placement) in enumerate(shards)]
+    addresses, starts, ends, tensor_numbers = np.concatenate(runs, axis=1)
+    first_block = starts // BLOCK
+    blocks_per_run = (ends - 1) // BLOCK + 1 - first_block
+    pieces_per_run = _ceil_div(blocks_per_run, _BLOCKS_PER_PROGRAM)
+    run_of_piece = np.repeat(np.arange(len(first_block)), pieces_per_run)
+    first_piece_of_run = np.cumsum(pieces_per_run) - pieces_per_run
+    number_in_run = np.arange(len(run_of_piece)) - first_piece_of_run[run_of_piece]
+    first_block_of_piece = first_block[run_of_piece] + _BLOCKS_PER_PROGRAM * number_in_run
+    run_values = [values[run_of_piece] for values in (addresses, starts, ends, tensor_numbers)]
+    return np.stack([*run_values, first_block_of_piece]), int(ends.max(initial=0)) // BLOCK + 1 + _BLOCKS_PER_PROGRAM
 
 
-def _runs(owner: int, tensor: torch.Tensor, placement: Placement) -> np.ndarray:
-    """int64 [4, runs]: address, first and last index (exclusive) of each run, number of the tensor."""
+def _ceil_div(dividend: np.ndarray, divisor: int) -> np.ndarray:
+    return -(-dividend // divisor)
+
+
+def _runs(tensor_number: int, tensor: torch.Tensor, placement: Placement) -> np.ndarray:
+    """Return int64 [4, runs]: address, start and end index (exclusive) of each run, number of the tensor."""
     size = placement.run or tensor.numel()
-    number = np.arange(tensor.numel() // size if size else 0, dtype=np.int64)
-    starts = placement.start + placement.stride * number
-    addresses = tensor.data_ptr() + size * tensor.element_size() * number
-    return np.stack([addresses, starts, starts + size, np.full_like(number, owner)])
+    run_numbers = np.arange(tensor.numel() // size if size else 0, dtype=np.int64)
+    starts = placement.start + placement.stride * run_numbers
+    addresses = tensor.data_ptr() + size * tensor.element_size() * run_numbers
+    return np.stack([addresses, starts, starts + size, np.full_like(run_numbers, tensor_number)])

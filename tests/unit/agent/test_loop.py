@@ -107,9 +107,9 @@ def test_each_trajectory_and_the_tasks_it_starts_find_their_own_record():
     async def both() -> list[list[CallTrace | None]]:
         return list(await asyncio.gather(trajectory(one), trajectory(other)))
 
-    one, other = CallTrace(key=1), CallTrace(key=2)
+    one, other = CallTrace(noise_key=1), CallTrace(noise_key=2)
     found = asyncio.run(both())
-    assert [[trace.key for trace in traces if trace] for traces in found] == [[1, 1], [2, 2]]
+    assert [[trace.noise_key for trace in traces if trace] for traces in found] == [[1, 1], [2, 2]]
     assert current_trace() is None
 
 

@@ -107,7 +107,7 @@ async def test_a_session_that_died_is_replaced_and_the_model_told():
     async with toolbox(CodeSessionTool({})).session({}) as session:
         assert await said(session, "x = 1\nx") == "1"
         died = await said(session, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-        assert died.endswith("The interpreter was restarted: what it remembered is lost.")
+        assert died.endswith("The interpreter was restarted; all variables are lost.")
         assert await said(session, "'x' in globals()") == "False"
 
 

@@ -2,14 +2,14 @@
 
 It holds references to stored columns and an index from rows of the batch to stored rows. Row and column operations edit
 only the index. A worker reads the rows of its shard; the controller fetches only the columns that are accessed by name,
-each once. Columns set on the controller are stored when they are first sent. Writes into a fetched tensor are kept: it
-is stored again when it is next sent.
+each once. Columns set on the controller are stored when they are first sent. In-place writes to a fetched tensor are
+detected; the tensor is stored again when the batch is next sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,21 @@ from verl.utils.nested import deep_equal
 __all__ = ["BatchRef"]
 
 
+class _LocalColumn(NamedTuple):
+    """The value of a column in this process."""
+
+    value: torch.Tensor | np.ndarray
+    stored_version: int | None
+    """`_tensor_version` of the value when it was stored or fetched; None: not stored."""
+
+
 class BatchRef(DataProto):
     """A batch by reference. Behaves like a DataProto; `fetch()` returns a real one."""
 
     def __init__(self, columns: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = columns, rows, meta_info
-        # Values in this process, each with torch's version counter of the tensor when it was stored (None: not stored).
-        self._local: dict[str, tuple[Any, int | None]] = {}
-        self._borrowed = False
+        self._local: dict[str, _LocalColumn] = {}
+        self._borrowed = False  # of DataProto (copy on write); columns here are copied when they are fetched
 
     @classmethod
     def from_stored(cls, part: StoredRows) -> BatchRef:
@@ -53,7 +60,7 @@ class BatchRef(DataProto):
     def fetch(
         self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
     ) -> DataProto:
-        """A plain DataProto of these columns (None: all), copied from the store; columns already fetched are shared."""
+        """Return a plain DataProto of these columns (None: all). Columns that are already fetched are not copied."""
         tensor_names, object_names = self._selected_names(batch_keys, non_tensor_batch_keys)
         values = self._read([*tensor_names, *object_names])
         td = None
@@ -65,7 +72,8 @@ class BatchRef(DataProto):
     def lengths(self) -> Lengths | None:
         """Prompt and response lengths of every row, known without fetching; None for batches without a mask."""
         known = [column.rows.lengths for column in self._columns.values() if column.rows.lengths is not None]
-        # Prompt columns and generated columns have different lengths: those with responses are complete.
+        # Columns of a prompt batch were stored with response lengths 0, those of the generated batch with the complete
+        # lengths.
         return max(known, key=lambda lengths: lengths.widths[1], default=None)
 
     # ---------------------------------------------------------------- interface of DataProto
@@ -96,7 +104,7 @@ class BatchRef(DataProto):
         return self._rows
 
     def check_consistency(self) -> None:
-        """Columns are aligned by construction."""
+        """No effect: columns are aligned by construction."""
 
     def get_data_info(self) -> str:
         lines = [f"BatchRef of {len(self)} rows"]
@@ -108,7 +116,7 @@ class BatchRef(DataProto):
         return "\n  ".join([*lines, f"meta_info: {sorted(self.meta_info)}"])
 
     def to(self, device: str | torch.device) -> DataProto:
-        """The batch itself on the CPU; for another device, a fetched DataProto."""
+        """Return the batch itself for the CPU, and a fetched DataProto for another device."""
         return self if torch.device(device).type == "cpu" else self.fetch().to(device)
 
     def select(
@@ -118,7 +126,10 @@ class BatchRef(DataProto):
         meta_info_keys: Any = None,
         deepcopy: bool = False,
     ) -> BatchRef:
-        """These columns (None: all of that kind). `deepcopy` has no effect, because stored columns are immutable."""
+        """Return a batch of the selected columns (None: all of that kind).
+
+        `deepcopy` has no effect, because stored columns are immutable.
+        """
         tensor_names, object_names = self._selected_names(batch_keys, non_tensor_batch_keys)
         meta = self._subset(self.meta_info, meta_info_keys, "meta_info")
         return BatchRef(self._stored([*tensor_names, *object_names]), len(self), meta)
@@ -131,25 +142,29 @@ class BatchRef(DataProto):
 
     def union(self, other: DataProto) -> BatchRef:
         if self._has_columns() and other._has_columns() and len(other) != len(self):
-            raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows.")
+            raise ValueError(f"BatchRef.union: {len(self)} rows and {len(other)} rows.")
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
-            theirs = BatchRef.from_dataproto(other, self.lengths)
-            self._drop(continued_columns(self.batch, theirs.batch))
-            continued = continued_columns(theirs.batch, self.batch)
-            names = [name for name in theirs._names() if name not in continued]
-            new = [name for name in names if name not in self._names()]
-            for name in names:
-                if name not in new and not self._is_same(name, theirs):
-                    raise ValueError(f"union: {name!r} differs in the two batches.")
-            for name in new:
-                if theirs._is_unstored(name):
-                    self._set_local(name, theirs._local[name][0], stored=False)
-                else:
-                    self._columns[name] = theirs._columns[name]
-            self._rows = len(other)
+            self._merge_columns(BatchRef.from_dataproto(other, self.lengths))
         self.meta_info = meta
         return self
+
+    def _merge_columns(self, other: BatchRef) -> None:
+        """Add the columns of `other`. A column that both batches have must be equal."""
+        # Sequence columns of a prompt batch are replaced by those of the generated batch, which continue them.
+        self._drop(continued_columns(self.batch, other.batch))
+        continued = continued_columns(other.batch, self.batch)
+        names = [name for name in other._names() if name not in continued]
+        new = [name for name in names if name not in self._names()]
+        for name in names:
+            if name not in new and not self._is_same(name, other):
+                raise ValueError(f"BatchRef.union: {name!r} differs in the two batches.")
+        for name in new:
+            if other._is_unstored(name):
+                self._set_local(name, other._local[name].value, stored=False)
+            else:
+                self._columns[name] = other._columns[name]
+        self._rows = len(other)
 
     # ---------------------------------------------------------------- primitives
 
@@ -191,28 +206,28 @@ class BatchRef(DataProto):
 
     def _is_object(self, name: str) -> bool:
         if name in self._local:
-            return isinstance(self._local[name][0], np.ndarray)
+            return isinstance(self._local[name].value, np.ndarray)
         return self._columns[name].type.axis == OBJECT
 
     def _has_columns(self) -> bool:
         return bool(self._columns or self._local)
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """The values of these columns."""
+        """Return the values of these columns, local or from the store."""
         fetched = column_store.read_columns({name: self._columns[name] for name in names if name not in self._local})
-        return {name: self._local[name][0] if name in self._local else fetched[name] for name in names}
+        return {name: self._local[name].value if name in self._local else fetched[name] for name in names}
 
     def _get_column(self, name: str) -> Any:
-        """The value of a column, fetched once. The caller may write into it if it is a tensor."""
+        """Return the value of a column, fetched once. The caller may write into it if it is a tensor."""
         if name not in self._local:
             self._set_local(name, self._read([name])[name], stored=True)
-        return self._local[name][0]
+        return self._local[name].value
 
     def _set_local(self, name: str, value: Any, stored: bool) -> None:
         if isinstance(value, np.ndarray):  # writes into an array cannot be detected
             value = value.view()
             value.flags.writeable = False
-        self._local[name] = (value, _write_count(value) if stored else None)
+        self._local[name] = _LocalColumn(value, _tensor_version(value) if stored else None)
 
     def _set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
         if self._has_columns() and len(value) != len(self):
@@ -229,8 +244,8 @@ class BatchRef(DataProto):
 
     def _is_unstored(self, name: str) -> bool:
         """Whether the local value of the column was never stored, or was changed since."""
-        value, stored_count = self._local.get(name, (None, 0))
-        return stored_count != _write_count(value)
+        column = self._local.get(name)
+        return column is not None and column.stored_version != _tensor_version(column.value)
 
     def _replace(self, names: list[str], value: Any) -> None:
         """Replace the columns `names` by those of a mapping."""
@@ -245,11 +260,11 @@ class BatchRef(DataProto):
             self._local.pop(name, None)
 
     def _stored(self, names: Sequence[str] | None = None) -> dict[str, StoredColumn]:
-        """These columns (None: all) in the store; columns that are not stored, or were changed, are stored first."""
+        """Return these columns (None: all) in the store. New and changed columns are stored first."""
         names = self._names() if names is None else names
         for name in names:
             if self._is_unstored(name):
-                value, _ = self._local[name]
+                value = self._local[name].value
                 self._columns |= store_rows(DataProto.from_single_dict({name: value}), self.lengths).columns
                 self._set_local(name, value, stored=True)
         return {name: self._columns[name] for name in names}
@@ -309,6 +324,6 @@ class _TensorColumns(_Columns):
         return getattr(self._owner.fetch(non_tensor_batch_keys=[]).batch, name)
 
 
-def _write_count(value: Any) -> int:
-    """Torch's version counter: the number of writes to a tensor and its views."""
+def _tensor_version(value: Any) -> int:
+    """Return torch's version counter, which in-place writes to a tensor or its views increment; 0 for arrays."""
     return value._version if isinstance(value, torch.Tensor) else 0

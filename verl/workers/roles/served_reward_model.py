@@ -11,11 +11,11 @@ from verl.inference.server import load_app, options_parser
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
-from verl.utils.http_server.server import Limits, serve_in_thread
+from verl.utils.http_server.server import ConnectionLimits, serve_in_thread
 from verl.utils.network import own_address
 from verl.workers.roles.memory import phase_memory
 
-# Connections of all scorer processes together.
+# Maximum number of connections from all scorer processes.
 _MAX_CONNECTIONS = 8192
 
 
@@ -28,16 +28,20 @@ class ServedRewardModelWorker(Worker):
         self._offloaded = False
         self._address = ""
         self._key = secrets.token_hex(16)
+        self._served: Any = None
+        """The served model (`load_app`), after `init_model`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("judge", config_root="reward_model")
     def init_model(self) -> None:
         """Load the model and serve it until the process ends."""
         if self._address:
-            return  # still running: only another worker was restarted
+            return  # called again after another rank was restarted: this one still serves the model
         config, rollout = self.config, self.config.rollout
         if config.path is None:
-            raise ValueError("reward_model.path: not set. Use the folder or hub name of the judge.")
+            raise ValueError(
+                "reward_model.path is not set. Set it to the folder or Hugging Face name of the reward model."
+            )
         path = resolve_model_path(config.path, "reward_model.path")
         settings = {
             "model": path,
@@ -47,6 +51,7 @@ class ServedRewardModelWorker(Worker):
             "gpu-memory-utilization": rollout.gpu_memory_utilization,
             **({} if rollout.max_model_len is None else {"max-model-len": rollout.max_model_len}),
         }
+        # The command line of `verl.inference.server` is built and parsed, so that all other options have its defaults.
         flags = {"--enforce-eager": rollout.enforce_eager, "--trust-remote-code": config.model.trust_remote_code}
         options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         options += [flag for flag, on in flags.items() if on]
@@ -55,7 +60,7 @@ class ServedRewardModelWorker(Worker):
         self._served = load_app(parsed, self._resources)
         host = own_address()
         serving = serve_in_thread(
-            self._served.app, self._served.description, host, Limits(connections=_MAX_CONNECTIONS)
+            self._served.app, self._served.description, host, ConnectionLimits(connections=_MAX_CONNECTIONS)
         )
         self._address = f"{host}:{self._resources.enter_context(serving)}"
 

@@ -46,7 +46,7 @@ class PromptContext:
     """The context that a prompt belongs to."""
 
     start: int
-    """Number of tokens in the prompt with which the context began."""
+    """Number of tokens of the first prompt of the context; all later tokens count as response tokens."""
     length: int
     """Number of tokens in this prompt."""
     digest: Any
@@ -54,9 +54,9 @@ class PromptContext:
 
 
 class _Contexts:
-    """The contexts of a trajectory. A prompt belongs to the context of an earlier call if it begins with that call's
-    prefix: its prompt and the first token of its response (a loop may edit the rest). If the response is empty, the
-    prefix is the prompt alone.
+    """Assigns prompts to contexts. A prompt continues the context of an earlier call if it starts with the prefix of
+    that call: its prompt and the first token of its response. Only the first token is compared, because a loop may edit
+    the remaining ones. If the response is empty, the prefix is the prompt alone.
 
     Prefixes are stored as digests, so that a lookup takes one pass over the prompt for any number of calls.
     """
@@ -68,8 +68,10 @@ class _Contexts:
         """`PromptContext.start` by the digest of a prefix."""
 
     def find(self, prompt_ids: Sequence[int]) -> PromptContext:
-        """The context with the longest matching prefix, or a new context."""
-        digest, hashed, start = hashlib.blake2b(digest_size=16), 0, len(prompt_ids)
+        """Return the context with the longest matching prefix, or a new context."""
+        digest = hashlib.blake2b(digest_size=16)
+        hashed = 0  # number of tokens in `digest`
+        start = len(prompt_ids)
         tokens = memoryview(array("i", prompt_ids))
         for length in self._lengths:
             if length > len(prompt_ids):
@@ -80,6 +82,7 @@ class _Contexts:
         return PromptContext(start, len(prompt_ids), digest)
 
     def add(self, context: PromptContext, response: Sequence[int]) -> None:
+        """Record a call with a prompt of `context`, and its response."""
         first, prefix = array("i", response[:1]), context.digest.copy()
         prefix.update(first)
         self._starts.setdefault(prefix.digest(), context.start)
@@ -92,18 +95,18 @@ class _Contexts:
 class CallTrace:
     """The model calls of one trajectory, in the order in which they finished."""
 
-    key: int = 0
+    noise_key: int = 0
     """Noise key of the first call, equal to that of a single-turn row."""
     group: str = ""
     """The uid of the prompt: first calls of a group share their prompt."""
     calls: list[ModelCall] = field(default_factory=list)
     """Finished calls."""
-    started: int = 0
-    """Number of started calls, i.e. of calls of `next_key`."""
+    num_started: int = 0
+    """Number of started model calls, i.e. of calls of `next_key`."""
     max_response: int | None = None
     """Maximum number of response tokens of a context, if less than the run's limit."""
     partial: PartialCall | None = None
-    """Partial output of the first call, to resume from: of a lost replica, or of an earlier process."""
+    """Partial output of the first call, from which it resumes after its replica was lost or the run was restarted."""
     prompt_ids: list[int] | None = None
     """The row's prompt: only a first call with this prompt can be resumed by another process. None: any prompt."""
     params: SamplingParams | None = None
@@ -118,7 +121,7 @@ class CallTrace:
 
     @classmethod
     def for_sample(cls, seed: int, step: int, uid: str, sample_index: int) -> CallTrace:
-        """An empty trace of the trajectory `sample_index` of a prompt in a step."""
+        """Return an empty trace of the trajectory `sample_index` of a prompt in a step."""
         return cls(sample_keys(seed, step, uid, sample_index), uid)
 
     @property
@@ -131,13 +134,16 @@ class CallTrace:
         return sum(call.output.preemptions for call in self.calls)
 
     def context_of(self, prompt_ids: Sequence[int]) -> PromptContext:
-        """The context of an earlier call, if `prompt_ids` begin with its prompt and the first token of its response;
-        otherwise a new context, even if they begin with an earlier prompt."""
+        """Return the context of a prompt: that of an earlier call if `prompt_ids` start with its prompt and the first
+        token of its response, otherwise a new context (also if they start with its prompt only)."""
         return self._contexts.find(prompt_ids)
 
     def remaining_tokens(self, context: PromptContext, max_response: int) -> int:
-        """The number of response tokens that may follow the prompt of `context`, at `max_response` response tokens per
-        context."""
+        """Return the number of response tokens that may follow the prompt of `context`.
+
+        A context may have `max_response` response tokens, or `self.max_response` if that is less. All tokens after its
+        first prompt count, including those of tools and users. The result may be negative.
+        """
         if self.max_response is not None:
             max_response = min(max_response, self.max_response)
         return max_response - (context.length - context.start)
@@ -164,17 +170,20 @@ class CallTrace:
         self.partial = PartialCall(prompt_ids, output)
 
     def partial_for(self, prompt_ids: list[int]) -> Output | None:
-        """The partial output from which the call of the last `next_key` resumes. Only the first call resumes; a later
-        call with the same prompt is a new sample."""
-        partial = self.partial if self.started == 1 else None
+        """Return the partial output from which the call that was started last (by `next_key`) resumes, or None.
+
+        Only the first call of a trajectory resumes; a later call with the same prompt is a new sample.
+        """
+        partial = self.partial if self.num_started == 1 else None
         return partial.output if partial is not None and partial.prompt_ids == prompt_ids else None
 
     def next_key(self) -> int:
-        """Noise key of the next call: different for every call, and the same in every run."""
-        number, self.started = self.started, self.started + 1
+        """Start a call and return its noise key: different for every call, and the same in every run."""
+        number = self.num_started
+        self.num_started += 1
         if number == 0:
-            return self.key
-        identity = f"{self.key}/{number}".encode()
+            return self.noise_key
+        identity = f"{self.noise_key}/{number}".encode()
         return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
 
 

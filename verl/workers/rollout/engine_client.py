@@ -146,7 +146,7 @@ class EngineClient:
             raise ValueError("generate: images and videos are not supported. Omit image_data and video_data.")
         prompt_ids = [int(token) for token in prompt_ids]
         self._check_tokens("prompt_ids", prompt_ids)
-        trace = current_trace() or CallTrace(key=sample_keys(0, 0, request_id, 0))
+        trace = current_trace() or CallTrace(noise_key=sample_keys(0, 0, request_id, 0))
         run_params = trace.params or self._params
         params = self._override(run_params, sampling_params)
         context = trace.context_of(prompt_ids)
@@ -225,7 +225,7 @@ class EngineClient:
 
     async def _generate(self, request_id: str, request: Request, trace: CallTrace) -> Output:
         """The complete output of a request; if its replica is lost, the request resumes on another replica."""
-        is_first = request.params.key == trace.key
+        is_first = request.params.key == trace.noise_key
         while True:
             replica = self._choose_replica(request_id, trace.group)
             if is_first and trace.prompt_ids in (None, request.prompt_ids):

@@ -195,7 +195,7 @@ def gates() -> Any:
 
 
 def first_record(**known: Any) -> CallTrace:
-    return CallTrace(key=5, group="p", prompt_ids=[10], **known)
+    return CallTrace(noise_key=5, group="p", prompt_ids=[10], **known)
 
 
 def start(client: EngineClient, trace: CallTrace, prompt: list[int], count: int = 40) -> asyncio.Task[Any]:
