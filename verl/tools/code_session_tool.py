@@ -26,7 +26,7 @@ class CodeSessionTool(SandboxFusionTool):
         super().__init__(config, tool_schema)
         if self.config["sandbox_fusion_url"]:
             raise ValueError(
-                "sandbox_fusion_url is not supported by CodeSessionTool: the server API has no sessions."
+                "sandbox_fusion_url: not supported by CodeSessionTool, because the server API has no sessions."
                 " Remove the key."
             )
         self._sessions: dict[str, Session] = {}

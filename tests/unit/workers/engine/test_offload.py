@@ -65,8 +65,8 @@ def test_bytes_are_the_same_however_host_memory_is_cut(sizes, piece):
     try:
         rows = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         buffer = HostBuffer(page_locked=False)
-        buffer.grow(sum(sizes) // 2)
-        buffer.grow(sum(sizes))
+        buffer.ensure_size(sum(sizes) // 2)
+        buffer.ensure_size(sum(sizes))
         assert buffer.size == sum(sizes)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         for start, row in zip(starts, rows, strict=True):
