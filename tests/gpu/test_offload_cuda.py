@@ -120,7 +120,7 @@ def test_bf16_moments_train_on_a_gpu_and_take_half():
 
 def test_a_buffer_without_a_gpus_stream_is_plain_memory():
     buffer, stream = HostBuffer(page_locked=False), CopyStream(torch.device("cpu"))
-    buffer.grow(10)
+    buffer.ensure_size(10)
     with stream:
         buffer.store(0, torch.arange(10, dtype=torch.uint8))
     stream.wait()

@@ -327,7 +327,7 @@ def test_a_signal_before_the_first_step_stops_at_once_and_finishes_no_step(model
 def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(model_path, files, monkeypatch, is_program):
     messages, closed = [], []
     close = SFTTrainer.close
-    monkeypatch.setattr(SFTTrainer, "close", lambda self: (close(self), closed.append(True)))
+    monkeypatch.setattr(SFTTrainer, "close", lambda self, error: (close(self, error), closed.append(True)))
     monkeypatch.setattr(launch, "exit_on_signals", lambda message: messages.append((message, bool(closed))))
     keys = ("trainer.total_training_steps=1", "trainer.max_restarts=0")
     run_sft(make_config(model_path, *keys), supervised=is_program)
