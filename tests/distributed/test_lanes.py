@@ -18,7 +18,7 @@ def test_control_calls_answer_during_a_long_compute_call_and_cancel_it(ray_count
         ray_counters.ping()
     assert ray_counters.running() == ["long_compute"] * 2, "control must not wait for the compute call"
     assert ray_counters.cancel() == [True, True]
-    with pytest.raises(WorkerCallError, match="CallCancelled: long_compute was cancelled") as caught:
+    with pytest.raises(WorkerCallError, match=r"long_compute") as caught:
         future.get()
     assert isinstance(caught.value.__cause__, CallCancelled)
     assert ray_counters.cancel() == [False, False], "nothing is running any more"

@@ -74,7 +74,7 @@ def test_several_ranks_answer_as_one(tmp_path, family, changes, ranks, world):
 
 def test_a_model_that_cannot_be_cut_is_refused_with_the_key():
     for changes in ({"num_attention_heads": 6, "hidden_size": 96}, {"intermediate_size": 130}):
-        with pytest.raises(ValueError, match="tensor_model_parallel_size: 4 does not divide"):
+        with pytest.raises(ValueError, match=r"tensor_model_parallel_size"):
             WeightLayout(tiny_config("llama", **changes), TensorParallel(0, 4))
     with pytest.raises(ValueError, match="one must divide the other"):
         WeightLayout(

@@ -139,5 +139,5 @@ def test_a_model_whose_tokens_or_heads_cannot_be_shared_is_refused_on_every_rank
 
 
 def test_a_size_that_does_not_fit_the_ranks_is_refused_with_the_key():
-    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size: 2 does not divide the 1 ranks"):
+    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size"):
         make_engine(tiny_model(), sequence_parallel_size=2)

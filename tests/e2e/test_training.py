@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(task, tmp_path, mon
     )
     trainer = make_trainer(run)
     trainer.init_workers()
-    with pytest.raises(NonFiniteError, match=r"not finite in 2 training steps.*actor_rollout_ref.actor.optim.lr"):
+    with pytest.raises(NonFiniteError, match=r"actor_rollout_ref.actor.optim.lr"):
         trainer.fit()
     trainer.reward_fn.close()
     assert [row["actor/skipped_steps"] for row in trainer.history] == [1.0, 1.0]

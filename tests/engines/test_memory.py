@@ -47,7 +47,7 @@ def test_released_memory_must_be_resumed_and_what_was_under_way_survives(start: 
     futures = engine.submit([Request("long", PROMPT, long)])
     ask(engine)
     engine.release()
-    with pytest.raises(RuntimeError, match=r"\['kv_cache', 'weights'\] are released. Call resume\(\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)'kv_cache'.*'weights'"):
         engine.submit([Request("b", PROMPT, GREEDY)])
     engine.resume(["weights"])
     engine.resume(["kv_cache"])

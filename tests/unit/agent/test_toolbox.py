@@ -342,7 +342,7 @@ async def test_the_row_selects_tools_and_the_selection_must_exist():
         assert [each["function"]["name"] for each in session.schemas] == ["second"]
         assert (await session.call(asked("note", word="a"))).failure == "unknown"
     assert box.schemas([]) == []
-    with pytest.raises(ValueError, match=r"tool_selection of row 3: unknown tool third. Known: note, second"):
+    with pytest.raises(ValueError, match=r"(?s)tool_selection.*row 3"):
         box.session({"extra_info": {"index": 3, "tool_selection": ["third"]}})
 
 

@@ -170,5 +170,5 @@ def test_agents_of_another_generation_are_told_that_it_is_over(two: AgentSetup, 
 
 
 def test_a_name_that_is_no_loop_fails_the_call(two: AgentSetup, task: dict[str, str]):
-    with pytest.raises(WorkerCallError, match="agent_name: 'toool_agent' is not known"):
+    with pytest.raises(WorkerCallError, match=r"(?s)agent_name.*'toool_agent'"):
         two.generate(prompts_of(task, 1, "toool_agent"))

@@ -34,5 +34,5 @@ def test_the_configuration_chooses(wrap):
 
 
 def test_a_target_of_zero_is_refused():
-    with pytest.raises(ValueError, match="target_kl=0 and horizon=10 must both be above 0"):
+    with pytest.raises(ValueError, match=r"target_kl=0"):
         AdaptiveKLController(0.1, 0, 10)

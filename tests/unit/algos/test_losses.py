@@ -69,9 +69,9 @@ def test_counts_may_be_tensors_and_the_dtype_of_the_loss_stays():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"loss_agg_mode: 'token-avg' is not known. Use one of token-mean"):
+    with pytest.raises(ValueError, match=r"(?s)loss_agg_mode.*'token-avg'"):
         agg_loss(LOSSES, MASK, "token-avg")
-    with pytest.raises(ValueError, match="loss_agg_mode: 'token-avg' is not known"):
+    with pytest.raises(ValueError, match=r"(?s)loss_agg_mode.*'token-avg'"):
         global_share(MASK, "token-avg", 1, 1)
     with pytest.raises(ValueError, match="loss_scale_factor"):
         agg_loss(LOSSES, MASK, "seq-mean-token-sum-norm")

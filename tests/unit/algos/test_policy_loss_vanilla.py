@@ -43,7 +43,7 @@ def test_clip_ratio_is_another_name_of_cliprange():
     assert given[0] == given[1]
     with pytest.raises(ValueError, match="cliprange"):
         compute_policy_loss(OLD, NEW, ADVANTAGES, MASK)
-    with pytest.raises(ValueError, match=r"clip_ratio_c: 0.5 must be above 1"):
+    with pytest.raises(ValueError, match=r"clip_ratio_c"):
         compute_policy_loss(OLD, NEW, ADVANTAGES, MASK, 0.2, clip_ratio_c=0.5)
 
 

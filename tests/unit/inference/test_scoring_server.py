@@ -162,7 +162,7 @@ def test_a_run_scores_with_a_reward_model_behind_a_url(server, reward_model):
 
 
 def test_a_server_that_is_not_there_is_told_before_training():
-    with pytest.raises(ValueError, match=r"reward_model\.url: no server answers at http://127\.0\.0\.1:9/health"):
+    with pytest.raises(ValueError, match=r"reward_model\.url"):
         require_server("127.0.0.1:9")
 
 

@@ -85,7 +85,7 @@ async def test_guests_of_many_trajectories_are_kept_apart_and_leave_when_one_fai
         async with interactions.session(row(name="guest", mood="calm")) as session:
             await session.respond([{"role": "assistant", "content": "go away"}])
 
-    with pytest.raises(RuntimeError, match=r"interaction guest: generate_response failed: PermissionError"):
+    with pytest.raises(RuntimeError, match=r"generate_response"):
         await rude()
     assert guest.guests == {}
 

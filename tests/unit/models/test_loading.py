@@ -18,7 +18,7 @@ def test_an_override_replaces_a_key_and_an_unknown_one_is_refused(tmp_path):
     save_tiny_model(tmp_path)
     assert read_config(str(tmp_path), override_config={"rms_norm_eps": 0.5}).rms_norm_eps == 0.5
     assert read_config(str(tmp_path), override_config={"attn_implementation": "eager"})._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="qwen2 has no 'rms_norm_epsi'"):
+    with pytest.raises(ValueError, match=r"'rms_norm_epsi'"):
         read_config(str(tmp_path), override_config={"rms_norm_epsi": 0.5})
 
 
@@ -46,7 +46,7 @@ def test_a_causal_checkpoint_becomes_a_value_model_with_the_same_body(tmp_path):
 
 def test_a_checkpoint_without_the_weights_of_its_kind_is_refused(tmp_path):
     save_tiny_model(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks weights of a Qwen2ForSequenceClassification: score\.weight"):
+    with pytest.raises(ValueError, match=r"score\.weight"):
         pretrained_model(str(tmp_path), read_config(str(tmp_path)), "sequence_classification")
 
 

@@ -137,5 +137,5 @@ def test_heads_have_the_shapes_of_the_models_in_memory(kind: Any, head: list[str
 
 def test_ranks_that_cannot_share_a_weight_are_told_which() -> None:
     arch = CoreArchitecture.from_config(_config("qwen2"))
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size: 5 ranks cannot divide .*linear_qkv"):
+    with pytest.raises(ValueError, match=r"(?s)tensor_model_parallel_size.*linear_qkv"):
         [weight.shard_shape(5) for weight in weight_map(arch, "causal_lm")]

@@ -134,7 +134,7 @@ def test_every_remedy_shrinks_its_phase(phase, tight):
 
 def test_7b_on_one_120_gb_gpu_starts_by_itself_and_says_at_what_cost():
     config, small = load(*GRPO, *LENGTHS), replace(H200, total=120 * GB)
-    with pytest.raises(ValueError, match=r"update_actor phase.*Set trainer.auto_memory=True, or, cheapest first"):
+    with pytest.raises(ValueError, match=r"(?s)update_actor.*trainer.auto_memory=True"):
         check_fits(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
     (change,) = apply_cheapest_changes(config, lambda changed: plan_of(changed, "7b", small, HostMemory(119 * GB)))
     assert config.actor_rollout_ref.actor.optim.state_dtype == "bf16"

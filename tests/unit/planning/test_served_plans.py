@@ -95,7 +95,7 @@ def test_a_run_whose_judge_has_no_room_is_refused_with_its_keys():
     plan_of_small = lambda config: plan_of(config, small)  # noqa: E731
     config = load(*JUDGE, "reward_model.rollout.gpu_memory_utilization=0.8")
     assert plan_of_small(config).worst_phase.phase == "judge"
-    with pytest.raises(ConfigError, match=r"judge phase is planned.*reward_model\.rollout\.gpu_memory_utilization="):
+    with pytest.raises(ConfigError, match=r"reward_model\.rollout\.gpu_memory_utilization"):
         check_fits(config, plan_of_small)
 
 

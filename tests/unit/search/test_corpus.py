@@ -42,7 +42,7 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, line, why):
 
 
 def test_what_is_no_corpus_is_said(tmp_path):
-    with pytest.raises(ValueError, match=r"retriever\.corpus_path: there is no file"):
+    with pytest.raises(ValueError, match=r"retriever\.corpus_path"):
         Corpus(tmp_path / "none.jsonl", tmp_path, "retriever.corpus_path")
     (tmp_path / "c.jsonl.gz").write_bytes(b"x")
     with pytest.raises(ValueError, match="compressed"):

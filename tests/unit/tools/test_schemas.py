@@ -62,7 +62,7 @@ def test_a_schema_that_says_too_little_is_refused(value: object, words: str):
 
 
 def test_a_tool_without_a_schema_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"BaseTool has no schema.*tool_schema"):
+    with pytest.raises(ValueError, match=r"tool_schema"):
         BaseTool({})
 
 

@@ -178,7 +178,7 @@ def test_no_group_at_all_is_an_error_with_and_without_a_limit(limit):
     """Without a limit one whole epoch in vain is enough: the same prompts would fail again for ever."""
     limits = f"algorithm.filter_groups.max_num_gen_batches={limit}"
     run = Run(dict.fromkeys("abcd", ALL_RIGHT), [["a", "b"], ["c", "d"]], limits)
-    with pytest.raises(ValueError, match=r"filter_groups: step 7 .*4 prompts in 2 generation batches"):
+    with pytest.raises(ValueError, match=r"(?s)filter_groups.*step 7"):
         run.fill()
 
 

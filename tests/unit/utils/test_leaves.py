@@ -123,7 +123,7 @@ def test_logging_level_comes_from_the_environment(restored_logger, monkeypatch):
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "15")
     assert setup_logging(stream=stream).level == 15
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "chatty")
-    with pytest.raises(ValueError, match=r"VERL_LOGGING_LEVEL: 'chatty' is not a level. Use one of DEBUG"):
+    with pytest.raises(ValueError, match=r"(?s)VERL_LOGGING_LEVEL.*'chatty'"):
         setup_logging(stream=stream)
 
 

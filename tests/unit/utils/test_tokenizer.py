@@ -37,7 +37,7 @@ def test_an_existing_padding_token_is_kept(make_tokenizer):
 
 def test_neither_padding_nor_end_token_is_an_error_with_the_remedy(make_tokenizer):
     folder = make_tokenizer()
-    with pytest.raises(ValueError, match=r"neither a padding nor an end token.*pad_token="):
+    with pytest.raises(ValueError, match=r"pad_token"):
         hf_tokenizer(folder)
     assert hf_tokenizer(folder, pad_token="<pad>").pad_token_id == 2
 

@@ -85,7 +85,7 @@ def calls_of(name, text):
 def test_every_format_has_a_parser_and_a_case_here():
     assert WRITE.keys() == names.TOOL_FORMATS.keys()
     assert type(get_parser("qwen")) is type(get_parser("hermes"))
-    with pytest.raises(ValueError, match=r"multi_turn.format: 'hermis' is not known. Did you mean 'hermes'"):
+    with pytest.raises(ValueError, match=r"(?s)multi_turn.format.*'hermis'.*'hermes'"):
         get_parser("hermis")
 
 

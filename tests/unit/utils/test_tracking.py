@@ -227,7 +227,7 @@ def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
 
 
 def test_unknown_backend_names_the_nearest():
-    with pytest.raises(ValueError, match=r"trainer\.logger: unknown backend 'tensorbord'\. Did you mean 'tensorboard'"):
+    with pytest.raises(ValueError, match=r"(?s)trainer\.logger.*'tensorbord'.*'tensorboard'"):
         Tracking("p", "r", "tensorbord")
     with pytest.raises(ValueError, match=r"Known: console, file, tensorboard, wandb, swanlab, trackio, mlflow"):
         check_backends(["console", "zzz"])
@@ -258,7 +258,7 @@ def wandb_package(tmp_path, monkeypatch):
 
 
 def test_wandb_without_login_is_an_error_before_start(wandb_package, monkeypatch):
-    with pytest.raises(ValueError, match=r"not logged in to wandb\.example\.org.*wandb login.*WANDB_MODE=offline"):
+    with pytest.raises(ValueError, match=r"(?s)wandb\.example\.org.*WANDB_MODE=offline"):
         check_backends(["console", "wandb"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert check_backends(["console", "wandb"]) == ["console", "wandb"]

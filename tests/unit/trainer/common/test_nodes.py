@@ -86,7 +86,7 @@ def test_what_is_at_the_heads_port_is_named_and_waited_for(caplog):
                     other.accept()[0].sendall(b"220 mail.example\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(RayUnavailableError, match=r"does not answer, but something that sends '220 mail\.example'"):
+        with pytest.raises(RayUnavailableError, match=r"mail\.example"):
             serve_as_node(node(other.getsockname()[1], within=0.5))
 
 

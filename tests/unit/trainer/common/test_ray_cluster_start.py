@@ -132,7 +132,7 @@ def test_a_run_ends_with_the_same_words(set_load, monkeypatch):
 
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr("ray.init", init)
-    with pytest.raises(RayUnavailableError, match=r"two attempts.*The machine is busy.*ray_init\.start_timeout=1080"):
+    with pytest.raises(RayUnavailableError, match=r"ray_init\.start_timeout=1080"):
         start_ray()
 
 

@@ -225,7 +225,7 @@ def check_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check_token(address)
         own = token_file().read_text()
         monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-        with pytest.raises(RayUnavailableError, match=r"rejects the Ray auth token from .* RAY_AUTH_TOKEN") as caught:
+        with pytest.raises(RayUnavailableError, match=r"RAY_AUTH_TOKEN") as caught:
             serve_as_node(config(1, port))
         assert own not in str(caught.value)
     finally:

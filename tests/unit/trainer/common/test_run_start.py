@@ -246,7 +246,7 @@ def test_supervised_runs_are_compared_too(task, models, tuned, tmp_path, root, t
     with trainer_class(config(task["model"], 1)) as trainer:
         trainer.start()
         trainer.fit()
-    with pytest.raises(ConfigError, match="num_hidden_layers is 1 in the model and 2 in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers"):
         trainer_class(config(models / "shallow", 2))
     with pytest.raises(ConfigError, match="trained from another model of this architecture") as caught:
         trainer_class(config(tuned, 2))

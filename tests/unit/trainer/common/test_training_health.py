@@ -27,7 +27,7 @@ def test_only_a_run_of_bad_steps_ends_it(bad, error):
     updates = UpdateCheck(limit=2)
     for metrics in (bad, GOOD, bad):
         updates.check(metrics)
-    with pytest.raises(error, match=r"2 training steps in a row.*trainer\.max_nonfinite_steps"):
+    with pytest.raises(error, match=r"trainer\.max_nonfinite_steps"):
         updates.check(bad)
 
 

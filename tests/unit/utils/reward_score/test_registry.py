@@ -108,7 +108,7 @@ def test_a_whole_name_goes_before_patterns_and_a_longer_pattern_before_a_shorter
         registry._TABLE[name].compute.__qualname__ = name  # three functions, not one registered three times
     told = [default_compute_score(source, "", "")["by"] for source in ("mine/math/one", "mine/math/two", "mine/other")]
     assert told == ["mine/math/one", "mine/math/*", "mine/*"]
-    with pytest.raises(ValueError, match="no reward function is known for data_source 'mine'"):
+    with pytest.raises(ValueError, match=r"(?s)data_source.*'mine'"):
         score_function("mine")
 
 

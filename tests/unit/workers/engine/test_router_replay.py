@@ -77,7 +77,7 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
         make_engine(tiny_model(), router_replay=True)
     with pytest.raises(ValueError, match="use_remove_padding=True"):
         make_engine(moe_model("mixtral"), router_replay=True, use_remove_padding=False)
-    with pytest.raises(ValueError, match="outputs: routed_experts: this qwen2 model"):
+    with pytest.raises(ValueError, match=r"routed_experts"):
         make_engine(tiny_model()).infer(rows(), ["routed_experts", "log_probs"])
     model = moe_model("mixtral")
     own = type(next(iter(routers(model).values())))

@@ -53,7 +53,7 @@ def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(
     data = batch(["x"], reward_model=[{"style": "rule"}], ground_truth=["7"], task=["sums"])
     manager = naive(compute_score, reward_fn_key="task", num_processes=0)
     assert manager(data, return_dict=True)["reward_extra_info"]["arguments"] == [("sums", "7")]
-    with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'level'"):
+    with pytest.raises(ValueError, match=r"(?s)data\.reward_fn_key.*'level'"):
         naive(None, reward_fn_key="level", num_processes=0)(data)
 
 
@@ -86,7 +86,7 @@ def test_failed_samples_score_zero_are_counted_and_shown_once(naive, policy, cap
 def test_the_policy_fail_stops_with_the_example(naive, batch):
     with pytest.raises(RewardError, match=r"(?s)1 of 3 samples.*ZeroDivisionError.*answer: 'b'"):
         naive(sometimes_failing, on_error="fail", num_processes=0)(batch(["a", "b", "c"]))
-    with pytest.raises(ValueError, match=r"reward_model\.on_error: 'ignore' is not one of fail, zero, mask"):
+    with pytest.raises(ValueError, match=r"(?s)reward_model\.on_error.*'ignore'"):
         naive(on_error="ignore")
 
 

@@ -355,7 +355,7 @@ def test_a_function_that_cannot_travel_or_load_says_so_before_any_sample():
     lock = __import__("threading").Lock()
     with pytest.raises(ValueError, match=r"(?s)^custom_reward_function: .*num_processes=0"):
         ScorerPool(lambda **_: lock and 1.0, 1, 1.0)
-    with pytest.raises(ValueError, match=r"(?s)cannot be loaded in a scorer process.*only_here"):
+    with pytest.raises(ValueError, match=r"only_here"):
         ScorerPool(_needs_a_module_that_only_exists_here(), 1, 1.0).submit(sample("x"))
 
 

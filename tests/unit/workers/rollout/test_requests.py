@@ -214,7 +214,7 @@ def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_su
     futures = engine.submit([request()])
     tokens_so_far(engine, 5)
     engine.release()
-    with pytest.raises(RuntimeError, match=r"\['kv_cache', 'weights'\] are released. Call resume\(\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)'kv_cache'.*'weights'"):
         engine.submit([request("b")])
     engine.resume(["weights"])
     assert not wait(futures, timeout=0.1).done

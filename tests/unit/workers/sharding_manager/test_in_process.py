@@ -67,15 +67,13 @@ def test_data_damaged_on_the_way_is_named(make_rollout):
         load({k: t if k != name else t.flip(0) * 1.0001 for k, t in tensors.items()})
 
     rollout.load_bucket = damaging
-    with pytest.raises(
-        WeightMismatchError, match=r"'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"
-    ):
+    with pytest.raises(WeightMismatchError, match=r"'model.layers.0.self_attn.q_proj.weight'"):
         InProcessTransfer(UnshardedModel(tiny_model(seed=5)), rollout).sync(version=1)
 
 
 def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
     trainer = UnshardedModel(tiny_model(num_hidden_layers=3))
-    with pytest.raises(WeightMismatchError, match=r"the rollout's model has no 'model.layers.2"):
+    with pytest.raises(WeightMismatchError, match=r"model.layers.2"):
         InProcessTransfer(trainer, make_rollout()).sync(version=1)
     assert trainer.buckets_sent == 0
 

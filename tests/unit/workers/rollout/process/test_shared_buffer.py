@@ -27,7 +27,7 @@ def test_memory_that_cannot_be_had_is_named_with_the_key():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(OSError, match=r"no 1\.0 GB of host memory .*Lower update_weights_bucket_megabytes"):
+        with pytest.raises(OSError, match=r"update_weights_bucket_megabytes"):
             SharedBuffer(1 << 30, "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -94,7 +94,7 @@ def test_only_what_means_that_there_is_no_ipc_sends_weights_through_the_host(mon
 
     assert there(None).device == cuda
     assert there(DriverError("cuIpcOpenMemHandle_v2 failed: operation not supported", 801)).device.type == "cpu"
-    with pytest.raises(RuntimeError, match=r"could not be shared .*out of memory.* Lower gpu_memory_utilization"):
+    with pytest.raises(RuntimeError, match=r"gpu_memory_utilization"):
         there(DriverError("cuIpcOpenMemHandle_v2 failed: out of memory", 2))
     with pytest.raises(EngineDiedError):
         there(EngineDiedError("it is gone"))
