@@ -123,7 +123,7 @@ class WholeEngine(NativeRollout):
 
 def sync_to_process(engine: Any, path: str, rank: int, ranks: int) -> dict[str, Any]:
     """Sync to an engine process that the first rank has started for all; it is killed before the first sync."""
-    ROLLOUTS["native"] = replace(ROLLOUTS["native"], at=f"{__name__}:WholeEngine", package="torch")
+    ROLLOUTS["native"] = replace(ROLLOUTS["native"], import_path=f"{__name__}:WholeEngine", package="torch")
     config = as_config(RolloutConfig, {"load_format": "dummy", "tensor_model_parallel_size": ranks})
     rollout = open_rollout(path, as_config(ModelConfig, {"path": path}), config, "cpu")
     transfer, errors = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT), []

@@ -165,8 +165,7 @@ class KLControllerConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class StateMaskingConfig(Block):
     start_state_marker: str = key(
-        "Search agent: text inserted before search results. Inserted tokens are masked from the loss by position, so a "
-        "marker that the model itself writes masks nothing."
+        "Search agent: text inserted before search results; inserted tokens are masked from the loss by position."
     )
     end_state_marker: str = key("Search agent: text inserted after search results.")
 

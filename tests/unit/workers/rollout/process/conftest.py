@@ -20,7 +20,7 @@ AT = "tests.support.breaking_engine:BreakingRollout"
 def host_native() -> Iterator[None]:
     """For as long as the file's tests run, the native engine is treated as another project's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch", at=AT))
+        patch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch", import_path=AT))
         yield
 
 
