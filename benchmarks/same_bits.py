@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # resumed metrics, resumed weights. A refactoring adds none.
 EXPECTED: dict[str, str] = {
     r" columns position_ids$": "padding only: in-process batches are stored without padding, like those on Ray",
+    r" metrics (val/)?reward/errors": "written in every step and in validation, also if there is no error",
 }
 # Differences between two runs of one commit. Agents send requests one by one, so the composition of decode batches, and
 # with it the last bits of the rollout's log-probs, depends on timing; so do the counts of requests in flight.
