@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 # /slow answers after a second, /endless streams without end, /block keeps the event loop busy, /echo reads the body.
@@ -51,11 +52,16 @@ def connections():
 
 
 @pytest.fixture
-def server(connections):
+def files():
+    return "ulimit -Sn 40"
+
+
+@pytest.fixture
+def server(connections, files):
     """(process, port)"""
     process = subprocess.Popen(
         # A limit on open files below the number of connections, as many systems have it.
-        ["bash", "-c", f'ulimit -Sn 40; exec "{sys.executable}" -c "$0" {connections}', PROGRAM],
+        ["bash", "-c", f'{files}; exec "{sys.executable}" -c "$0" {connections}', PROGRAM],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -140,6 +146,18 @@ def test_a_new_connection_has_time_to_send_its_request_when_the_server_is_full(s
         client.sendall(get("/"))
         assert client.recv(2**16).startswith(b"HTTP/1.1 503 "), "a response, not a closed connection"
     assert all(b"200 OK" in one.recv(2**16) for one in busy)
+
+
+@pytest.mark.parametrize("files", ["ulimit -Sn 96; ulimit -Hn 96"])
+@pytest.mark.parametrize("connections", [1000])
+def test_silent_connections_do_not_use_up_a_low_limit_on_open_files(server):
+    process, port = server
+    with contextlib.ExitStack() as opened:
+        for _ in range(300):
+            opened.enter_context(connection(port))
+        with connection(port, get("/")) as client:
+            assert b"200 OK" in client.recv(2**16)
+        assert psutil.Process(process.pid).num_fds() <= 84, "some are left for the files of the server"
 
 
 def test_connections_above_the_limit_get_503_if_all_others_have_requests(server):
