@@ -23,6 +23,7 @@ __all__ = ["Figures", "run_campaign", "stored_seeds"]
 STAGES = ("requests", "connections")
 _MB = 2**20
 _RECOVERY_S = 20.0
+_TRIM_S = 5.0
 _ALLOWED_GROWTH = 0.1
 _ALLOWED_GROWTH_MB = 50
 
@@ -106,7 +107,11 @@ def run_campaign(name: str, seed: int, folder: Path) -> Figures:
 
 
 def _idle_level(memory: MemoryProbe) -> tuple[int, int]:
-    """`memory.level()` when the number of processes does not change any more: servers start workers early."""
+    """`memory.level()` when the number of processes does not change any more: servers start workers early.
+
+    First wait until the server has returned the memory of the recorded requests, as it does after the attack.
+    """
+    time.sleep(_TRIM_S)
     level = memory.level()
     for _ in range(20):
         time.sleep(0.5)

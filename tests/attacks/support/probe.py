@@ -172,7 +172,7 @@ def _proportional_bytes(pid: int) -> int:
     """Anonymous and shared memory of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     kilobytes = {line.split()[0]: line.split()[1] for line in lines[1:]}
     return sum(int(kilobytes[field]) << 10 for field in ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
