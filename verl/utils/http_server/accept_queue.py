@@ -88,8 +88,7 @@ class AcceptQueue:
                     self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             connection.setblocking(False)
-            for _ in range(2):  # two, so that a number above the limit decreases
-                self._evict(self._max_connections)
+            self._evict(self._max_connections)
             self._silent[connection] = time.monotonic()
             self._check_data(connection)
             if connection in self._silent:
@@ -100,10 +99,10 @@ class AcceptQueue:
 
         A new connection has time to send its first data, unless too many wait or `limit` is 0 (no file is left).
         """
-        waiting = len(self._silent) + len(self._ready) + len(self._health)
-        if waiting + self._open_connections() < limit:
+        if len(self._silent) + len(self._ready) + len(self._health) + self._open_connections() < limit:
             return True
-        full = not limit or waiting >= self._max_waiting
+        queued = len(self._ready) + len(self._health)
+        full = not limit or len(self._silent) >= self._max_waiting or queued >= self._max_waiting
         for connection, accepted_at in list(itertools.islice(self._silent.items(), _CHECKED_AT_ONCE)):
             if not full and time.monotonic() - accepted_at < _FIRST_DATA_SECONDS:
                 return True
