@@ -9,36 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import resource
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["MAX_WAITING_CONNECTIONS", "AcceptQueue"]
+__all__ = ["MAX_READY_CONNECTIONS", "AcceptQueue"]
 
 _HEALTH = b"GET /health"
 # Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
 _ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
 _PAUSE_SECONDS = 1.0
-# A client sends its first data within this time; younger connections without data are not closed for others.
-_FIRST_DATA_SECONDS = 0.1
-_CHECKED_AT_ONCE = 8
-# Requests of /health that are handled first; others wait with the rest.
-_MAX_HEALTH = 64
 
-_OTHER_FILES = 256
-MAX_WAITING_CONNECTIONS = 2048
-"""Connections in the queue, in addition to those that the server allows; fewer if the limit on open files is low."""
+MAX_READY_CONNECTIONS = 2048
+"""Connections with data that wait to be passed on, in addition to those that the server allows."""
 
 
 class AcceptQueue:
     """Accepts the connections of a listening socket and passes them to the server when they have data.
 
     `open_connections` returns the number of connections of the server. Above `max_connections` in total, the oldest
-    connection that has not sent data in time is closed; if there is none, the new one is passed on and the server
-    decides. A connection without data is closed after `seconds`.
+    connection without data is closed; if there is none, the new one is passed on and the server decides. A connection
+    without data is closed after `seconds`.
     """
 
     def __init__(
@@ -51,7 +43,6 @@ class AcceptQueue:
     ) -> None:
         self._listener, self._create_protocol = listener, create_protocol
         self._open_connections, self._max_connections, self._seconds = open_connections, max_connections, seconds
-        self._max_waiting = _max_waiting(max_connections)
         self._silent: dict[socket.socket, float] = {}
         """Connections without data and when each was accepted, oldest first."""
         self._health: deque[socket.socket] = deque()
@@ -95,32 +86,16 @@ class AcceptQueue:
                 self._loop.add_reader(connection, self._check_data, connection)
 
     def _evict(self, limit: int) -> bool:
-        """Close one connection if there are `limit` or more. Returns False if none could be closed.
-
-        A new connection has time to send its first data, unless too many wait or `limit` is 0 (no file is left).
-        """
-        if len(self._silent) + len(self._ready) + len(self._health) + self._open_connections() < limit:
-            return True
-        queued = len(self._ready) + len(self._health)
-        full = not limit or len(self._silent) >= self._max_waiting or queued >= self._max_waiting
-        for connection, accepted_at in list(itertools.islice(self._silent.items(), _CHECKED_AT_ONCE)):
-            if not full and time.monotonic() - accepted_at < _FIRST_DATA_SECONDS:
-                return True
-            self._check_data(connection)  # its data may have arrived in this iteration of the event loop
-            if connection in self._silent:
-                self._close_silent(connection)
-            if connection.fileno() < 0:
-                return True
-        if not full:
+        """Close one connection if there are `limit` or more. Returns False if none could be closed."""
+        if len(self._silent) + len(self._ready) + self._open_connections() < limit:
             return True
         if self._silent:
             self._close_silent(next(iter(self._silent)))
-            return True
-        for queue in (self._ready, self._health):
-            if queue:
-                queue.popleft().close()
-                return True
-        return False
+        elif len(self._ready) >= MAX_READY_CONNECTIONS or not limit:
+            if not self._ready:
+                return False
+            self._ready.popleft().close()
+        return True
 
     def _check_data(self, connection: socket.socket) -> None:
         """Queue the connection if its client has sent data."""
@@ -135,8 +110,7 @@ class AcceptQueue:
             return
         del self._silent[connection]
         self._loop.remove_reader(connection)
-        first = start == _HEALTH and len(self._health) < _MAX_HEALTH
-        (self._health if first else self._ready).append(connection)
+        (self._health if start == _HEALTH else self._ready).append(connection)
         if not self._is_passing:
             self._is_passing = True
             self._loop.call_soon(self._pass_on)
@@ -173,12 +147,3 @@ class AcceptQueue:
             self._close_silent(connection)
         oldest = next(iter(self._silent.values()), now)
         self._timer = self._loop.call_later(max(0.05, oldest + self._seconds - now), self._close_expired)
-
-
-def _max_waiting(max_connections: int) -> int:
-    """Return the number of connections in the queue for which there are enough files besides `max_connections`."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return MAX_WAITING_CONNECTIONS
-    remaining = files - max_connections
-    return max(1, min(MAX_WAITING_CONNECTIONS, max(remaining - _OTHER_FILES, remaining // 2)))

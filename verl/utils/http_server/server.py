@@ -26,7 +26,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
-from verl.utils.http_server.accept_queue import MAX_WAITING_CONNECTIONS, AcceptQueue
+from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, AcceptQueue
 from verl.utils.resources import trim_heap
 
 __all__ = [
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OTHER_FILES = 256 + MAX_WAITING_CONNECTIONS
+_OTHER_FILES = 256 + MAX_READY_CONNECTIONS
 _POLL_SECONDS = 0.01
 # Events of connections that are handled in one iteration of the loop. A request needs several iterations.
 _EVENTS_AT_ONCE = 256
 # After this time a thread that computes lets the event loop run (Python's default: 5 ms).
 _SWITCH_SECONDS = 0.001
-_BACKLOG = MAX_WAITING_CONNECTIONS
+_BACKLOG = MAX_READY_CONNECTIONS
 # Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
