@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import files, generation, resolve, rm, sft, unused_keys, validate
 from verl.config.command_line import GROUPS_KEY, read_override
-from verl.config.compose import alternatives, default_tree, default_values, groups
+from verl.config.compose import alternatives, default_tree, default_values, groups, merge
 from verl.config.convert import Converter, leaves
 from verl.config.extensions import read_user_declarations
 from verl.config.old_keys import convert_async_training, convert_dict_keys, convert_reward_workers
@@ -127,7 +127,7 @@ def load_config(
     user_values = _to_plain(cfg, root)
     selected = user_values.pop(GROUPS_KEY, None) or {}
     options, changes = _split_overrides(selected, overrides, groups(program.yaml), report)
-    values = _merge(_merge(default_tree(options, program.yaml), user_values), changes)
+    values = merge(merge(default_tree(options, program.yaml), user_values), changes)
     config = _build(program, values, default_values(options, program.yaml), report)
     if check_files:
         program.check_supported(config, report)
@@ -156,7 +156,7 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
     for name in reversed(block.split(".") if block else ()):
         values = {name: values}
     defaults = default_values()
-    config = _build(root_of(PPOConfig), _merge(defaults, values), defaults, report)
+    config = _build(root_of(PPOConfig), merge(defaults, values), defaults, report)
     report.problems = [problem for problem in report.problems if problem.key.startswith(block)]
     report.raise_if_any()
     return get_path(config, block)
@@ -211,13 +211,6 @@ def _to_plain(cfg: ConfigInput, root: type[Block]) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def _merge(base: Any, override: Any) -> Any:
-    """Merge `override` into `base`, block by block; return a new dict."""
-    if not isinstance(base, Mapping) or not isinstance(override, Mapping):
-        return override
-    return {**base, **{name: _merge(base.get(name), value) for name, value in override.items()}}
-
-
 def _split_overrides(
     preselected: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
 ) -> tuple[dict[str, str], dict[str, Any]]:
@@ -236,7 +229,7 @@ def _split_overrides(
         else:
             nested: dict[str, Any] = {}
             _set_value(nested, parsed.key, parsed.value)
-            changes = _merge(changes, nested)
+            changes = merge(changes, nested)
     for group, option in list(selected.items()):
         options = known.get(group, ())
         if option not in options:
