@@ -106,6 +106,15 @@ def prepared_arguments(root: str = ROOT) -> Iterator[None]:
         sys.argv[1:] = original
 
 
+def program_name(module: str) -> str:
+    """Return the command that runs `module`, as the user typed it: `verl train`, or `python -m module`."""
+    if sys.argv[0].startswith("verl "):  # set by verl.cli.main
+        return sys.argv[0]
+    if module == "__main__":
+        module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
+    return f"python -m {module}"
+
+
 def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
     """Convert the user's arguments for Hydra; `root` is the YAML file with the program's defaults."""
     options, overrides = _split(argv)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
-from verl.config.convert import format_range
+from verl.config.help import describe_key, format_default
 from verl.config.load import EVAL, GENERATION, PPO, RM, SFT, Root
 from verl.config.old_keys import FIXED, OBSOLETE
 from verl.config.schema import Block, Entry, alias_table, entries, get_path, join
@@ -109,8 +108,8 @@ def _blocks(root: Root, cls: type[Block], path: str, doc: str = "", heading: str
 
 def _row(root: Root, path: str, name: str, entry: Entry) -> str:
     # Blocks with user-defined names are not in the YAML files: all of their keys are null.
-    default = _default(None if "<name>" in path else get_path(default_tree(root=root.yaml), path))
-    cells = (f"`{name}`", _type(entry.type), default, _meaning(root, path, entry))
+    default = format_default(None if "<name>" in path else get_path(default_tree(root=root.yaml), path))
+    cells = (f"`{name}`", _type(entry.type), f"`{default}`", describe_key(root, path, entry, mark="`"))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -125,32 +124,6 @@ def _type(kind: Any) -> str:
             return "named blocks"
         return "open mapping" if arguments[1] is Any else f"mapping of {_type(arguments[1])}"
     return _TYPES[kind]
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, str):
-        return f"`{value}`"
-    return f"`{json.dumps(value) if not isinstance(value, float) else format(value, 'g')}`"
-
-
-def _meaning(root: Root, path: str, entry: Entry) -> str:
-    key = entry.key
-    parts = [key.doc]
-    if key.choices:
-        more = " or your own (`external_libs`)" if key.extendable else ""
-        parts.append(f"One of {', '.join(f'`{choice}`' for choice in key.choices)}{more}.")
-    if format_range(key):
-        parts.append(f"{format_range(key).capitalize()}.")
-    if key.follows:
-        parts.append(f"Null: as `{key.follows}`.")
-    elif key.null:
-        parts.append(f"Null: {key.null}.")
-    if key.required:
-        parts.append("**Required.**")
-    others = [alias for alias, canonical in alias_table(root.cls).items() if canonical == path]
-    if others:
-        parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}.")
-    return " ".join(parts)
 
 
 def _aliases(root: Root, heading: str = "") -> Iterator[str]:

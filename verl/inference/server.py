@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from verl.config.command_line import program_name
 from verl.inference.serving.app import OpenAIServer, in_options
 from verl.inference.serving.model import ModelLoader, add_model_options
 from verl.inference.serving.openai_requests import parse
@@ -96,7 +97,8 @@ def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> Se
 
 
 def options_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m verl.inference.server", description=(__doc__ or "").split("\n")[0])
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=program_name("verl.inference.server"), description=description)
     add_model_options(parser)
     add_server_options(parser, DEFAULT_PORT, max_body_mb=8)
     add = parser.add_argument

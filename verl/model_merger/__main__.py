@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from verl.config.command_line import program_name
 from verl.model_merger import BACKENDS, DTYPES, LORA, MergeOptions
 from verl.utils.logging_setup import setup_logging
 
@@ -19,7 +20,7 @@ logger = logging.getLogger("verl.model_merger")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     command_line = argparse.ArgumentParser(
-        prog="python -m verl.model_merger",
+        prog=program_name("verl.model_merger"),
         description="Convert checkpoints to Hugging Face models.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

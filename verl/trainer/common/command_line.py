@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import load_config
-from verl.config.command_line import prepared_arguments
+from verl.config.command_line import prepared_arguments, program_name
+from verl.config.help import find_program, requested_help, show_help
 from verl.config.load import ConfigInput, Preflight
 from verl.config.schema import Block
 from verl.trainer.recovery.exit_messages import exit_with_message
@@ -52,6 +54,8 @@ def command(
 
         def main() -> None:
             survive_lost_terminal()
+            if (blocks := requested_help(sys.argv[1:])) is not None:
+                sys.exit(show_help(find_program(config_name), blocks, program_name(act.__module__)))
             with exits(), prepared_arguments(config_name):
                 composed()
 
