@@ -110,7 +110,8 @@ def overview() -> str:
 
 def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown name, with the closest known one."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    begins = [other for other in known if other.startswith(name)]
+    near = begins or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"verl: there is no {kind} {name!r}.{hint} Known: {', '.join(known)}.\n"
 
