@@ -131,6 +131,15 @@ def joins_cluster() -> bool:
     return _known_cluster() not in (None, "", "local")
 
 
+def find_cluster_problem() -> str | None:
+    """Return why the cluster that `ray.init` would join cannot be used; None if it responds, or there is none."""
+    try:
+        _check_cluster_responds(_known_cluster())
+    except RayUnavailableError as error:
+        return str(error)
+    return None
+
+
 def forget_cluster(address: str) -> None:
     """Remove the address file of `ray start`, if it contains this address."""
     if _address_file().is_file() and _address_file().read_text().strip() == address:
