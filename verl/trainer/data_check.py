@@ -133,6 +133,8 @@ def check_data(
     data_files: str | Sequence[str],
     *,
     tokenizer: Any = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    system_prompt: str | None = None,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
     ground_truth_key: str = GROUND_TRUTH,
@@ -143,9 +145,10 @@ def check_data(
 ) -> CheckReport:
     """Check every row of the files.
 
-    `tokenizer`: counts prompt tokens, to compare them with `limits`; None: count characters. `any_source`: a reward
-    function of the user takes any data source. `scored_rows`: number of ground truths per source, evenly spread over
-    the rows, to score as if they were the response. `samples`: number of rows to include in the report.
+    `tokenizer`: counts prompt tokens, to compare them with `limits`; None: count characters. `template_kwargs`,
+    `system_prompt`: as in `data.*`. `any_source`: a reward function of the user takes any data source. `scored_rows`:
+    number of ground truths per source, evenly spread over the rows, to score as if they were the response. `samples`:
+    number of rows to include in the report.
     """
     report = CheckReport()
     rows = Rows(_open_data_files(data_files, report.problems))
@@ -170,7 +173,9 @@ def check_data(
     ]
     report.problems += [problem for source in report.sources.values() if (problem := source.problem()) is not None]
     if prompts_are_valid and len(rows):
-        encoder = None if tokenizer is None else PromptEncoder(tokenizer, {})
+        encoder = None
+        if tokenizer is not None:
+            encoder = PromptEncoder(tokenizer, template_kwargs or {}, system_prompt=system_prompt)
         report.notices += _find_repetitions(rows, prompt_key, ground_truth_key)
         _measure_prompts(rows, prompt_key, encoder, limits, report)
         report.samples = list(_samples(rows, prompt_key, encoder, samples))

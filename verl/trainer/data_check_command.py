@@ -55,6 +55,7 @@ _OPTION_KEYS = {
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _BINS = 12
 _BAR_WIDTH = 40
+_MAX_ANSWER = 60  # characters
 _COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
@@ -197,6 +198,12 @@ def show_report(report: CheckReport, console: Console | None = None) -> None:
 
 
 def _show_reward(report: RewardReport, console: Console) -> None:
+    if report.samples:
+        scores = Table("answer", "text", "ground truth", "score")
+        for sample in report.samples:
+            text, truth = (repr(str(value))[:_MAX_ANSWER] for value in (sample.answer, sample.ground_truth))
+            scores.add_row(sample.kind, escape(text), escape(truth), f"{sample.score:g}")
+        console.print(scores)
     table = Table("question", "answer", "verdict")
     for finding in report.findings:
         color = _COLORS[finding.verdict]

@@ -22,6 +22,8 @@ FindingStatus = Literal["ok", "warning", "failed"]
 
 _SLOW_SECONDS = 1.0
 _MIN_CALLS = 6
+# Rows whose answers are reported with their scores.
+_SAMPLE_ROWS = 2
 # The first call starts processes and imports modules.
 _FIRST_CALL_SECONDS = 60.0
 _FIRST_CALL_SECONDS_WITH_BUDGET = 10.0
@@ -36,11 +38,23 @@ class Finding:
     verdict: FindingStatus
 
 
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer that was tried, and its score. `kind`: right, empty, or everything (every number at once)."""
+
+    kind: str
+    answer: str
+    ground_truth: Any
+    score: float
+
+
 @dataclass
 class RewardReport:
     """The results of all checks."""
 
     findings: list[Finding] = field(default_factory=list)
+    samples: list[ScoredAnswer] = field(default_factory=list)
+    """Answers to the first rows with their scores."""
     fatal_error: str | None = None
     """Error message of the first sample, if no sample could be scored."""
 
@@ -100,6 +114,11 @@ def check_reward(
     scored = [case for case in cases if case.scores]
     if scored and all(case.scores[0].error is not None for case in scored):
         report.fatal_error = str(scored[0].scores[0].error)
+    report.samples = [
+        ScoredAnswer(case.kind, case.sample.solution_str, case.sample.ground_truth, case.value)
+        for case in scored
+        if case.row < _SAMPLE_ROWS and case.scores[0].error is None
+    ]
     report.findings += [
         _check_failures(scored),
         _check_speed(seconds, unfinished=len(cases) - len(scored)),
