@@ -45,6 +45,7 @@ FILES = {
     ("verl/search/dense.py", "faiss.read_index"): "no code in the format; vectors are limited to the file's size",
     ("verl/search/dense.py", "SentenceTransformer"): "after _refuse_code, with trust_remote_code=False",
     ("verl/utils/dataset/files.py", "datasets.load_dataset_builder"): "datasets >= 4 runs no scripts; reads the card",
+    ("verl/config/compose.py", "yaml.load"): "a subclass of SafeLoader; only files of this package",
     ("examples/data_preprocess/raw_data.py", "datasets.load_dataset"): "datasets >= 4 runs no scripts",
 }
 CHANNELS = {

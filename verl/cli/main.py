@@ -55,7 +55,7 @@ SUBCOMMANDS = {
             "generate", "generate responses to a file of prompts", "verl.trainer.main_generation:main", "generation"
         ),
         Subcommand("eval", "score the responses of a file", "verl.trainer.main_eval:main", "evaluation"),
-        Subcommand("serve", "serve a model with the OpenAI API", "verl.inference.server:main"),
+        Subcommand("serve", "serve a model with the OpenAI API", "verl.cli.main:serve"),
         Subcommand(
             "merge", "write a checkpoint as a Hugging Face model", "verl.cli.main:merge", choices=("merge", "test")
         ),
@@ -85,6 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(unknown_name("subcommand", words[0], tuple(SUBCOMMANDS)))
         return 2
     return subcommand.run(words[1:])
+
+
+def serve(arguments: list[str]) -> int:
+    """Run the inference server; help and errors of options appear before torch is imported."""
+    from verl.inference.serving.options import options_parser
+
+    options_parser().parse_args(arguments)
+    from verl.inference.server import main as run_server
+
+    return run_server(arguments)
 
 
 def merge(arguments: list[str]) -> int:

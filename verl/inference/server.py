@@ -16,19 +16,17 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from verl.config.command_line import program_name
 from verl.inference.serving.app import OpenAIServer, in_options
-from verl.inference.serving.model import ModelLoader, add_model_options
+from verl.inference.serving.model import ModelLoader
 from verl.inference.serving.openai_requests import parse
+from verl.inference.serving.options import options_parser
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.http_server.server import (
     ConnectionLimits,
-    add_server_options,
     bind_socket,
     create_server,
-    positive,
     run_event_loop,
     warn_if_public,
 )
@@ -36,8 +34,6 @@ from verl.utils.logging_setup import setup_logging
 from verl.utils.resources import freeze_gc, use_single_heap
 
 __all__ = ["ServedApp", "load_app", "main", "options_parser", "serve"]
-
-DEFAULT_PORT = 8001
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,31 +90,6 @@ def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> Se
         served = ServedApp(app, model.description, model.offload, model.onload)
     parsers.wait_until_ready()
     return served
-
-
-def options_parser() -> argparse.ArgumentParser:
-    description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog=program_name("verl.inference.server"), description=description)
-    add_model_options(parser)
-    add_server_options(parser, DEFAULT_PORT, max_body_mb=8)
-    add = parser.add_argument
-    add(
-        "--task",
-        default="auto",
-        choices=("auto", "generate", "classify"),
-        help="classify: score with a sequence classifier (default: by the architecture of the model)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=positive,
-        default=16384,
-        help="tokens per batch of a classifier (default: %(default)s)",
-    )
-    add("--max-answers", type=positive, default=1024, help="maximum prompts × n of one request (default: %(default)s)")
-    seconds = "time limit for parsing one request (default: %(default)s)"
-    add("--max-parse-seconds", type=float, default=10, help=seconds)
-    add("--allow-client-templates", action="store_true", help="run chat templates sent by clients; these are programs")
-    return parser
 
 
 if __name__ == "__main__":

@@ -26,12 +26,11 @@ from verl.sandbox.request import RunRequest
 from verl.sandbox.types import find_language
 from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser
+from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
-    add_server_options,
     bind_socket,
     create_server,
-    positive,
     run_event_loop,
     warn_if_public,
 )

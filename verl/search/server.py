@@ -27,12 +27,11 @@ from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
 from verl.utils.http_server.app import HttpError, create_app, request_body
 from verl.utils.http_server.json_body import BodyParser
+from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
-    add_server_options,
     bind_socket,
     create_server,
-    positive,
     run_event_loop,
     warn_if_public,
 )

@@ -22,15 +22,15 @@ import uvicorn
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
 from verl.inference.serving.app import in_options
-from verl.inference.serving.model import LoadedModel, ModelLoader, add_model_options
+from verl.inference.serving.model import LoadedModel, ModelLoader
+from verl.inference.serving.options import add_model_options
 from verl.types.request import Output, Request
 from verl.utils.http_server.app import json_pieces
+from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
-    add_server_options,
     bind_socket,
     create_server,
-    positive,
     run_event_loop,
     warn_if_public,
 )

@@ -17,7 +17,6 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
-from verl.utils.http_server.server import positive
 from verl.utils.text_workers import longest_token
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
 
-__all__ = ["LoadedModel", "ModelLoader", "add_model_options"]
+__all__ = ["LoadedModel", "ModelLoader"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,28 +138,6 @@ def _onload(engine: AsyncEngine, built: BuiltEngine) -> None:
     if built.device.type == "cuda":
         torch.cuda.current_stream(built.device).synchronize()  # steps run in another thread, on another stream
     engine.resume(_OFFLOADED)
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model and its device."""
-    add = parser.add_argument
-    add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of a training run")
-    add("--served-model-name", help="name of the model in requests (default: the value of --model)")
-    add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype of the weights")
-    add(
-        "--max-model-len",
-        type=positive,
-        help="maximum tokens of a prompt and its response (default: the model's limit)",
-    )
-    add(
-        "--max-num-seqs", type=positive, default=256, help="responses generated at the same time (default: %(default)s)"
-    )
-    add(
-        "--gpu-memory-utilization", type=float, default=0.9, help="fraction of GPU memory to use (default: %(default)s)"
-    )
-    add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
 
 
 def engine_config(options: Any, max_model_len: int) -> RolloutConfig:

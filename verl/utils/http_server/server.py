@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ipaddress
 import logging
-import os
 import resource
 import select
 import selectors
@@ -27,15 +25,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
 from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, AcceptQueue
+from verl.utils.http_server.options import DEFAULT_CONNECTIONS
 from verl.utils.resources import trim_heap
 
 __all__ = [
     "ConnectionLimits",
     "LocalServer",
-    "add_server_options",
     "bind_socket",
     "create_server",
-    "positive",
     "run_event_loop",
     "serve_in_thread",
     "warn_if_public",
@@ -60,7 +57,7 @@ logger = logging.getLogger(__name__)
 class ConnectionLimits:
     """Limits on the connections of a server: their number, their times and the size of their headers."""
 
-    connections: int = 1024
+    connections: int = DEFAULT_CONNECTIONS
     """Open connections. Above it, the connection that has waited longest for a request is closed for a new one; if
     all are busy, the new one gets 503."""
     idle_seconds: int = 60
@@ -73,34 +70,6 @@ class ConnectionLimits:
     """Time for in-flight requests when the server is stopped."""
     header_bytes: int = 16384
     """Size of the request line and all headers."""
-
-
-def add_server_options(parser: argparse.ArgumentParser, port: int, max_body_mb: int) -> None:
-    """The command-line options that all servers have; underscores and dashes are equivalent."""
-
-    def add(name: str, **options: Any) -> None:
-        parser.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("-", "_"))), **options)
-
-    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=port, help="port (default: %(default)s; 0: any free port)")
-    key = os.environ.get("VERL_API_KEY") or None
-    sent = "key that clients must send as `Authorization: Bearer` or `x-api-key` (default: $VERL_API_KEY)"
-    add("--api-key", default=key, help=sent)
-    add("--max-body-mb", type=positive, default=max_body_mb, help="size of one request (default: %(default)s)")
-    add(
-        "--max-connections",
-        type=positive,
-        default=ConnectionLimits.connections,
-        help="open connections (default: %(default)s)",
-    )
-
-
-def positive(text: str) -> int:
-    """Parse an option that must be an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
