@@ -22,7 +22,9 @@ from unittest import mock
 import pytest
 
 from tests.support.commands import ROOT, compose_config, run_script
+from verl.cli.main import SUBCOMMANDS
 from verl.config import ConfigError
+from verl.config.help import find_program, help_text, requested_help
 from verl.config.problems import Report
 from verl.config.unused_keys import check_supported
 
@@ -43,6 +45,13 @@ WITHOUT_OPTIONS = {"verl.config.docs", "verl.types.schema"}
 # Not ours, and not to be run by a test: why each may stand in a document.
 KNOWN = {
     "export": "sets a variable of the reader's shell",
+    "cd": "changes the folder of the reader's shell",
+    "echo": "changes a file of the reader",
+    "bash my_project/run.sh": "the project of `verl init`; tests/e2e/test_starter.py runs it",
+    "bash run.sh": "likewise",
+    "python test_reward.py": "likewise",
+    "pip wheel": "tests/e2e/test_wheel.py builds one",
+    "build": "a package that is not installed here; likewise",
     "curl": "needs a running server; tests/unit/agent/gateway/test_secrets.py sends such requests",
     "ray start": "starts a cluster; tests/unit/trainer and tests/e2e start Ray themselves",
     "ray stop": "ends every Ray of the machine",
@@ -58,7 +67,7 @@ KNOWN = {
     "vllm": "its server, which tests/engines/test_servers.py starts",
     "sglang.launch_server": "likewise",
 }
-SPOKEN = ("python", "python3", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
+SPOKEN = ("python", "python3", "verl", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -113,11 +122,39 @@ def problem_of(words: list[str], whole: bool, tmp_path: Path) -> str | None:
         return pip_problem(rest)
     if program == "bash":
         return script_problem(arguments, tmp_path)
+    if program == "verl":
+        return verl_problem(rest, arguments, whole and len(arguments) == len(rest))
     if program in ("python", "python3") and rest and rest[0] == "-m":
         return module_problem(rest[1], arguments[2:], whole and len(arguments) == len(rest))
     if program in ("python", "python3") and rest and rest[0].endswith(".py"):
         return options_problem(rest[0], arguments[1:])
     return "no way to check this kind of command: add one, or a row of KNOWN with the reason"
+
+
+def verl_problem(words: list[str], arguments: list[str], whole: bool) -> str | None:
+    """`verl SUBCOMMAND …`: the same as the module of the subcommand; `words` include placeholders."""
+    subcommand = SUBCOMMANDS.get(words[0])
+    if subcommand is None:
+        return f"there is no subcommand {words[0]}"
+    if subcommand.config is not None and (blocks := requested_help(words[1:])) is not None:
+        return None if help_text(find_program(subcommand.config), blocks, "verl") else "no help"
+    if subcommand.config is not None:
+        return module_problem(subcommand.import_path.split(":")[0], arguments[1:], whole)
+    if subcommand.name == "check" and any("=" in word for word in arguments):
+        kind = "sft" if "sft" in arguments else "ppo"
+        overrides = [word for word in arguments[1:] if "=" in word]
+        return configuration_problem(("-m", f"verl.trainer.main_{kind}", *overrides))
+    options = [word for word in arguments if word.startswith("--") and word != "--help"]
+    text = help_of_subcommand(subcommand.name) if options else ""
+    return next((f"verl {words[0]} --help names no {option}" for option in options if option not in text), None)
+
+
+@cache
+def help_of_subcommand(name: str) -> str:
+    printed = io.StringIO()
+    with mock.patch.object(sys, "argv"), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        SUBCOMMANDS[name].run(["--help"])
+    return printed.getvalue()
 
 
 def make_problem(words: list[str]) -> str | None:
@@ -215,6 +252,9 @@ def test_what_is_wrong_with_a_command_is_noticed(tmp_path):
         "python examples/data_preprocess/gsm8k.py --lokal_save_dir x": "--lokal_save_dir",
         "bash examples/ppo_trainer/run_gemma.sh trainer.nods=2": "nods",
         "bash examples/nothing.sh": "there is no",
+        "verl tarin": "no subcommand tarin",
+        "verl train data.train_files=a actor_rollout_ref.model.path=b trainer.nods=2": "nods",
+        "verl serve --modle b": "--modle",
         "make tset": "no tset",
         "make train ALGOR=grpo": "no ALGOR",
         "pip install -e .[vlm]": "no extra vlm",
