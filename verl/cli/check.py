@@ -14,8 +14,10 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -40,8 +42,9 @@ _TEMPLATE = "chat template"
 
 @dataclass(frozen=True)
 class Options:
-    """`overrides` of the run; `rows`: number of rows to show; `scored`: number of rows to score."""
+    """`file` and `overrides` of the run; `rows`: number of rows to show; `scored`: number of rows to score."""
 
+    file: DictConfig | None
     overrides: list[str]
     rows: int
     scored: int
@@ -96,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "words", nargs="*", metavar="key=value", help="train (default) or sft, then overrides of the run"
     )
+    parser.add_argument("--config-path", help="folder of a YAML file of the run")
+    parser.add_argument("--config-name", help="name of the YAML file")
     parser.add_argument("--rows", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--scored", type=int, default=64, help="rows to score (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
@@ -105,9 +110,10 @@ def main(arguments: Sequence[str]) -> int:
         if kind not in _KINDS:
             sys.stderr.write(unknown_name("check", kind, _KINDS))
             return 2
-    checked = Options(overrides, options.rows, options.scored)
     output = Output()
     try:
+        file = read_config_file(options.config_path, options.config_name)
+        checked = Options(file, overrides, options.rows, options.scored)
         (check_training if kind == "train" else check_sft)(checked, output)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -115,6 +121,20 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         output.problem(str(error))
     return output.verdict()
+
+
+def read_config_file(folder: str | None, name: str | None) -> DictConfig | None:
+    """Return the user's YAML file; None without one. Raises ValueError for a file that Hydra has to compose."""
+    if name is None:
+        return None
+    file = Path(folder or ".").expanduser() / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    content = OmegaConf.load(file)
+    if not isinstance(content, DictConfig) or "defaults" in content:
+        raise ValueError(
+            f"--config-name: {file} has a defaults list. Write the composed file with verl train --config-name …"
+            " --cfg job, and check that."
+        )
+    return content
 
 
 # -------------------------------------------------------------------- reinforcement learning
@@ -126,7 +146,7 @@ def check_training(options: Options, output: Output) -> None:
     from verl.utils import hf_tokenizer
     from verl.utils.fs import resolve_model_path
 
-    config = load_config(None, options.overrides, check_files=False)
+    config = load_config(options.file, options.overrides, check_files=False)
     _check_configuration(config, output)
     for module in config.external_libs:
         importlib.import_module(module)
@@ -321,7 +341,7 @@ def _check_reward(config: PPOConfig, options: Options, output: Output) -> None:
     if uses_custom_agent_loop(config):
         output.line("not checked: the agent loop may return the score itself")
         return
-    report = check_reward_function(config.data.train_files, options.overrides, options.scored)
+    report = check_reward_function(config.data.train_files, n=options.scored, config=config)
     show_report(report, output.console)
     if report.failed:
         output.problem("the reward function cannot be trusted: see the table of its checks")
@@ -338,7 +358,7 @@ def check_sft(options: Options, output: Output) -> None:
     from verl.utils import hf_tokenizer
     from verl.utils.fs import resolve_model_path
 
-    config = load_config(None, options.overrides, check_files=False, root=SFTConfig)
+    config = load_config(options.file, options.overrides, check_files=False, root=SFTConfig)
     output.section("configuration")
     report = Report()
     check_environment(config, report)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config import load_config
+from verl.config import PPOConfig, load_config
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRejected, as_messages, prompt_digest
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
@@ -324,14 +324,22 @@ def _prompt_text(messages: Messages, encoder: PromptEncoder | None) -> str:
 
 
 def check_reward_function(
-    data_files: Sequence[str], overrides: Sequence[str] = (), n: int = REWARD_ROWS, seed: int = 0
+    data_files: Sequence[str],
+    overrides: Sequence[str] = (),
+    n: int = REWARD_ROWS,
+    seed: int = 0,
+    config: PPOConfig | None = None,
 ) -> CheckReport:
-    """Check the reward function that a run with these `key=value` overrides would use, on `n` rows of the files."""
+    """Check the reward function that a run would use, on `n` rows of the files.
+
+    The run is given by `key=value` overrides, or by its `config`.
+    """
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.workers.reward_manager.check import check_reward
 
-    base = {"data": {"train_files": list(data_files)}, "actor_rollout_ref": {"model": {"path": NO_MODEL}}}
-    config = load_config(base, overrides, check_files=False)
+    if config is None:
+        base = {"data": {"train_files": list(data_files)}, "actor_rollout_ref": {"model": {"path": NO_MODEL}}}
+        config = load_config(base, overrides, check_files=False)
     for module in config.external_libs:
         importlib.import_module(module)
     manager = load_reward_manager(config, tokenizer=None, num_examine=0)

@@ -77,6 +77,22 @@ def test_an_invalid_configuration_has_exit_code_2(capsys):
     assert "data.train_files" in capsys.readouterr().err
 
 
+def test_a_configuration_file_with_some_blocks(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
+    (project / "mine.yaml").write_text(
+        "data: {train_files: data/train.parquet, train_batch_size: 16, max_prompt_length: 24,"
+        " max_response_length: 32}\n"
+        "actor_rollout_ref: {model: {path: model}, actor: {ppo_mini_batch_size: 16}}\n"
+        "custom_reward_function: {path: reward.py}\n"
+    )
+    assert main(["--config-path", str(project), "--config-name", "mine", "--rows", "1", "--scored", "4"]) == 0
+    assert "ok: this reward distinguishes right from wrong" in capsys.readouterr().out
+    (project / "composed.yaml").write_text("defaults: [mine]\n")
+    assert main(["--config-name", "composed"]) == 1
+    assert "--cfg job" in capsys.readouterr().out
+
+
 def test_supervised_rows_show_the_trained_tokens(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     arguments = ["data.train_files=data/sft.parquet", "data.multiturn=True", "data.max_length=96", "model.path=model"]
