@@ -20,6 +20,7 @@ _INTRO = """# Configuration
 Every key of `python -m verl.trainer.main_ppo key=value …`, with its default and meaning. Declarations are in
 `verl/config/`, defaults in `verl/trainer/config/`.
 
+- `verl train --help actor.optim` prints a block on the terminal ([command_line.md](command_line.md)).
 - `key=value` sets a key, `group=option` selects a file of defaults. A leading `+` has no effect.
 - Your own YAML file with some of the blocks: `--config-path DIR --config-name NAME`; other keys have their defaults.
 - Null defaults are resolved before the run starts, as described in the table. `critic=null` disables the critic.
