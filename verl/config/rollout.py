@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.config import names
 from verl.config.schema import Block, key
 
 _ACTOR = "actor_rollout_ref.actor"
+_MODEL_KINDS = ("auto", "fused", "generic")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,3 +173,29 @@ class RolloutConfig(GeneratorConfig):
     val_kwargs: ValKwargsConfig = key("Sampling in validation.")
     multi_turn: MultiTurnConfig = key("Multi-turn generation with tools.")
     agent: AgentConfig = key("Agent loops.")
+
+
+@dataclass(frozen=True)
+class NativeOptions:
+    """`rollout.engine_kwargs.native`: rarely used options."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """KV blocks; None: as many as memory allows."""
+    model: str = "auto"
+    """fused, generic, or auto: fused if it supports the model."""
+
+    @classmethod
+    def from_config(cls, config: GeneratorConfig) -> NativeOptions:
+        values = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
+        where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"{where}.{unknown[0]}: unknown option. Use one of {', '.join(known)}.")
+        options = cls(**values)
+        if options.model not in _MODEL_KINDS:
+            raise ValueError(f"{where}.model: {options.model!r} is unknown. Use one of {', '.join(_MODEL_KINDS)}.")
+        if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
+            raise ValueError(f"{where}: block_size and num_blocks must be at least 1 (got {values}).")
+        return options

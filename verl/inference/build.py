@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.config.rollout import GeneratorConfig
+from verl.config.rollout import NativeOptions
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
@@ -30,9 +30,7 @@ from verl.utils.end_tokens import EndTokens, find_end_tokens
 from verl.utils.tokenizer import hf_tokenizer, tokenizer_if_any
 
 __all__ = [
-    "MODEL_KINDS",
     "BuiltEngine",
-    "NativeOptions",
     "build_engine",
     "default_end_tokens",
     "load_inference_model",
@@ -40,35 +38,7 @@ __all__ = [
     "read_hf_config",
 ]
 
-MODEL_KINDS = ("auto", "fused", "generic")
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class NativeOptions:
-    """`rollout.engine_kwargs.native`: rarely used options."""
-
-    block_size: int = 16
-    """Tokens per KV block."""
-    num_blocks: int | None = None
-    """KV blocks; None: as many as memory allows."""
-    model: str = "auto"
-    """fused, generic, or auto: fused if it supports the model."""
-
-    @classmethod
-    def from_config(cls, config: GeneratorConfig) -> NativeOptions:
-        values = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
-        where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"{where}.{unknown[0]}: unknown option. Use one of {', '.join(known)}.")
-        options = cls(**values)
-        if options.model not in MODEL_KINDS:
-            raise ValueError(f"{where}.model: {options.model!r} is unknown. Use one of {', '.join(MODEL_KINDS)}.")
-        if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
-            raise ValueError(f"{where}: block_size and num_blocks must be at least 1 (got {values}).")
-        return options
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["StepGraphs", "StepInputs", "pool_bytes"]
+from verl.utils.buffer_sizes import DECODE_SIZES, MIXED_SIZES
+
+__all__ = ["StepGraphs", "StepInputs"]
 
 logger = logging.getLogger(__name__)
-
-# Captured sizes; a step is padded to the next one. Above the last, launch overhead does not matter.
-_DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
-_MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
-
-
-def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
-    """Memory of all graphs: for each size the hidden states (`row_bytes` per token), and once the activations of the
-    largest step (`step_bytes` per token)."""
-    decode = [size for size in _DECODE_SIZES if size < 2 * max_sequences]
-    return row_bytes * (sum(decode) + sum(_MIXED_SIZES)) + step_bytes * _MIXED_SIZES[-1]
 
 
 @dataclass(slots=True)
@@ -77,7 +68,7 @@ class StepGraphs:
         self._can_capture = True
         self._graphs: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         # Inputs of the graphs. Rows beyond those of a step refer to the padding slot.
-        tokens = _MIXED_SIZES[-1]
+        tokens = MIXED_SIZES[-1]
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._rows = torch.full((tokens,), self._padding_slot, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -87,15 +78,15 @@ class StepGraphs:
 
     def capture_all(self) -> None:
         """Capture every size up to `max_sequences`, the largest first: the others reuse its memory."""
-        decode = [size for size in _DECODE_SIZES if size < 2 * self._max_sequences]
-        steps = [(True, size) for size in _MIXED_SIZES] + [(False, size) for size in decode]
+        decode = [size for size in DECODE_SIZES if size < 2 * self._max_sequences]
+        steps = [(True, size) for size in MIXED_SIZES] + [(False, size) for size in decode]
         for has_prefills, size in sorted(steps, key=lambda step: -step[1]):
             if not self._can_capture or self._capture(has_prefills, size) is None:
                 return
 
     def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
         """Run the step's graph; returns its hidden states, padding last, or None if there is no graph for it."""
-        sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES
+        sizes = MIXED_SIZES if has_prefills else DECODE_SIZES
         count = len(inputs.token_rows)
         if count > sizes[-1] or not self._can_capture:
             return None

@@ -11,32 +11,12 @@ from verl.config.devices import host_memory_available
 from verl.inference.attention import LayerKVCache
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
+from verl.utils.buffer_sizes import bytes_per_token, device_kv_bytes, host_kv_bytes, logit_bytes
 from verl.utils.device import copy_to_device
 
-__all__ = [
-    "KVCache",
-    "bytes_per_block",
-    "bytes_per_token",
-    "choose_num_blocks",
-    "device_kv_bytes",
-    "host_kv_bytes",
-    "logit_bytes",
-    "step_bytes",
-]
+__all__ = ["KVCache", "bytes_per_block", "choose_num_blocks"]
 
 logger = logging.getLogger(__name__)
-
-# Fraction of available host memory for KV; other programs need memory too.
-_HOST_SHARE = 0.25
-# Fraction of device memory left for workspaces of kernels and CUDA graphs.
-_DEVICE_RESERVE = 0.03
-# float32 tensors [sequences, vocabulary] that sampling allocates at most besides the logits.
-_LOGIT_COPIES = 3
-
-
-def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """KV bytes of a token: a key and a value of every head in every layer."""
-    return 2 * layers * kv_heads * head_dim * itemsize
 
 
 def bytes_per_block(model: InferenceModel, block_size: int) -> int:
@@ -138,26 +118,6 @@ def choose_num_blocks(
         else f"{blocks / needed:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
     )
     return blocks
-
-
-def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
-    """Bytes for KV on a GPU of `total` bytes, of which `free` are free after loading the weights."""
-    return max(0, min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits)
-
-
-def host_kv_bytes(available: int) -> int:
-    """Bytes for KV on a CPU."""
-    return int(_HOST_SHARE * available)
-
-
-def logit_bytes(sequences: int, vocab: int, truncated: bool = True) -> int:
-    """Bytes of the logits and of sampling's work tensors, which a GPU needs only for top-k, top-p and min-p."""
-    return sequences * vocab * 4 * (1 + (_LOGIT_COPIES if truncated else 0))
-
-
-def step_bytes(tokens: int, hidden: int, intermediate: int, itemsize: int) -> int:
-    """Peak activation bytes of a step: residual, a norm's output, and the three products of the MLP."""
-    return tokens * itemsize * (2 * hidden + 3 * intermediate)
 
 
 def _gb(size: int) -> str:

@@ -17,11 +17,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from verl.models.heads import LogitAdjustment, wide_product
+from verl.utils.buffer_sizes import CHUNK_BYTES
 
-# Bytes of a chunk of float32 logits. On CUDA large enough that matmuls run at full speed, and that accumulating the
-# gradient of the weight (a read and a write of float32 [vocab, H] per chunk) is cheap in comparison. On CPU the same
-# holds from 32 MB on, and above 64 MB the passes over the chunk get slower.
-CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 # Rows of a matmul tile.
 _TILE_ROWS = 128
 # Alignment of rows of logits in elements, for vector loads and matmul kernels.
@@ -104,11 +101,6 @@ def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -
     limit -= limit % tile
     chunks = max(1, _ceil_div(rows, limit))
     return _ceil_div(rows, chunks * tile) * tile or 1
-
-
-def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> int:
-    """Return the maximum size of a chunk of logits of `rows` rows; `element_size`: of the inputs of the head."""
-    return min(rows * vocab * max(4, element_size), CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]))
 
 
 def write_statistics(

@@ -63,6 +63,14 @@ def empty_model(config: Any, kind: ModelKind, dtype: torch.dtype, trust_remote_c
         return ValueModel(model).to(dtype) if kind == "value" else model
 
 
+def outermost_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the transformer blocks: the members of every ModuleList that is not inside another."""
+    layers: list[nn.Module] = []
+    for child in model.children():
+        layers += list(child) if isinstance(child, nn.ModuleList) else outermost_layers(child)
+    return layers
+
+
 def pretrained_model(
     path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False, trains: bool = False
 ) -> nn.Module:

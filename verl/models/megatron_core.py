@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from verl.models.loading import ModelKind
+if TYPE_CHECKING:  # imports torch
+    from verl.models.loading import ModelKind
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")

@@ -13,13 +13,18 @@ from verl.config import names
 from verl.config.asynchronous import async_settings
 from verl.config.layout import judge_shares_devices, layout_of, serves_reward_model, shares_devices
 from verl.config.ppo import PPOConfig
-from verl.config.rollout import GeneratorConfig, RolloutConfig
-from verl.inference.build import NativeOptions
-from verl.inference.graphs import pool_bytes
-from verl.inference.kv_cache import bytes_per_token, device_kv_bytes, host_kv_bytes, logit_bytes, step_bytes
+from verl.config.rollout import GeneratorConfig, NativeOptions, RolloutConfig
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.shapes import ModelShape
+from verl.utils.buffer_sizes import (
+    bytes_per_token,
+    device_kv_bytes,
+    host_kv_bytes,
+    logit_bytes,
+    pool_bytes,
+    step_bytes,
+)
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 # Another process on a GPU: driver context, workspaces of libraries, cache of torch's allocator.

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.models.fused_head import chunk_bytes
 from verl.planning.shapes import ModelShape
-from verl.workers.engine.common.optim import working_bytes
-from verl.workers.engine.fsdp.sharding import grouping
+from verl.utils.buffer_sizes import chunk_bytes, grouping, working_bytes
 
 # Layers whose parameters are gathered at the same time: the current one, the prefetched next one, and its copy.
 _GATHERED_LAYERS = 3

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.models.fused_head import chunk_bytes
 from verl.models.megatron_core import padded_vocab
 from verl.planning.shapes import CoreShape, MegatronLayout, ModelShape
+from verl.utils.buffer_sizes import chunk_bytes
 
 
 @dataclass(frozen=True)

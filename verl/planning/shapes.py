@@ -1,19 +1,20 @@
-"""Shapes of models, read from models on the meta device, and how the megatron engine distributes them over ranks."""
+"""Shapes of models, read from models on the meta device, and how the megatron engine distributes them over ranks.
+
+Modules that import torch are imported where a model is built: plans of known shapes need none.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl.config.context_length import context_limit
 from verl.config.engine import MegatronConfig
-from verl.models.loading import ModelKind, empty_model, read_config
-from verl.models.lora import Adapters
 from verl.models.megatron_core import CoreArchitecture
-from verl.workers.engine.fsdp.sharding import outermost_layers
+
+if TYPE_CHECKING:
+    from verl.models.loading import ModelKind
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class ModelShape:
     def from_folder(cls, folder: str, model_config: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
         """Return the shape of the model in a local folder, with the overrides and adapters of `model_config`; None if
         its config lacks the usual fields."""
+        import torch
+
+        from verl.models.loading import empty_model, read_config
+        from verl.models.lora import Adapters
+
         trusted = model_config.trust_remote_code
         config = read_config(folder, trusted, model_config.override_config)
         shape = cls.from_config(config, kind, trusted)
@@ -83,6 +89,10 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Any, kind: ModelKind = "causal_lm", trusted: bool = False) -> ModelShape | None:
         """Return the shape of the model that transformers builds from a config; None if usual fields are missing."""
+        import torch
+
+        from verl.models.loading import empty_model, outermost_layers
+
         text = config.get_text_config()
         if not all(hasattr(text, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")):
             return None

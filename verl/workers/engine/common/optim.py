@@ -92,16 +92,6 @@ def _require_steps(steps: int | None, key: str) -> int:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state per parameter, beside `step`."""
-PORTION = 1 << 25
-"""Number of elements whose bfloat16 moments are expanded to float32 at a time; a larger tensor is expanded alone."""
-
-
-def working_bytes(elements: int, largest: int) -> int:
-    """Return the temporary memory of a step with bfloat16 moments of `elements` elements; `largest`: of one tensor.
-
-    It consists of both moments of a portion in float32, and a random number for each to round it.
-    """
-    return 16 * min(elements, max(largest, PORTION))
 
 
 class Float32Moments:

@@ -13,7 +13,7 @@ from torch import nn
 
 from verl.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig, RewardModelModelConfig
 from verl.models.forward import ResponseModel
-from verl.models.loading import ModelKind, empty_model, pretrained_model
+from verl.models.loading import ModelKind, empty_model, outermost_layers, pretrained_model
 from verl.models.lora import Adapters
 from verl.models.model_checks import check_head, enable_packed_attention
 from verl.models.packing import packed_rows, right_padded_rows, sequence_parallel_rows, with_alternatives
@@ -110,7 +110,7 @@ class FSDPEngine(BaseTrainEngine):
             sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs
         if self._compiled:
-            compile_each_layer(sharding.outermost_layers(self.model.hf))
+            compile_each_layer(outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
         if optim is not None:
             trained = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}

@@ -14,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.models.forward import ResponseModel
+from verl.models.loading import outermost_layers
 from verl.models.lora import Adapters
 from verl.models.ulysses import SequenceParallel
+from verl.utils.buffer_sizes import grouping
 from verl.workers.engine.common.groups import NodeGroup
 
 
@@ -76,16 +78,6 @@ def shard(
     return one_group
 
 
-def grouping(ranks: int, reshard_after_forward: bool | None) -> tuple[bool, bool]:
-    """Return (whether layers are resharded after the forward pass, whether all weights form one group).
-
-    They form one group if nothing is gathered and all weights may stay in the compute dtype: there is then no host work
-    between layers, which dominates the time of small models.
-    """
-    reshards = ranks > 1 if reshard_after_forward is None else reshard_after_forward
-    return reshards, not (ranks > 1 or reshards)
-
-
 def set_last_micro_batch(model: Any, last: bool) -> None:
     """For a model with one group: keep weights in the compute dtype and accumulate unreduced gradients (in float32)
     until the last micro-batch of an optimizer step.
@@ -106,14 +98,6 @@ def checkpoint_activations(model: ResponseModel) -> None:
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def outermost_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer blocks: the members of every ModuleList that is not inside another."""
-    layers: list[nn.Module] = []
-    for child in model.children():
-        layers += list(child) if isinstance(child, nn.ModuleList) else outermost_layers(child)
-    return layers
 
 
 def load_weights(
