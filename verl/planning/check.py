@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.context_length import read_model_config
@@ -16,17 +16,21 @@ from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.problems import Report
 from verl.config.schema import get_path, set_path
 from verl.config.trainer import RunConfig
-from verl.models.loading import ModelKind, read_config
 from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_cheapest_changes, check_fits
 from verl.planning.host import HostMemory, is_in_memory
+from verl.planning.known_models import known_name, known_shape
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
+from verl.planning.shape_cache import model_shape
 from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
 
+if TYPE_CHECKING:
+    from verl.models.loading import ModelKind
+
 # Ray kills workers when 95 % of the host memory are in use.
-_RESERVED = 0.05
+RESERVED = 0.05
 _CLASSIFIER: ModelKind = "sequence_classification"
 
 logger = logging.getLogger(__name__)
@@ -38,31 +42,38 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     With `trainer.auto_memory` the cheapest changes that make it fit are applied to `config` first. `folders`: local
     folders of models, by hub name or URL.
     """
+    check_megatron_support(config, folders or {})
+    shapes, missing = model_shapes(config, folders or {})
+    if "actor" not in shapes:
+        return None
+    for role in missing:
+        logger.info("memory plan: without the %s, because its model is not on this machine", role)
+    device, host = available_memory(config.trainer)
+    return _check(config, lambda changed: memory_plan(changed, shapes, device, host))
+
+
+def model_shapes(config: PPOConfig, folders: Mapping[str, str]) -> tuple[dict[str, ModelShape], list[str]]:
+    """Return the shapes of the models of a run that are on this machine, by role as in `memory_plan`, and the other
+    roles."""
     policy = config.actor_rollout_ref
-    _check_megatron_support(config, folders or {})
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
     if "reward_model" in active_roles(config):
         path, model = config.reward_model.path, config.reward_model.model
-        generates = serves_reward_model(config) and not _is_classifier((folders or {}).get(path or "", path))
+        generates = serves_reward_model(config) and not _is_classifier(folders.get(path or "", path))
         models["judge" if generates else "reward_model"] = (path, model, "causal_lm" if generates else _CLASSIFIER)
     for name, teacher in config.distillation.local_teachers.items():
         models[f"teacher/{name}"] = (teacher.model_path, replace(policy.model, override_config={}), "causal_lm")
     shapes = {
         role: shape
         for role, (path, model, kind) in models.items()
-        if (shape := _shape((folders or {}).get(path or "", path), model, kind))
+        if (shape := _shape(folders.get(path or "", path), model, kind))
     }
-    if "actor" not in shapes:
-        return None
-    for role in sorted(set(models) - set(shapes)):
-        logger.info("memory plan: without the %s, because its model is not on this machine", role)
-    device, host = _available_memory(config.trainer)
-    return _check(config, lambda changed: memory_plan(changed, shapes, device, host))
+    return shapes, sorted(set(models) - set(shapes))
 
 
-def _check_megatron_support(config: PPOConfig, folders: Mapping[str, str]) -> None:
+def check_megatron_support(config: PPOConfig, folders: Mapping[str, str]) -> None:
     """Raise ConfigError for local models on the megatron engine that it does not support."""
     report = Report()
     megatron_roles = roles_on_megatron(config)
@@ -87,6 +98,8 @@ def _check_architecture(
     """Report a model in a local folder that the megatron engine does not support."""
     if folder is None or not os.path.isdir(expand_path(folder)):
         return
+    from verl.models.loading import read_config  # imports torch
+
     try:
         CoreArchitecture.from_config(
             read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config)
@@ -98,15 +111,21 @@ def _check_architecture(
 
 def check_supervised_memory(config: SupervisedConfig) -> MemoryPlan | None:
     """The same as `check_memory` for a supervised run."""
-    if config.strategy == "megatron":
-        report = Report()
-        _check_architecture("model.path", config.model.path, config.model.path, config.model, "strategy", report)
-        report.raise_if_any()
-    shape = _shape(config.model.path, config.model, config.model_kind)
+    shape = supervised_shape(config, config.model.path)
     if shape is None:
         return None
-    device, host = _available_memory(config.trainer)
+    device, host = available_memory(config.trainer)
     return _check(config, lambda changed: supervised_memory_plan(changed, shape, device, host))
+
+
+def supervised_shape(config: SupervisedConfig, folder: str | None) -> ModelShape | None:
+    """Return the shape of the model in `folder`, None if it is not on this machine; raise ConfigError if the megatron
+    engine does not support it."""
+    if config.strategy == "megatron":
+        report = Report()
+        _check_architecture("model.path", config.model.path, folder, config.model, "strategy", report)
+        report.raise_if_any()
+    return _shape(folder, config.model, config.model_kind)
 
 
 def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
@@ -132,10 +151,13 @@ def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
 
 
 def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
-    """Return the shape of a local model; None if it is not on this machine (the plan downloads nothing)."""
-    if path is None or not os.path.isdir(expand_path(path)):
+    """Return the shape of a local model, or of a known one; None if it is not on this machine (nothing is fetched)."""
+    if path is None:
         return None
-    return ModelShape.from_folder(resolve_model_path(path), model, kind)
+    if not os.path.isdir(expand_path(path)):
+        name, rank = known_name(path), model["lora_rank"] if "lora_rank" in model else 0
+        return None if name is None or model.override_config else known_shape(name, kind, rank)
+    return model_shape(resolve_model_path(path), model, kind)
 
 
 def _is_classifier(path: str | None) -> bool:
@@ -144,10 +166,10 @@ def _is_classifier(path: str | None) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in kinds)
 
 
-def _available_memory(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
+def available_memory(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
     """Return the memory of each rank's device, None if unknown, and of the host, without the part reserved by Ray."""
     available, installed, ranks = host_memory_available(), host_memory_total(), trainer.n_gpus_per_node
-    total, used = int(available * (1 - _RESERVED)), max(0, installed - available)
+    total, used = int(available * (1 - RESERVED)), max(0, installed - available)
     host = HostMemory(total, is_in_memory(trainer.default_local_dir), installed, used)
     if trainer.device == "cpu":
         return DeviceMemory("cpu", total // max(1, ranks), f"host memory for {ranks} rank(s)"), host
