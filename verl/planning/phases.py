@@ -69,6 +69,21 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class RoleMemory:
+    """State of the model of one role, in bytes on each of the `ranks` of its pool."""
+
+    role: str
+    pool: str
+    ranks: int
+    parameters: int
+    trained_parameters: int
+    weights: float
+    optimizer: float
+    gradients: float
+    """During an update."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """All phases of a run, first those of devices, then those of hosts."""
 
@@ -80,6 +95,9 @@ class MemoryPlan:
     """Total bytes of host memory; None: unknown."""
     used: int = 0
     """Bytes of host memory in use by other processes."""
+    checkpoint: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of the files of one checkpoint, by config block."""
+    roles: tuple[RoleMemory, ...] = ()
 
     @property
     def worst_phase(self) -> PhaseMemory:
@@ -124,5 +142,10 @@ def _table(phases: list[PhaseMemory], parts: tuple[str, ...]) -> list[str]:
     for phase in phases:
         sizes = [*(phase.parts[name] for name in shown), phase.total]
         rows.append([phase.phase, *(f"{size / GB:.2f}" for size in sizes)])
+    return format_table(rows)
+
+
+def format_table(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table: the first column left-aligned, the others right-aligned, all indented."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

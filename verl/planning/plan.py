@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,15 @@ from verl.planning.engines import (
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases
 from verl.planning.megatron import MegatronModelMemory
-from verl.planning.phases import DEVICE_PARTS, GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory
+from verl.planning.phases import (
+    DEVICE_PARTS,
+    GB,
+    ROLE_OF_PHASE,
+    DeviceMemory,
+    MemoryPlan,
+    PhaseMemory,
+    RoleMemory,
+)
 from verl.planning.shapes import MegatronLayout, ModelShape
 
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
@@ -53,28 +62,25 @@ def memory_plan(
 
     `shapes` by role: actor, critic, reward_model (`judge` if it is a served causal LM), `teacher/<name>`.
     """
-    models, reward_server = _models(config, shapes), RewardServerMemory.from_config(config, shapes)
+    models, reward_server = role_models(config, shapes), RewardServerMemory.from_config(config, shapes)
     phases = [_phase(config, models, reward_server, phase, device) for phase in _phases(config)]
-    return _add_host(phases, device, host, *_hosted_models(config, models, reward_server, host))
+    plan = _add_host(phases, device, host, *_hosted_models(config, models, reward_server, host))
+    layouts = {name: layout_of(config, _role(name)) for name in models}
+    roles = [_role_memory(name, layouts[name].pool, layouts[name].world_size, model) for name, model in models.items()]
+    return replace(plan, roles=tuple(roles))
 
 
 def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Return the plan of a supervised run: training, and generation if there are validation prompts."""
-    data, ranks_per_sequence, kind = config.data, config.ranks_per_sequence, config.trainer.device
-    model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
-    rows_limit = data.micro_batch_size_per_gpu * data.max_length
-    limit = data.max_token_len_per_gpu * ranks_per_sequence if data.use_dynamic_bsz else rows_limit
-    rows = config.max_rows_per_rank
-    step_tokens = 2 * limit if rows is None else rows * data.max_length  # unbounded rows fill several micro-batches
-    tokens = min(step_tokens, limit)
-    rank_tokens = math.ceil(tokens / ranks_per_sequence)
+    data, kind, model = config.data, config.trainer.device, supervised_model(config, shape)
+    rank_tokens, micro_batches = supervised_tokens(config)
     state = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
     state["context"] = _context(kind, config.ranks)
     engine = _validation_engine(config, shape, device, model.weights())
     parts = state | {"rollout": engine.graphs if engine else 0.0}
-    _add(parts, model.update(rank_tokens, rank_tokens, math.ceil(step_tokens / tokens)))
+    _add(parts, model.update(rank_tokens, rank_tokens, micro_batches))
     by_phase = {"sft": parts}
     if engine is not None:
         by_phase["sft_answers"] = state | {
@@ -89,7 +95,23 @@ def supervised_memory_plan(
     hosted = HostedModel(model, ranks, save_contents=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
     batch = config.rows_per_step * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
-    return _add_host(phases, device, host, {"": hosted}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+    plan = _add_host(phases, device, host, {"": hosted}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+    return replace(plan, roles=(_role_memory("model", "all ranks", config.ranks, model),))
+
+
+def supervised_model(config: SupervisedConfig, shape: ModelShape) -> ModelMemory:
+    """Return the model of a supervised run."""
+    return _model(config, config.model, shape, config.ranks, config.trainer.device, config.model_kind)
+
+
+def supervised_tokens(config: SupervisedConfig) -> tuple[int, int]:
+    """Return (tokens of a micro-batch, number of micro-batches of a step) on one rank, with maximum lengths."""
+    data, ranks_per_sequence, rows = config.data, config.ranks_per_sequence, config.max_rows_per_rank
+    rows_limit = data.micro_batch_size_per_gpu * data.max_length
+    limit = data.max_token_len_per_gpu * ranks_per_sequence if data.use_dynamic_bsz else rows_limit
+    step_tokens = 2 * limit if rows is None else rows * data.max_length  # unbounded rows fill several micro-batches
+    tokens = min(step_tokens, limit)
+    return math.ceil(tokens / ranks_per_sequence), math.ceil(step_tokens / tokens)
 
 
 def _validation_engine(
@@ -141,7 +163,7 @@ def _phases(config: PPOConfig) -> list[str]:
     return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles and phase != absent]
 
 
-def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, ModelMemory]:
+def role_models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, ModelMemory]:
     """Return the models by role, teachers as `teacher/<name>`; with LoRA the actor is also the reference."""
     models, device, policy = {}, config.trainer.device, config.actor_rollout_ref.model
     for role in active_roles(config):
@@ -245,7 +267,15 @@ def _add_host(
     decided = dict(zip(hosted, decide_snapshots(list(hosted.values()), host_phases_of), strict=True))
     missing = {block: model.missing for block, model in decided.items() if model.save_contents}
     installed, used = (None, 0) if host is None else (host.installed, host.used)
-    return MemoryPlan((*phases, *host_phases_of(list(decided.values()))), device, missing, installed, used)
+    checkpoint = {block: model.file_bytes() for block, model in decided.items() if model.save_contents}
+    all_phases = (*phases, *host_phases_of(list(decided.values())))
+    return MemoryPlan(all_phases, device, missing, installed, used, checkpoint)
+
+
+def _role_memory(role: str, pool: str, ranks: int, model: ModelMemory) -> RoleMemory:
+    parameters = (model.shape.parameters, model.trained_parameters)
+    gradients = 0.0 if model.frozen else model.gradients()
+    return RoleMemory(role, pool, ranks, *parameters, model.weights(), model.moments(), gradients)
 
 
 def _hosted_models(
