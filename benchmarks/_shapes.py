@@ -35,6 +35,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
         },
     ),
+    "qwen2.5-3b": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+        },
+    ),
     "qwen2.5-7b": (
         "qwen2",
         {

@@ -1,366 +1,245 @@
-"""Planned and measured peak memory of every phase of a GRPO step, by model shape.
+"""Planned and measured peak memory of every phase, for 20 configurations on one GPU.
 
-    python benchmarks/memory_plan.py                    # 0.5B, 1.5B and 7B with random weights: 5 minutes on one H200
-    python benchmarks/memory_plan.py --cases tiny       # without a GPU: checks that the benchmark runs
+    python benchmarks/memory_plan.py --out memory.jsonl                     # continues where an earlier call stopped
+    python benchmarks/memory_plan.py --out memory.jsonl --until 540         # starts no case after 540 s
+    python benchmarks/memory_plan.py --out memory.jsonl --table             # only prints the table of the file
+    python benchmarks/memory_plan.py --out tiny.jsonl                       # without a GPU: tests the script
 
-The worker is that of `main_ppo`, with the same configuration, in a process per case without Ray; rows have the maximum
-length. Measured on a device: memory allocated by torch and mapped by the rollout engine, as in `memory_gb/<phase>`,
-compared with the plan without context and fragmentation; "reserved" is the memory reserved by torch, comparable with
-the plan's total. Measured on the host: the decrease of available memory since before the worker was created (the plan
-is in the table printed before). On a CPU the allocations of torch are summed (without those of the rollout engine's
-thread).
+Every case is a whole run of two steps (`main_ppo`, `main_sft`, `main_rm`) of a model with random weights, in its own
+process; all sequences have the maximum length. A finished case is appended to the file with the commit and the machine,
+and is not repeated (`--again` repeats it). A case that failed is repeated.
+
+Measured on the device: memory allocated by torch and mapped by the rollout engine, as in `memory_gb/<phase>`; compared
+with the plan without context and fragmentation. Measured on the host: the decrease of available memory since before the
+run. A phase passes if the plan is within 5 % or 0.5 GB of the measured peak. On CPUs only the host is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from _report import report
-from _shapes import save_random_model, shape_config
+from _memory_cases import CASES, TINY_CASES, Case
+from _ours_step import run_limited
+from _report import machine_info, report
 
-from verl.config import PPOConfig, load_config
-from verl.config.devices import gpu_memory, host_memory_available
-from verl.config.schema import set_path
-from verl.planning.advice import cheapest_changes
-from verl.planning.host import HostMemory
-from verl.planning.phases import GB, DeviceMemory, MemoryPlan
-from verl.planning.plan import memory_plan
-from verl.planning.shapes import ModelShape
-from verl.protocol import DataProto
-from verl.single_controller.base.worker_group import ClassWithInitArgs
-from verl.single_controller.local import LocalWorkerGroup
-from verl.utils.device import memory_in_use
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.config import RMConfig, SFTConfig, load_config
+from verl.config.devices import host_memory_available
+from verl.planning.check import available_memory, model_shapes, supervised_shape
+from verl.planning.phases import GB, MemoryPlan
+from verl.planning.plan import memory_plan, supervised_memory_plan
 
-ACTOR = "actor_rollout_ref.actor"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model shape and its settings; `save`: also write a checkpoint; `new_tokens`: tokens that are generated."""
-
-    shape: str
-    overrides: tuple[str, ...] = ()
-    prompts: int = 32
-    n: int = 8
-    lengths: tuple[int, int] = (256, 512)
-    new_tokens: int = 24
-    save: bool = False
-
-
-_PLAIN = (
-    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    f"{ACTOR}.use_dynamic_bsz=True",
-    f"{ACTOR}.ppo_max_token_len_per_gpu=15360",  # twenty rows of full length
-)
-_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=7680")
-CASES = {
-    "0.5b": Case("qwen2.5-0.5b", save=True),
-    "0.5b, no checkpointing": Case("qwen2.5-0.5b", _PLAIN),
-    "1.5b": Case("qwen2.5-1.5b"),
-    "7b": Case("qwen2.5-7b", _BUDGET),
-    "tiny": Case("tiny", prompts=8, n=4, lengths=(16, 32), new_tokens=8, save=True),
-}
+ALL_CASES = CASES | TINY_CASES
+_ROOTS: dict[str, Any] = {"sft": SFTConfig, "rm": RMConfig}
+_REPOSITORY = Path(__file__).resolve().parents[1]
+# A plan is accurate within one of these: fraction of the measured peak, and GB.
+TOLERANCE, TOLERANCE_GB = 0.05, 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=None, help="names of cases (default: all for a GPU, tiny without)"
-    )
-    parser.add_argument("--json", default=None, help="append the result to this file")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("memory_plan.jsonl"), help="file with the results")
+    parser.add_argument("--cases", nargs="+", choices=ALL_CASES, help="default: all for a GPU, the tiny ones without")
+    parser.add_argument("--again", action="store_true", help="repeat cases that are in the file")
+    parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no case is started")
+    parser.add_argument("--limit", type=float, default=540, help="seconds of one case")
+    parser.add_argument("--commit", help="commit to record (default: that of the repository)")
+    parser.add_argument("--table", action="store_true", help="print the table of the file and run nothing")
+    parser.add_argument("--supervised", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = options.cases or ([name for name in CASES if name != "tiny"] if torch.cuda.is_available() else ["tiny"])
-    if options.alone:
-        print("ROWS " + json.dumps(rows_of(names[0])), flush=True)
+    if options.supervised:
+        run_supervised(*options.supervised)
         return
-    rows: list[dict[str, Any]] = []
-    for name in names:  # in a new process, so that cases do not affect each other
-        begin = time.monotonic()
-        command = [sys.executable, __file__, "--alone", "--cases", name]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                if line.startswith("ROWS "):
-                    rows += json.loads(line.removeprefix("ROWS "))
-                else:
-                    print(line, end="", flush=True)
-        print(f"{name}: {time.monotonic() - begin:.0f} s, exit code {process.returncode}", flush=True)
-    report("memory plan: planned against measured peak, GB", rows, options.json)
+    if not options.table:
+        measure_missing(options)
+    rows = table(read_results(options.out).values())
+    report(f"memory plan: planned and measured peak, GB ({summary(rows)})", rows or [{"case": "none"}])
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    """Return a row per phase of a case; if it fails, also a row with the error."""
-    case = CASES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        save_random_model(Path(folder) / "model", shape_config(case.shape, pad_token_id=0), dtype, device)
-        config, plan = configured(case, Path(folder), device)
-        print(f"\n{name}\n{plan.render()}", flush=True)
-        measure = Measure(torch.device(device))
-        try:
-            with measure:
-                run_steps(config, case, Path(folder), measure)
-        except (RuntimeError, MemoryError) as error:
-            print(error, file=sys.stderr, flush=True)
-            measure.note("failed", str(error).splitlines()[0][:80])
-    return [{"case": name, **row} for row in measure.rows(plan)]
+def measure_missing(options: argparse.Namespace) -> None:
+    """Run the cases that have no successful result in the file."""
+    begin = time.monotonic()
+    names = options.cases or list(CASES if torch.cuda.is_available() else TINY_CASES)
+    finished = {} if options.again else read_results(options.out)
+    commit = options.commit or current_commit()
+    for name in names:
+        if name in finished and finished[name]["problem"] is None:
+            continue
+        if time.monotonic() - begin > options.until:
+            print(f"{name} and later cases: not started after {options.until:.0f} s", flush=True)
+            return
+        start = time.monotonic()
+        result = measure(name, ALL_CASES[name], options.limit)
+        record = {"commit": commit, "machine": machine_info(), "seconds": time.monotonic() - start, **result}
+        append(options.out, record)
+        print(f"{name}: {record['seconds']:.0f} s{', ' + result['problem'] if result['problem'] else ''}", flush=True)
 
 
-def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, MemoryPlan]:
-    """Return the configuration, with the changes that make its plan fit, and the plan."""
-    overrides = [
-        "algorithm.adv_estimator=grpo",
-        "data.train_files=x",
-        f"data.train_batch_size={case.prompts}",
-        f"data.max_prompt_length={case.lengths[0]}",
-        f"data.max_response_length={case.lengths[1]}",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"actor_rollout_ref.rollout.n={case.n}",
-        "actor_rollout_ref.rollout.ignore_eos=True",
-        f"{ACTOR}.ppo_mini_batch_size={case.prompts}",
-        "trainer.n_gpus_per_node=1",
-        f"trainer.device={device}",
-        *case.overrides,
-    ]
-    config = load_config(None, overrides, check_files=False)
-    shape = ModelShape.from_folder(str(folder / "model"), config.actor_rollout_ref.model)
+# ---------------------------------------------------------------- one case
+
+
+def measure(name: str, case: Case, limit: float) -> dict[str, Any]:
+    """Plan and run a case; return planned and measured GB by phase, and the problem of a run that failed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        case.write(folder)
+        overrides = case.run_overrides(folder)
+        plan = planned(case, overrides)
+        log = folder / "run.log"
+        here = Path(__file__).resolve().parent
+        environment = {
+            "RAY_ADDRESS": "local",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(here), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+        if case.program != "train":
+            (folder / "overrides.json").write_text(json.dumps(overrides))
+            command = [sys.executable, str(here / "memory_plan.py"), "--supervised", case.program, str(folder)]
+        with HostMonitor() as host:
+            problem = run_limited(command, folder, environment, log, limit)
+        peaks = measured_peaks(case, folder, log)
+        if problem is None and not peaks and torch.cuda.is_available():
+            problem = "the run recorded no memory"
+        return {
+            "case": name,
+            "overrides": [override.replace(str(folder), "") for override in overrides],
+            "planned_gb": {phase.phase: phase.allocated / GB for phase in plan.phases},
+            "planned_total_gb": {phase.phase: phase.total / GB for phase in plan.phases},
+            "measured_gb": peaks,
+            "host_gb": host.peak / GB,
+            "problem": problem,
+        }
+
+
+def planned(case: Case, overrides: list[str]) -> MemoryPlan:
+    """Return the plan of a run on this machine."""
+    if case.program == "train":
+        config = load_config(None, overrides)
+        shapes, _ = model_shapes(config, {})
+        return memory_plan(config, shapes, *available_memory(config.trainer))
+    supervised = load_config(None, overrides, root=_ROOTS[case.program])
+    shape = supervised_shape(supervised, supervised.model.path)
     assert shape is not None
-    available = gpu_memory() if device == "cuda" else (host_memory_available(), "host memory")
-    memory = None if available is None else DeviceMemory(device, *available)
-
-    def plan_of(changed: PPOConfig) -> MemoryPlan:
-        return memory_plan(changed, {"actor": shape}, memory, HostMemory(host_memory_available()))
-
-    changes, fits = cheapest_changes(config, plan_of)
-    for change in changes:
-        print(f"{case.shape}: {change}{'' if fits else ' (still does not fit)'}", flush=True)
-        set_path(config, change.key, change.value)
-    return config, plan_of(config)
+    return supervised_memory_plan(supervised, shape, *available_memory(supervised.trainer))
 
 
-def run_steps(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
-    """Run two steps: all memory of a run is allocated from the second update on."""
-    policy = config.actor_rollout_ref
-    with measure("load"):
-        group: Any = LocalWorkerGroup(
-            ray_cls_with_init=ClassWithInitArgs(ActorRolloutRefWorker, config=policy, role="actor_rollout"),
-            device_name=config.trainer.device,
-        )
-        group.init_model()
-    data = batch(case, shape_config(case.shape).vocab_size)
-    prompts = data.select(["prompts", "prompt_mask"]).rename(
-        ["prompts", "prompt_mask"], ["input_ids", "attention_mask"]
-    )
-    prompts.meta_info = {"step": 1, "seed": 1, "eos_token_id": [1], "pad_token_id": 0}
-    update = data.select([key for key in data.batch.keys() if key != "prompt_mask"])
-    with optimizer_steps_measured(measure):
-        for step in range(2):
-            with measure("update_weights"):
-                group.update_rollout_weights(step)
-            with measure("gen"):
-                group.generate_sequences(prompts, max_new_tokens=case.new_tokens)
-            if policy.rollout.free_weights:
-                group.free_rollout_weights()
-            with measure("old_log_prob"):
-                group.compute_log_prob(update)
-            with measure("update_actor"):
-                group.update_actor(update)
-    if case.save:
-        with measure("save_checkpoint"):
-            group.save_checkpoint(str(folder / "step"))
-    group.shutdown()
+def measured_peaks(case: Case, folder: Path, log: Path) -> dict[str, float]:
+    """Return the peak GB of each phase on the device over all steps of a run; empty on CPUs."""
+    if case.program != "train":
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("PEAK ")]
+        return {"sft": float(lines[-1].removeprefix("PEAK ")) / GB} if lines and torch.cuda.is_available() else {}
+    peaks: dict[str, float] = {}
+    metrics = folder / "runs" / "memory" / "case" / "metrics.jsonl"
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        for key, value in json.loads(line)["data"].items():
+            phase = key.removeprefix("memory_gb/")
+            if phase != key and not phase.endswith("/after"):
+                peaks[phase] = max(peaks.get(phase, 0.0), value)
+    return peaks
 
 
-@contextmanager
-def optimizer_steps_measured(measure: Measure) -> Iterator[None]:
-    """Context in which optimizer steps are measured separately from the passes of `update_actor`."""
-    original: Callable[..., Any] = FSDPEngine.optimizer_step
+def run_supervised(program: str, folder: str) -> None:
+    """Train in this process and print the peak of its device memory in bytes."""
+    from verl.trainer.main_rm import run_rm
+    from verl.trainer.main_sft import run_sft
+    from verl.utils.device import memory_in_use
 
-    def step(self: FSDPEngine) -> dict[str, float]:
-        measure.mark("update_actor: passes")
-        metrics = original(self)
-        measure.mark("update_actor: step")
-        return metrics
-
-    FSDPEngine.optimizer_step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FSDPEngine.optimizer_step = original  # type: ignore[method-assign]
+    overrides = json.loads((Path(folder) / "overrides.json").read_text())
+    config = load_config(None, overrides, root=_ROOTS[program])
+    {"sft": run_sft, "rm": run_rm}[program](config)
+    peak, _ = memory_in_use(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print(f"PEAK {peak}", flush=True)
 
 
-def batch(case: Case, vocabulary: int) -> DataProto:
-    """Return the rows of a step, all of maximum length, as the trainer sends them."""
-    rows, (before, after) = case.prompts * case.n, case.lengths
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, vocabulary, (rows, before + after), generator=draw)
-    ones = torch.ones_like(ids)
-    tensors = {
-        "prompts": ids[:, :before],
-        "prompt_mask": ones[:, :before],
-        "responses": ids[:, before:],
-        "input_ids": ids,
-        "attention_mask": ones,
-        "position_ids": ones.cumsum(1) - 1,
-        "response_mask": ones[:, before:],
-        "old_log_probs": torch.full((rows, after), -12.0),
-        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, after).contiguous(),
-    }
-    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "mini_batches": 1, "global_steps": 1})
+class HostMonitor:
+    """Maximum decrease of available host memory in the context, sampled ten times per second."""
 
-
-class Measure:
-    """Peak memory by phase over all steps: on the device, reserved by torch, and on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
-        self._device_peak: dict[str, float] = {}
-        self._reserved: dict[str, float] = {}
-        self._host_peak: dict[str, float] = {}
-        self._after: dict[str, float] = {}
-        self._notes: dict[str, str] = {}
-        self._inside: list[str] = []  # parts of the current phase
-        self._host = _HostMonitor()
-        self._profiler: Any = nullcontext()
-        if not self._cuda:
-            self._profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-            )
-
-    def __enter__(self) -> Measure:
-        self._profiler.__enter__()
-        self._host.start()
+    def __enter__(self) -> HostMonitor:
+        self.peak = 0
+        self._before = host_memory_available()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._host.close()
-        self._profiler.__exit__(None, None, None)
-        if not self._cuda:
-            self._device_peak = _peaks_by_mark(self._profiler)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self._reset()
-        self._inside = []
-        with torch.profiler.record_function(f"phase:{phase}"):
-            yield
-        self.mark(phase)
-        for part in self._inside:  # the peak of a phase is that of its largest part
-            for peaks in (self._device_peak, self._reserved, self._host_peak):
-                peaks[phase] = max(peaks.get(phase, 0.0), peaks.get(part, 0.0))
-        if self._cuda:
-            self._after[phase] = memory_in_use(self._device)[1]
-
-    def mark(self, name: str) -> None:
-        """Record the peaks since the last mark under `name`."""
-        self._inside.append(name)
-        if self._cuda:
-            torch.cuda.synchronize()
-            peak, _ = memory_in_use(self._device)
-            mapped = peak - torch.cuda.max_memory_allocated()
-            reserved = torch.cuda.max_memory_reserved() + mapped
-            self._device_peak[name] = max(self._device_peak.get(name, 0.0), peak)
-            self._reserved[name] = max(self._reserved.get(name, 0.0), reserved)
-        self._host_peak[name] = max(self._host_peak.get(name, 0.0), self._host.peak())
-        self._reset()
-
-    def note(self, phase: str, text: str) -> None:
-        self._notes[phase] = text
-
-    def rows(self, plan: MemoryPlan) -> list[dict[str, Any]]:
-        """Return one row per phase with planned and measured memory."""
-        planned = {phase.phase: phase for phase in plan.phases if not phase.on_host}
-        names = [*self._host_peak, *(name for name in self._notes if name not in self._host_peak)]
-        return [self._row(name, planned.get(name)) for name in names]
-
-    def _row(self, name: str, planned: Any) -> dict[str, Any]:
-        def gb(size: float | None) -> float | None:
-            return None if size is None else size / GB
-
-        measured = self._device_peak.get(name)
-        return {
-            "phase": name,
-            "planned": gb(planned.allocated) if planned else None,
-            "measured": gb(measured),
-            "ratio": planned.allocated / measured if planned and measured else None,
-            "planned total": gb(planned.total) if planned else None,
-            "reserved": gb(self._reserved.get(name)),
-            "after": gb(self._after.get(name)),
-            "host": gb(self._host_peak.get(name)),
-            "note": self._notes.get(name),
-        }
-
-    def _reset(self) -> None:
-        self._host.reset()
-        if self._cuda:
-            torch.cuda.synchronize()
-            memory_in_use(self._device, reset=True)
-
-
-class _HostMonitor:
-    """Maximum decrease of available host memory since the start, sampled twenty times per second."""
-
-    def __init__(self) -> None:
-        self._before = host_memory_available()
-        self._lowest = self._before
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def start(self) -> None:
-        self._before = self._lowest = host_memory_available()
-        self._thread.start()
-
-    def peak(self) -> float:
-        self._lowest = min(self._lowest, host_memory_available())
-        return float(self._before - self._lowest)
-
-    def reset(self) -> None:
-        self._lowest = host_memory_available()
-
-    def close(self) -> None:
         self._stopped.set()
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._stopped.wait(0.05):
-            self._lowest = min(self._lowest, host_memory_available())
+        while not self._stopped.wait(0.1):
+            self.peak = max(self.peak, self._before - host_memory_available())
 
 
-def _peaks_by_mark(profiler: Any) -> dict[str, float]:
-    """Return the peak of torch's CPU allocations in each phase, from a profile of the whole run."""
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    spans = [
-        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix("phase:"))
-        for event in events
-        if event.name().startswith("phase:")
-    ]
-    peaks: dict[str, float] = {}
-    allocated = 0
-    for event in events:
-        if event.name() != "[memory]":
+# ---------------------------------------------------------------- results
+
+
+def current_commit() -> str:
+    """Return the commit of the repository, `+` if it has changes; `unknown` outside of git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_REPOSITORY), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short=10", "HEAD")
+    return f"{commit}{'+' if git('status', '--porcelain') else ''}" if commit else "unknown"
+
+
+def append(file: Path, record: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def read_results(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the last result of each case, in the order of the cases; a line that was cut off is ignored."""
+    results: dict[str, dict[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
             continue
-        allocated += event.nbytes()
-        at = event.start_ns()
-        phase = next((name for begin, end, name in spans if begin <= at <= end), None)
-        if phase is not None:
-            peaks[phase] = max(peaks.get(phase, 0.0), allocated)
-    return peaks
+        results[record["case"]] = record
+    return {name: results[name] for name in ALL_CASES if name in results}
+
+
+def table(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per phase of every case, and one of its host."""
+    rows: list[dict[str, Any]] = []
+    for result in results:
+        names = {"case": result["case"], "commit": result["commit"]}
+        if result["problem"] is not None:
+            rows.append({**names, "phase": "failed", "note": result["problem"][:80]})
+            continue
+        for phase, gb in result["planned_gb"].items():
+            peak = result["measured_gb"].get(phase)
+            if peak is not None:
+                rows.append({**names, "phase": phase, "planned": gb, "measured": peak, "within": is_within(gb, peak)})
+        host = max(gb for phase, gb in result["planned_total_gb"].items() if phase.endswith("train"))
+        rows.append({**names, "phase": "host", "planned": host, "measured": result["host_gb"]})
+    return rows
+
+
+def is_within(planned_gb: float, measured_gb: float) -> bool:
+    """Whether a plan is within 5 % or 0.5 GB of the measured peak."""
+    return abs(planned_gb - measured_gb) <= max(TOLERANCE_GB, TOLERANCE * measured_gb)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    compared = [row["within"] for row in rows if "within" in row]
+    return f"{sum(compared)} of {len(compared)} device phases within 5 % or 0.5 GB"
 
 
 if __name__ == "__main__":

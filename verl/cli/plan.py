@@ -27,7 +27,7 @@ _DEFAULT_GPU = "h200"
 
 def main(arguments: list[str]) -> int:
     """Print the plan of a run; return the exit code."""
-    options = _parse(arguments)
+    options = parse_arguments(arguments)
     from verl.config.problems import ConfigError
     from verl.planning.report import as_dict, plan_report, render
 
@@ -40,7 +40,8 @@ def main(arguments: list[str]) -> int:
     return 1 if report.verdict == "too large" else 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; `program` is train, sft or rm."""
     description, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         "verl plan",
@@ -242,19 +243,21 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
     from verl.config.context_length import check_context_length
     from verl.config.megatron import check_model_layouts
     from verl.config.problems import ConfigError, Report
+    from verl.config.schema import get_path
     from verl.config.supervised import context_rules
     from verl.planning.check import check_megatron_support, model_shapes, supervised_shape
 
+    is_ppo = isinstance(config, PPOConfig)
+    key = "actor_rollout_ref.model.path" if is_ppo else "model.path"
+    path = get_path(config, key)
     try:
-        if isinstance(config, PPOConfig):
+        if is_ppo:
             check_context_length(config, folders)
             check_model_layouts(config, folders)
             check_megatron_support(config, folders)
             shapes, missing = model_shapes(config, folders)
-            key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
             notes = [f"without the {role}: its model is not on this machine." for role in missing if role != "actor"]
         else:
-            key, path = "model.path", config.model.path
             report, folder = Report(), folders.get(path, path)
             context_rules(config, report, folder)
             report.raise_if_any()

@@ -156,7 +156,8 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
         return None
     if not os.path.isdir(expand_path(path)):
         name, rank = known_name(path), model["lora_rank"] if "lora_rank" in model else 0
-        return None if name is None or model.override_config else known_shape(name, kind, rank)
+        changed = set(model.override_config) - {"num_labels"}  # the only value is 1
+        return None if name is None or changed else known_shape(name, kind, rank)
     return model_shape(resolve_model_path(path), model, kind)
 
 

@@ -40,7 +40,7 @@ def known_shape(name: str, kind: str = "causal_lm", lora_rank: int = 0) -> Model
     attention = (2 * query + 2 * key) * hidden + query + 2 * key  # queries, keys and values have biases
     layer = attention + 3 * hidden * inner + 2 * hidden
     embeddings = vocab * hidden
-    head = {"causal_lm": 0 if tied else embeddings, "value": hidden + 1, "sequence_classification": 2 * hidden}[kind]
+    head = {"causal_lm": 0 if tied else embeddings, "value": hidden + 1, "sequence_classification": hidden}[kind]
     projections = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
     projections += [(hidden, inner), (hidden, inner), (inner, hidden)]
     adapters = lora_rank * layers * sum(map(sum, projections)) + (0 if kind == "causal_lm" else head)
