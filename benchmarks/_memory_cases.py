@@ -109,6 +109,7 @@ class Case:
             f"{ROLLOUT}.ignore_eos=True",
             f"{ACTOR}.ppo_mini_batch_size={self.rows}",
             f"{ACTOR}.checkpoint.save_contents=[extra]",
+            "critic.checkpoint.save_contents=[extra]",
             f"custom_reward_function.path={folder / 'reward.py'}",
         ]
 

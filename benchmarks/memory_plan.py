@@ -56,7 +56,12 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to record (default: that of the repository)")
     parser.add_argument("--table", action="store_true", help="print the table of the file and run nothing")
     parser.add_argument("--supervised", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.write:
+        name, folder = options.write
+        ALL_CASES[name].write(Path(folder))
+        return
     if options.supervised:
         run_supervised(*options.supervised)
         return
@@ -91,23 +96,17 @@ def measure_missing(options: argparse.Namespace) -> None:
 def measure(name: str, case: Case, limit: float) -> dict[str, Any]:
     """Plan and run a case; return planned and measured GB by phase, and the problem of a run that failed."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        case.write(folder)
+        folder, script, log = Path(temporary), str(Path(__file__).resolve()), Path(temporary) / "run.log"
+        # In its own process: this one would keep a context on the device.
+        subprocess.run([sys.executable, script, "--write", name, temporary], check=True, env=environment())
         overrides = case.run_overrides(folder)
         plan = planned(case, overrides)
-        log = folder / "run.log"
-        here = Path(__file__).resolve().parent
-        environment = {
-            "RAY_ADDRESS": "local",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(here), os.environ.get("PYTHONPATH", "")]),
-        }
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
         if case.program != "train":
             (folder / "overrides.json").write_text(json.dumps(overrides))
-            command = [sys.executable, str(here / "memory_plan.py"), "--supervised", case.program, str(folder)]
+            command = [sys.executable, script, "--supervised", case.program, str(folder)]
         with HostMonitor() as host:
-            problem = run_limited(command, folder, environment, log, limit)
+            problem = run_limited(command, folder, environment(), log, limit)
         peaks = measured_peaks(case, folder, log)
         if problem is None and not peaks and torch.cuda.is_available():
             problem = "the run recorded no memory"
@@ -120,6 +119,12 @@ def measure(name: str, case: Case, limit: float) -> dict[str, Any]:
             "host_gb": host.peak / GB,
             "problem": problem,
         }
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of child processes."""
+    path = os.pathsep.join([str(_REPOSITORY), str(_REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    return {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path}
 
 
 def planned(case: Case, overrides: list[str]) -> MemoryPlan:

@@ -18,6 +18,7 @@ SERVERS = ("starlette", "uvicorn", "pydantic")
     [
         ("verl", HEAVY),
         ("verl.config", HEAVY),
+        ("verl.cli.plan, verl.planning.report, verl.planning.check", HEAVY),
         ("verl.trainer.main_ppo", HEAVY),
         ("verl.trainer.constants_ppo", HEAVY),
         ("verl.utils", HEAVY),
@@ -25,7 +26,6 @@ SERVERS = ("starlette", "uvicorn", "pydantic")
         ("verl.inference.async_engine", HEAVY),
         ("verl.model_merger.__main__", HEAVY),
         ("verl.cli.main, verl.config.help, verl.cli.listing, verl.cli.doctor, verl.cli.check, verl.cli.init", HEAVY),
-        ("verl.cli.plan, verl.planning.report, verl.planning.check", HEAVY),
         ("verl.trainer.ppo.ray_trainer, verl.planning.plan, verl.agent.worker", SERVERS),
         ("verl.sandbox.client", SERVERS),
     ],

@@ -46,10 +46,10 @@ class MeasuredRate:
 
 MEASURED_RATES = (
     MeasuredRate("Qwen2.5-0.5B", "update", 110_600, 128, 256, False, _ENGINE_TABLE),
-    MeasuredRate("Qwen2.5-1.5B", "update", 49_300, 128, 256, False, _ENGINE_TABLE),
+    MeasuredRate("Qwen2.5-1.5B", "update", 49_300, 128, 256, False, f"{_ENGINE_TABLE} (logits in bf16)"),
     MeasuredRate("Qwen2.5-7B", "update", 64 * 2048 / 14.9, 1024, 1024, True, f"{_ASYNC_7B} (update 14.9 s)"),
     MeasuredRate("Qwen2.5-0.5B", "inference", 401_000, 128, 256, False, _ENGINE_TABLE),
-    MeasuredRate("Qwen2.5-1.5B", "inference", 167_900, 128, 256, False, _ENGINE_TABLE),
+    MeasuredRate("Qwen2.5-1.5B", "inference", 167_900, 128, 256, False, f"{_ENGINE_TABLE} (logits in bf16)"),
     MeasuredRate("Qwen2.5-7B", "inference", 64 * 2048 / 3.2, 1024, 1024, True, f"{_ASYNC_7B} (old log-probs 3.2 s)"),
 )
 # Milliseconds of a decode step by (model, sequences, context), with their sources; `decode_seconds` is fitted to them.

@@ -116,6 +116,8 @@ def problem_of(words: list[str], whole: bool, tmp_path: Path) -> str | None:
     arguments = [word for word in rest if "…" not in word and word not in ("key=value", "FILE")]
     if " ".join(words[:2]) in KNOWN or program in KNOWN:
         return None
+    if words[:2] == ["verl", "plan"] and whole:
+        return plan_problem(arguments[1:])
     if program == "make":
         return make_problem(rest)
     if program == "pip":
@@ -203,6 +205,16 @@ def configuration_problem(arguments: tuple[str, ...]) -> str | None:
     return None
 
 
+def plan_problem(arguments: list[str]) -> str | None:
+    from verl.cli.plan import parse_arguments, planned_run
+
+    try:
+        planned_run(parse_arguments(arguments))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def options_problem(program: str, arguments: list[str]) -> str | None:
     if program.endswith(".py") and not (ROOT / program).is_file():
         return f"there is no {program}"
@@ -258,6 +270,7 @@ def test_what_is_wrong_with_a_command_is_noticed(tmp_path):
         "make tset": "no tset",
         "make train ALGOR=grpo": "no ALGOR",
         "pip install -e .[vlm]": "no extra vlm",
+        "verl plan actor_rollout_ref.modle.path=Qwen/Qwen2.5-7B": "modle",
         "frobnicate --now": "no way to check",
     }
     for line, why in wrong.items():
