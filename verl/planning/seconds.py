@@ -125,7 +125,8 @@ def step_seconds(
         if not any(planned.phase == phase for planned in plan.phases):
             continue
         seconds = _phase_seconds(config, models[name], phase, rates, prompt, response)
-        phases.append(PhaseSeconds(phase, seconds, exact and models[name].shards == 1))
+        measured = exact and _is_measured(models[name], layout_of(config, role).world_size)
+        phases.append(PhaseSeconds(phase, seconds, measured))
     return phases
 
 
@@ -139,8 +140,9 @@ def supervised_seconds(
     mean = length or config.data.max_length
     tokens = math.ceil(config.rows_per_step * mean / config.dp_size / config.ranks_per_sequence)
     micro_tokens, _ = supervised_tokens(config)
-    work = _Passes(model, "update", tokens, math.ceil(tokens / micro_tokens), mean, 1.0)
-    return [PhaseSeconds("sft", work.seconds(gpu.rates), gpu.name == MEASURED_GPU and model.shards == 1)]
+    work = _Passes(model, "update", tokens, math.ceil(tokens / micro_tokens), mean, 1.0, config.trainer.n_gpus_per_node)
+    measured = gpu.name == MEASURED_GPU and _is_measured(model, config.ranks)
+    return [PhaseSeconds("sft", work.seconds(gpu.rates), measured)]
 
 
 def total_seconds(config: object, phases: list[PhaseSeconds]) -> float:
@@ -207,6 +209,7 @@ class _Passes:
     length: float
     """Mean tokens of a sequence."""
     response_share: float
+    gpus_per_node: int
 
     def seconds(self, rates: Rates) -> float:
         model, shape = self.model, self.model.shape
@@ -218,9 +221,10 @@ class _Passes:
         host = self.micro_batches * shape.layers / split * _HOST_PER_LAYER[self.passes]
         compute = max(flops * self.tokens / split / rate, host)
         if isinstance(model, MegatronModelMemory):
-            compute /= 1 - model.layout.bubble(self.micro_batches)
-            return compute + sum(model.communication(self.tokens).values()) / _link(rates, model.layout.world)
-        transfer = self._gathered_bytes() / _link(rates, model.shards)
+            sent = sum(model.communication(self.tokens).values())
+            transfer = sent / _link(rates, model.layout.world, self.gpus_per_node)
+            return compute / (1 - model.layout.bubble(self.micro_batches)) + transfer
+        transfer = self._gathered_bytes() / _link(rates, model.shards, self.gpus_per_node)
         return max(compute, transfer) + 0.1 * min(compute, transfer)  # they overlap, but for a part
 
     def _gathered_bytes(self) -> float:
@@ -232,9 +236,14 @@ class _Passes:
         return self.micro_batches * (weights + gradients) * (model.shards - 1) / model.shards
 
 
-def _link(rates: Rates, ranks: int, per_node: int = 8) -> float:
+def _is_measured(model: ModelMemory, ranks: int) -> bool:
+    """Whether rates of such a model were measured: one rank of the fsdp engine with compiled layers, or frozen."""
+    return ranks == 1 and not isinstance(model, MegatronModelMemory) and (model.frozen or model.compiled)
+
+
+def _link(rates: Rates, ranks: int, gpus_per_node: int) -> float:
     """Bytes per second between `ranks` GPUs."""
-    return rates.link if ranks <= per_node else min(rates.link, _BETWEEN_NODES)
+    return rates.link if ranks <= gpus_per_node else min(rates.link, _BETWEEN_NODES)
 
 
 def _computing_model(config: PPOConfig, models: Mapping[str, ModelMemory], phase: str, role: str) -> str | None:
@@ -260,7 +269,8 @@ def _phase_seconds(
     tokens = math.ceil(samples * length / layout.dp_size / layout.ranks_per_sequence)
     micro_tokens, _, _ = micro_batch_sizes(config, phase)
     micro_batches = max(steps, math.ceil(tokens / micro_tokens))
-    passes = _Passes(model, "update" if updates else "inference", tokens, micro_batches, length, response / length)
+    kind, gpus_per_node = "update" if updates else "inference", config.trainer.n_gpus_per_node
+    passes = _Passes(model, kind, tokens, micro_batches, length, response / length, gpus_per_node)
     return epochs * passes.seconds(rates) + _offload_seconds(config, role, model, updates, rates)
 
 

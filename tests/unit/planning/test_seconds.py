@@ -108,6 +108,8 @@ def test_offload_checkpointing_and_shorter_responses_change_the_seconds():
     two = seconds(load("trainer.n_gpus_per_node=2"))
     assert two["update_actor"].seconds < plain["update_actor"].seconds
     assert not two["update_actor"].measured
+    far = seconds(load("trainer.nnodes=2"))
+    assert far["update_actor"].seconds > two["update_actor"].seconds, "the link between nodes is slower"
 
 
 def test_a_critic_has_phases_and_generation_on_its_own_devices_overlaps():
