@@ -121,11 +121,18 @@ def test_a_runner_of_the_users_with_data_workers_ends_without_a_traceback(task, 
         "    pass\n"
         "run_ppo(load_config(None, sys.argv[1:]), ray.remote(num_cpus=1)(Mine))\n"
     )
-    more = ("algorithm.adv_estimator=grpo", "data.dataloader_num_workers=2")
+    more = ("algorithm.adv_estimator=grpo", "data.dataloader_num_workers=2", "trainer.logger=[console,file]")
     run = overrides(task, tmp_path, *more)
     done = subprocess.run([sys.executable, str(script), *run], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stdout + done.stderr
+    assert [line.partition("=")[0] for line in done.stdout.splitlines() if line.startswith("step 2: ")] == [
+        "step 2: reward_mean"
+    ]
+    assert "Summary: 2 steps in" in done.stdout
+    assert "start-up: Ray" in done.stderr
+    assert "Mine pid=" not in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr, "no terminal"
     model = tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface"
     assert f"Training finished at step 2. Model: {model}" in done.stderr.splitlines()
     assert (model / "config.json").is_file()

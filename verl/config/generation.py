@@ -53,6 +53,7 @@ class GenerationModelConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class GenerationTrainerConfig(Block):
     device: str = key("Device; auto: cuda if a GPU is found, else cpu.", choices=("auto", "cuda", "cpu"))
+    console: str = key("Console output: line (start-up, status line and summary), or full.", choices=("line", "full"))
 
 
 @dataclass(kw_only=True, slots=True)

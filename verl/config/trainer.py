@@ -20,6 +20,10 @@ class RunConfig(Block):
     total_training_steps: int | None = key("Training steps.", null="given by total_epochs", min=1, synonyms={-1: None})
     val_before_train: bool = key("Validate before the first step.")
     logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.LOGGERS)
+    console: str = key(
+        "Console output: one line per step, a status line and a summary; or all metrics (full).",
+        choices=("line", "full"),
+    )
     project_name: str = key("Project name in trackers and in the checkpoint path.")
     experiment_name: str = key("Run name in trackers and in the checkpoint path.")
     default_local_dir: str = key("Checkpoint folder.", null="./checkpoints/<project_name>/<experiment_name>", path=True)

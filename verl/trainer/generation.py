@@ -10,7 +10,9 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +26,10 @@ from filelock import FileLock, Timeout
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.generation import check_context_length
 from verl.protocol import DataProto
-from verl.trainer.common.run_status import RunStatus, progress_bar
+from verl.trainer.common.run_status import RunStatus
+from verl.trainer.common.status_display import show_status
+from verl.utils.console.lines import LINE, format_duration
+from verl.utils.console.startup import show_startup, startup_phase
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
@@ -74,7 +79,9 @@ _RESPONSE_KEYS = (
 def generate_responses(config: GenerationConfig) -> Path:
     """Generate responses to the prompts of `data.path`, except batches stored by an earlier run; return the output
     file."""
-    prompts = _Prompts(config)
+    one_line = config.trainer.console == LINE
+    with show_startup(one_line), startup_phase("prompts"):
+        prompts = _Prompts(config)
     output = Path(config.data.output_path).absolute()
     with ResponseStore(output, prompts.settings(), prompts.batches) as store:
         if store.finished:
@@ -86,9 +93,13 @@ def generate_responses(config: GenerationConfig) -> Path:
             if stored:
                 logger.info("%d of %d batches are kept from an earlier run", stored, prompts.batches)
             with fields_as_keys("rollout", RolloutConfig):
-                _generate(config, prompts, store, missing)
+                summary = _generate(config, prompts, store, missing)
+            if one_line:
+                logger.info("%s", summary)
         store.finish(prompts.table)
     logger.info("%s: %d rows with %d responses each", output, prompts.count, config.data.n_samples)
+    if one_line:
+        logger.info("  %-9s verl eval data.path=%s", "score:", shlex.quote(str(output)))
     return output
 
 
@@ -147,19 +158,35 @@ class _Prompts:
         return truncate(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
 
 
-def _generate(config: GenerationConfig, prompts: _Prompts, store: ResponseStore, missing: list[int]) -> None:
-    """Generate and store the missing batches, with a progress bar."""
-    n = config.data.n_samples
+def _generate(config: GenerationConfig, prompts: _Prompts, store: ResponseStore, missing: list[int]) -> str:
+    """Generate and store the missing batches, and show the progress; return a summary."""
+    n, console = config.data.n_samples, config.trainer.console
     status = RunStatus(prompts.batches, prompts.batches - len(missing))
-    with _engine(config, prompts.model_path) as rollout, progress_bar(status.snapshot), status.phase("rollout"):
-        host = EngineHost(rollout)
+    with show_startup(console == LINE), startup_phase("engine"):
+        engine = _engine(config, prompts.model_path)
+    lengths: list[int] = []
+    with engine as rollout, show_status(status.snapshot, console), status.phase("rollout"):
+        start, host = time.monotonic(), EngineHost(rollout)
         host.start(_JOB, {"eos_token_id": prompts.end_tokens}, temperature=config.rollout.temperature)
         batches = ((number, prompts.rows(number)) for number in missing)
         expect(n * sum(map(prompts.size, missing)))
         for number, responses in _completed_batches(host, batches, 2 * config.rollout.max_num_seqs):
+            lengths += map(len, responses)
             texts = prompts.tokenizer.batch_decode(responses, skip_special_tokens=True)
             store.add(number, [texts[first : first + n] for first in range(0, len(texts), n)])
             status.step_done()
+        seconds = time.monotonic() - start
+    return describe_generation(lengths, config.rollout.max_new_tokens, seconds)
+
+
+def describe_generation(lengths: Sequence[int], max_new_tokens: int, seconds: float) -> str:
+    """Return one line for responses of these lengths in tokens, generated in `seconds`."""
+    cut = sum(length >= max_new_tokens for length in lengths) / max(1, len(lengths))
+    mean = sum(lengths) / max(1, len(lengths))
+    return (
+        f"Summary: {len(lengths)} responses in {format_duration(seconds)}: {len(lengths) / seconds:.1f} responses/s,"
+        f" {sum(lengths) / seconds:.0f} tokens/s, length={mean:.4g} ({cut:.1%} cut)"
+    )
 
 
 def _completed_batches(

@@ -13,6 +13,8 @@ from verl.config import GenerationConfig
 from verl.config.load import ConfigInput
 from verl.trainer.common.command_line import command, validated_config
 from verl.trainer.common.preflight import generation_preflight
+from verl.utils.console.lines import LINE
+from verl.utils.console.startup import show_startup, startup_phase
 
 
 @command(
@@ -31,7 +33,8 @@ def run_generation(config: ConfigInput) -> Path:
     """Check the configuration, generate, and return the output file."""
     config = validated_config(config, GenerationConfig, preflight=generation_preflight)
 
-    from verl.trainer.generation import generate_responses
+    with show_startup(config.trainer.console == LINE), startup_phase("imports"):
+        from verl.trainer.generation import generate_responses
 
     return generate_responses(config)
 

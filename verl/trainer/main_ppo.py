@@ -9,6 +9,7 @@ import importlib
 import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,11 +17,13 @@ from omegaconf import DictConfig
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
-from verl.trainer.common.command_line import command, validated_config
+from verl.trainer.common.command_line import command, console_mode, validated_config
+from verl.trainer.common.controller_output import ControllerOutput, end_controller_output
 from verl.trainer.common.nodes import ensure_head, is_worker_node, serve_as_node, start_head, stop_head
 from verl.trainer.common.preflight import basic_preflight, check_code_runner, model_paths, ppo_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
-from verl.trainer.common.run_status import RunStatus, StatusSnapshot, progress_bar
+from verl.trainer.common.run_status import RunStatus, StatusSnapshot
+from verl.trainer.common.status_display import show_status
 from verl.trainer.ppo.utils import Role
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
 from verl.trainer.recovery.preemption import PREEMPTION_SIGNALS
@@ -34,19 +37,24 @@ from verl.trainer.recovery.signals import (
     stop_on_signals,
 )
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
+from verl.utils.console.lines import LINE
+from verl.utils.console.startup import log_startup_phases, show_startup, startup_phase
 from verl.utils.exceptions import annotate_error
-from verl.utils.logging_setup import messages_on_stderr
+from verl.utils.logging_setup import CurrentStderrHandler, messages_on_stderr, setup_logging
 from verl.utils.lost_terminal import survive_lost_terminal
 from verl.utils.resources import freeze_gc
 from verl.utils.stacks import enable_stack_dumps
 
 logger = logging.getLogger(__name__)
 
+# The last lines of a controller that failed are awaited so long; one that died writes none.
+_ERROR_OUTPUT_S = 1.0
+
 
 def main() -> None:
     """Train a model by reinforcement learning; an invalid configuration lists every problem and exits with 2."""
     survive_lost_terminal()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[CurrentStderrHandler()])
     _main()
 
 
@@ -63,6 +71,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     times) and exits when it has ended. Code that follows the call in a script is executed by the child only.
     """
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    log_startup_phases(console_mode(config) == LINE)
     has_own_run = getattr(runner_class, "run", None) is not TaskRunner.run
     config = validated_config(config, PPOConfig, preflight=basic_preflight if has_own_run else ppo_preflight)
     logger.info(batch_plan(config).render())
@@ -84,7 +93,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
         if stopped_by is not None:
             logger.warning("stopped by %s; %s", stopped_by, describe_resume(config.trainer))
         elif not config.trainer.val_only:
-            log_finished(config.trainer, "actor")
+            log_finished(config.trainer, "actor", merge_backend=_merge_backend(config))
 
 
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
@@ -98,7 +107,9 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
 
     starts_ray = not ray.is_initialized()
     with before_first_step():
-        processes = _start_ray(config, head)
+        with show_startup(config.trainer.console == LINE), startup_phase("Ray"):
+            processes = _start_ray(config, head)
+        output = ControllerOutput(_class_name(runner_class)) if config.trainer.console == LINE else None
         runner = _create_runner(runner_class)
     enable_stack_dumps()
     monitor = ControllerMonitor(runner, processes, config.trainer.hang_timeout)
@@ -110,10 +121,14 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
         stopping = stop_on_signals(
             lambda: _request_stop(runner, request.signal), processes.kill, message, request, is_starting
         )
-    with stopping as request, progress_bar(lambda: monitor.status):
+    with stopping as request, show_status(partial(_status, monitor, output), config.trainer.console):
         try:
             given_up = await_controller(runner.run.remote(config), processes, request, monitor.poll)
+            if output is not None:
+                output.wait_for_end()
         except Exception as error:
+            if output is not None:
+                output.wait_for_end(_ERROR_OUTPUT_S)
             status = monitor.status
             if status is not None and status.phase:  # an error that already has a phase keeps it
                 annotate_error(error, phase=status.phase, step=status.step + 1)
@@ -125,6 +140,12 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
         sys.stdout.flush()
     # Logged by the driver: the last output of an actor may be lost with Ray.
     return given_up if request.signal is not None and isinstance(given_up, str) else request.signal
+
+
+def _status(monitor: ControllerMonitor, output: ControllerOutput | None) -> StatusSnapshot | None:
+    """Return the last status of the controller; None: it has not started. An empty status: it reports none."""
+    has_started = output is not None and output.has_started
+    return monitor.status or (StatusSnapshot(0, 0) if has_started else None)
 
 
 def _start_ray(config: PPOConfig, head: Any) -> RayProcesses:
@@ -154,6 +175,18 @@ def _create_runner(runner_class: Any) -> Any:
     return runner_class.remote()
 
 
+def _merge_backend(config: PPOConfig) -> str | None:
+    """Return the `--backend` of the model merger for the actor's checkpoints; None without next commands."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    return ("megatron" if strategy == "megatron" else "fsdp") if config.trainer.console == LINE else None
+
+
+def _class_name(runner_class: Any) -> str:
+    """Return the name that Ray gives to actors of this class, plain or remote."""
+    metadata = getattr(runner_class, "__ray_metadata__", None)
+    return str(runner_class.__name__ if metadata is None else metadata.class_name)
+
+
 def _request_stop(runner: Any, signal: str | None) -> None:
     if signal in PREEMPTION_SIGNALS and hasattr(runner, "preempt"):
         runner.preempt.remote(signal)
@@ -179,42 +212,43 @@ class TaskRunner:
 
         Returns a message if a step was given up because of a preemption signal; else None.
         """
-        from verl.config.context_length import check_context_length
-        from verl.config.megatron import check_model_layouts
-        from verl.planning.check import check_memory
-        from verl.search.searcher import check_retriever
-        from verl.trainer.ppo.state import check_run_start
-        from verl.trainer.ppo.teachers import check_teachers
-        from verl.utils import hf_processor, hf_tokenizer
-        from verl.utils.fs import resolve_model_path
-        from verl.utils.logging_setup import setup_logging
-
-        setup_logging()
+        one_line = console_mode(config) == LINE
+        # Log lines and step lines in one stream keep their order.
+        setup_logging(stream=sys.stdout if one_line else None, console=console_mode(config))
         self._startup_status.starting = True
-        config = load_config(config)
-        for module in config.external_libs:
-            importlib.import_module(module)
-        trainer_cls = self._trainer_class(config)
-        self.add_actor_rollout_worker(config)
-        self.add_critic_worker(config)
-        self.add_reward_model_worker(config)
-        self.add_ref_policy_worker(config)
-        self.add_teacher_worker(config)
-        resource_pool_manager = self.init_resource_pool_mgr(config)
+        try:
+            return self._run(load_config(config))
+        finally:
+            if one_line:
+                end_controller_output()
+
+    def _run(self, config: PPOConfig) -> str | None:
+        with startup_phase("controller"):  # imports of torch, models and users' code
+            from verl.trainer.ppo.state import check_run_start
+            from verl.utils import hf_processor, hf_tokenizer
+
+            for module in config.external_libs:
+                importlib.import_module(module)
+            trainer_cls = self._trainer_class(config)
+            self.add_actor_rollout_worker(config)
+            self.add_critic_worker(config)
+            self.add_reward_model_worker(config)
+            self.add_ref_policy_worker(config)
+            self.add_teacher_worker(config)
+            resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
-        folders = {path: resolve_model_path(path, key) for key, path in model_paths(config).items()}
-        check_context_length(config, folders)
-        check_model_layouts(config, folders)
-        check_memory(config, folders)
-        if config.do_search:
-            check_retriever(config.retriever)
+        folders = self._check_models(config)
         start = check_run_start(config, self.role_worker_mapping)
-        tokenizer = hf_tokenizer(folders[model.path], trust_remote_code=model.trust_remote_code)
-        processor = hf_processor(folders[model.path], trust_remote_code=model.trust_remote_code)
-        train_dataset, val_dataset = self._create_datasets(config, tokenizer, processor)
+        with startup_phase("data"):
+            tokenizer = hf_tokenizer(folders[model.path], trust_remote_code=model.trust_remote_code)
+            processor = hf_processor(folders[model.path], trust_remote_code=model.trust_remote_code)
+            train_dataset, val_dataset = self._create_datasets(config, tokenizer, processor)
         if config.distillation.enabled:
+            from verl.trainer.ppo.teachers import check_teachers
+
             check_teachers(config, folders, tokenizer, train_dataset)
-        reward_fn, val_reward_fn = self._load_rewards(config, tokenizer, train_dataset)
+        with startup_phase("rewards"):
+            reward_fn, val_reward_fn = self._load_rewards(config, tokenizer, train_dataset)
         self._trainer = trainer_cls(
             config=config,
             tokenizer=tokenizer,
@@ -302,6 +336,24 @@ class TaskRunner:
         from verl.single_controller.ray import ResourcePoolManager
 
         return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
+
+    def _check_models(self, config: PPOConfig) -> dict[str, str]:
+        """Return the local folders of the models by their paths, after checks that need only their config files."""
+        from verl.config.context_length import check_context_length
+        from verl.config.megatron import check_model_layouts
+        from verl.planning.check import check_memory
+        from verl.search.searcher import check_retriever
+        from verl.utils.fs import resolve_model_path
+
+        with startup_phase("model files"):
+            folders = {path: resolve_model_path(path, key) for key, path in model_paths(config).items()}
+        with startup_phase("memory plan"):
+            check_context_length(config, folders)
+            check_model_layouts(config, folders)
+            check_memory(config, folders)
+        if config.do_search:
+            check_retriever(config.retriever)
+        return folders
 
     def _create_datasets(self, config: PPOConfig, tokenizer: Any, processor: Any) -> tuple[Any, Any]:
         """Return the datasets for training and validation (None without `data.val_files`). Raises ValueError for rows

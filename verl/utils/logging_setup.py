@@ -9,7 +9,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
+
+from verl.utils.console.lines import FULL, LINE
+from verl.utils.console.startup import log_startup_phases
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # (category, beginning of the message). Never warnings with a remedy or about users' code.
@@ -21,18 +24,35 @@ HIDDEN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, "mkldnn_matmul failed"),
 )
 
+# Environment variables that are set for console=line, unless the user has set them: bars and load reports would
+# interrupt the lines.
+_QUIET_LIBRARIES = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
-def setup_logging(level: str | int | None = None, stream: TextIO | None = None) -> logging.Logger:
+
+def setup_logging(
+    level: str | int | None = None, stream: TextIO | None = None, console: str = FULL, with_time: bool = False
+) -> logging.Logger:
     """Give the `verl` logger its one handler; calling again replaces it, so entry points and workers may all call.
 
     `level` defaults to the environment variable VERL_LOGGING_LEVEL, then INFO. Only the `verl` logger is changed: what
     other libraries and users' code log is unchanged. `HIDDEN_WARNINGS` are hidden.
+
+    `console`: the value of `trainer.console`. With `line`, messages have no logger name, and no time unless `with_time`
+    is set; start-up phases are logged, and the progress bars of transformers are off.
     """
     logger = logging.getLogger("verl")
     logger.setLevel(_level_from_environment() if level is None else _parse_level(level))
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    logger.addHandler(_make_handler(stream or sys.stderr))
+    if console == LINE:
+        handler = LineHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if with_time else "%(message)s"))
+        logger.addHandler(handler)
+        for variable, value in _QUIET_LIBRARIES.items():
+            os.environ.setdefault(variable, value)
+    else:
+        logger.addHandler(_make_handler(stream or sys.stderr))
+    log_startup_phases(console == LINE)
     # hydra and ray install root handlers; without this every line would appear twice.
     logger.propagate = False
     quiet_warnings()
@@ -64,6 +84,53 @@ def messages_on_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class CurrentStderrHandler(logging.StreamHandler):
+    """Writes to the current sys.stderr, which a status line replaces, unless it has a stream of its own."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        logging.Handler.__init__(self)
+        self._own_stream = stream
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr if self._own_stream is None else self._own_stream
+
+
+class LineHandler(CurrentStderrHandler):
+    """Handler of console=line: messages without time and logger name; warnings and errors with their level.
+
+    A record with the attribute `step_note` is not written if notes are collected for the lines of steps
+    (`collect_step_notes`).
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note = getattr(record, "step_note", None)
+        if note is None or _step_notes is None:
+            super().emit(record)
+        else:
+            _step_notes.append(note)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname}: {text}"
+
+
+_step_notes: list[str] | None = None
+
+
+def collect_step_notes(enabled: bool) -> None:
+    """Set whether `LineHandler` collects the notes of steps, which a tracker then takes, or writes them as lines."""
+    global _step_notes
+    _step_notes = [] if enabled else None
+
+
+def take_step_notes() -> list[str]:
+    """Return and forget the notes of the current step."""
+    global _step_notes
+    notes, _step_notes = _step_notes or [], None if _step_notes is None else []
+    return notes
 
 
 def _level_from_environment() -> int:

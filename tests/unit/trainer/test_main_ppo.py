@@ -132,7 +132,7 @@ def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(monkeypatch
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr(main_ppo, "exit_on_signals", messages.append)
     values = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model": {"path": "a/b"}}}
-    assert main_ppo._run_on_ray(load_config(values, check_files=False), None, None, is_program) is None
+    assert main_ppo._run_on_ray(load_config(values, check_files=False), main_ppo.TaskRunner, None, is_program) is None
     assert messages == ([RUN_ENDED] if is_program else [])
 
 

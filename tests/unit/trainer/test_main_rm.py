@@ -174,7 +174,7 @@ def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files, capl
     with caplog.at_level("INFO"):
         run_rm(make_config(model_path, *lora, "trainer.total_training_steps=20", "trainer.test_freq=0"))
     exported = files / "steps" / "global_step_20" / "huggingface"
-    assert caplog.records[-1].getMessage() == f"Training finished at step 20. Model: {exported}"
+    assert caplog.records[-2].getMessage() == f"Training finished at step 20. Model: {exported}"
     last = logged(files)[-1][1]
     assert last["val/accuracy"] == 1.0
     assert (files / "steps" / "global_step_20" / "lora_adapter" / "adapter_model.safetensors").is_file()

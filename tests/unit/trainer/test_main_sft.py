@@ -270,7 +270,9 @@ def test_the_last_line_says_that_training_finished_and_where_the_model_is(model_
         run_sft(make_config(model_path, "trainer.total_training_steps=1"))
     model = files / "steps" / "global_step_1" / "huggingface"
     assert model.is_dir()
-    assert caplog.records[-1].getMessage() == f"Training finished at step 1. Model: {model}"
+    finished, commands = caplog.messages[-2:]
+    assert finished == f"Training finished at step 1. Model: {model}"
+    assert commands.splitlines()[0] == f"  serve:    verl serve --model {model}"
 
 
 def test_validation_is_the_mean_over_all_answer_tokens(model_path, files):

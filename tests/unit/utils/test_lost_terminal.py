@@ -18,15 +18,17 @@ from verl.utils.lost_terminal import set_fallback_file, survive_lost_terminal
 survive_lost_terminal()
 set_fallback_file("kept.log")
 from verl.trainer.recovery.signals import stop_on_signals
-from verl.trainer.common.run_status import StatusSnapshot, progress_bar
+from verl.trainer.common.run_status import StatusSnapshot
+from verl.trainer.common.status_display import show_status
 from verl.utils.logging_setup import setup_logging
 
-setup_logging()
+setup_logging(console=sys.argv[1])
 logger = logging.getLogger("verl.test")
 # Whoever runs the tests may ignore it.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 ended = pathlib.Path("end")
-with stop_on_signals(lambda: None) as request, progress_bar(lambda: StatusSnapshot(3, 10, "gen", 1.0, 1, 2)):
+now = StatusSnapshot(3, 10, "gen", 1.0, 1, 2)
+with stop_on_signals(lambda: None) as request, show_status(lambda: now, sys.argv[1]):
     while not ended.exists():
         logger.info("step")
         print("printed", flush=True)
@@ -57,11 +59,19 @@ def end(process: subprocess.Popen, folder: Path) -> list[str]:
     return kept.read_text().splitlines()
 
 
-@pytest.mark.parametrize("signal", ["SIGHUP", pytest.param(None, marks=pytest.mark.slow)])
-def test_a_terminal_that_closes(tmp_path, signal):
-    """It asks the program to end, but for `nohup`; the bars of a terminal do not fill the file."""
+@pytest.mark.parametrize(
+    ("console", "signal"),
+    [
+        ("line", "SIGHUP"),
+        pytest.param("full", "SIGHUP", marks=pytest.mark.slow),
+        pytest.param("line", None, marks=pytest.mark.slow),
+        pytest.param("full", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_terminal_that_closes(tmp_path, console, signal):
+    """It asks the program to end, but for `nohup`; status line and bars of a terminal do not fill the file."""
     ours, theirs = pty.openpty()
-    process = start(tmp_path, theirs, *([] if signal else ["nohup"]))
+    process = start(tmp_path, theirs, console, *([] if signal else ["nohup"]))
     seen = b""
     while b"printed" not in seen or b"gen" not in seen:
         seen += os.read(ours, 4096)
@@ -69,14 +79,14 @@ def test_a_terminal_that_closes(tmp_path, signal):
     lines = end(process, tmp_path)
     assert lines[-1].endswith(f"stopped by {signal}")
     assert sum("printed" in line for line in lines) > 5
-    assert sum("INFO" in line and "step" in line for line in lines) > 5
+    assert sum("step" in line and "/" not in line for line in lines) > 5
     assert any("SIGHUP" in line for line in lines) == (signal is not None)
     assert sum("gen" in line for line in lines) < len(lines) / 3, "soon nothing is drawn there"
 
 
 def test_a_pipe_whose_reader_ends(tmp_path):
     ours, theirs = os.pipe()
-    process = start(tmp_path, theirs)
+    process = start(tmp_path, theirs, "line")
     assert os.read(ours, 4096)
     os.close(ours)
     lines = end(process, tmp_path)

@@ -4,7 +4,9 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -19,6 +21,8 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.config import load_config
+from verl.utils.console.startup import log_startup_phases
+from verl.utils.logging_setup import setup_logging
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
 from verl.utils.tracking.local import Console, JsonFiles
 from verl.utils.tracking.tracking import TRACKERS
@@ -59,6 +63,31 @@ def test_console_groups_metrics_on_a_terminal():
     assert "step 3" in first
     assert "reward_mean=0.5" in first
     assert "entropy=2  lr=1e-06" in second
+
+
+def test_console_line_writes_one_line_per_step_with_notes_and_remaining_time(capsys, monkeypatch):
+    clock = itertools.chain((100.0, 110.0), itertools.repeat(130.0))
+    monkeypatch.setattr("verl.utils.tracking.local.time.monotonic", lambda: next(clock))
+    verl_logger = logging.getLogger("verl")
+    monkeypatch.setattr(verl_logger, "handlers", [])
+    monkeypatch.setattr(verl_logger, "propagate", verl_logger.propagate)
+    setup_logging(console="line")
+    logger = logging.getLogger("verl.test")
+    with Tracking("project", "run", console="line", total_steps=5) as tracking:
+        logger.info("step 1: %s", "math Correct: 1/2", extra={"step_note": "math Correct: 1/2"})
+        tracking.log({**METRICS, "critic/lr": 1.0, "timing_s/step": 8.0}, step=1)
+        tracking.log({"reward/mean": 0.5}, step=2)
+        tracking.log({"reward/mean": 0.75}, step=5)
+    logger.info("step 6: %s", "math Correct: 2/2", extra={"step_note": "math Correct: 2/2"})
+    logger.warning("late")
+    log_startup_phases(False)
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "step 1: reward_mean=0.35, kl=0.002, actor_loss=0.234 | math Correct: 1/2 | 8.00 s | ETA 32 s",
+        "step 2: reward_mean=0.5 | ETA 30 s",
+        "step 5: reward_mean=0.75",
+    ]
+    assert captured.err.splitlines() == ["step 6: math Correct: 2/2", "WARNING: late"]
 
 
 def test_file_backend_appends_one_json_object_per_step_at_once(tmp_path):

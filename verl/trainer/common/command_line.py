@@ -17,6 +17,8 @@ from verl.config.help import find_program, requested_help, show_help
 from verl.config.load import ConfigInput, Preflight
 from verl.config.schema import Block
 from verl.trainer.recovery.exit_messages import exit_with_message
+from verl.utils.console.lines import FULL, LINE
+from verl.utils.console.startup import show_startup, startup_phase
 from verl.utils.logging_setup import setup_logging
 from verl.utils.lost_terminal import survive_lost_terminal
 
@@ -43,7 +45,7 @@ def command(
     def as_main(act: Callable[[DictConfig], Any]) -> Callable[[], None]:
         def run(config: DictConfig) -> None:
             if sets_up_logging:
-                setup_logging()
+                setup_logging(console=console_mode(config) if "trainer" in config else FULL)
             with exits():  # inside of Hydra, which would print its own message
                 act(config)
 
@@ -65,11 +67,21 @@ def command(
     return as_main
 
 
+def console_mode(config: ConfigInput) -> str:
+    """Return `trainer.console` of a configuration that has not been validated: `full`, or in all other cases `line`."""
+    try:
+        value = config["trainer"]["console"]  # type: ignore[index]
+    except (AttributeError, KeyError, TypeError):
+        value = None
+    return FULL if value == FULL else LINE
+
+
 def validated_config(
     config: ConfigInput, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None
 ) -> B:
     """Validate a configuration, log its notices and return it. Raises ConfigError with all problems."""
-    loaded = load_config(config, overrides, root=root, preflight=preflight)
+    with show_startup(console_mode(config) == LINE), startup_phase("configuration"):
+        loaded = load_config(config, overrides, root=root, preflight=preflight)
     for notice in loaded.notices:
         logger.warning(notice)
     return loaded

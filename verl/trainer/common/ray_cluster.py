@@ -21,6 +21,7 @@ from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
 from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.supervised_process import previous_attempts
+from verl.utils.console.lines import LINE
 from verl.utils.network import find_foreign_service
 from verl.utils.process_tree import children, command_line, with_descendants
 from verl.utils.resources import describe_load, load_factor
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _LOG_INTERVAL_S = 20.0
+# Logs at every start that authentication is enabled.
+_AUTHENTICATION_LOGGER = "ray._private.authentication.authentication_token_setup"
 _TOO_FEW_NODES = "Check the missing nodes (`ray status`), join them again, or set trainer.nnodes."
 
 # Limit for starting Ray on an idle machine; Ray's own limits are 30 to 60 s.
@@ -71,7 +74,8 @@ def start_or_join_ray(
     processes = RayProcesses()
     if not ray.is_initialized():
         is_retry = previous_attempts() > 0
-        processes = start_ray(num_cpus, trainer.nodes_within if is_retry else 0, start_timeout)
+        quiet = trainer.console == LINE
+        processes = start_ray(num_cpus, trainer.nodes_within if is_retry else 0, start_timeout, quiet)
         if not processes:
             wait_for_nodes(trainer, pools, is_retry, nodes)
     if not processes:
@@ -80,12 +84,19 @@ def start_or_join_ray(
     return processes
 
 
-def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> RayProcesses:
+def start_ray(
+    num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None, quiet: bool = False
+) -> RayProcesses:
     """Join the running cluster, or start one; return the processes started here.
 
     `within`: seconds to wait for a cluster that does not respond; `start_timeout`: `ray_init.start_timeout`.
+    `quiet`: Ray logs warnings only, except that authentication is enabled.
     """
     import ray
+
+    level = logging.WARNING if quiet else logging.INFO
+    if quiet:
+        logging.getLogger(_AUTHENTICATION_LOGGER).setLevel(logging.ERROR)
 
     logger.info("Initializing Ray...")
     wait = LoggedWait(within)
@@ -100,12 +111,12 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
 
     def init() -> Any:
         try:
-            return ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
+            return ray.init(num_cpus=num_cpus, runtime_env=runtime_env, logging_level=level)
         except ValueError:
             if num_cpus is None:
                 raise
             # Ray rejects a number of CPUs for a running cluster.
-            context = ray.init(runtime_env=runtime_env)
+            context = ray.init(runtime_env=runtime_env, logging_level=level)
             logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
             return context
 

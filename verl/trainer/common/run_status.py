@@ -1,7 +1,7 @@
-"""Status of a run: its step, its phase, time and memory per phase; progress bars on a terminal, log lines elsewhere.
+"""Status of a run: its step, its phase, time and memory per phase.
 
 The trainer updates a `RunStatus`; the driver requests a `snapshot()` every second, which polls the ranks for their
-progress, concurrently to their work. Training never waits for it.
+progress, concurrently to their work, and shows it (`status_display`). Training never waits for it.
 """
 
 from __future__ import annotations
@@ -9,33 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from types import MappingProxyType
+from typing import Any
 
+from verl.utils.console.lines import PHASE_NAMES
+from verl.utils.console.startup import current_startup_phase
 from verl.utils.exceptions import annotate_error
 from verl.utils.progress import Progress, record_progress
 
 logger = logging.getLogger(__name__)
 
-_REDRAW_S = 0.5
-_LOG_POLL_S = 5.0
 _PROGRESS_TIMEOUT_S = 1.0
 _MEMORY_TIMEOUT_S = 10.0
-_LOG_INTERVAL_S = 30.0
-
-# Phase names on the terminal where they differ from those in metrics.
-BAR_NAMES = {
-    "gen": "rollout",
-    "values": "compute_values",
-    "update_actor": "train_actor",
-    "update_critic": "train_critic",
-    "testing": "validation",
-}
 
 
 @dataclass(frozen=True)
@@ -60,6 +49,9 @@ class StatusSnapshot:
     """A long operation of the ranks outside of phases, such as starting their engines."""
     starting: bool = False
     """Whether the first step has not begun, so that a stop signal need not finish or save a step."""
+    startup: str = ""
+    """The current start-up phase of the controller's process; empty: none."""
+    startup_seconds: float = 0.0
 
     @property
     def label(self) -> str:
@@ -118,10 +110,11 @@ class RunStatus:
         phase = self.current_phase
         counts = [phase.progress.read(), *self._counts_of_ranks(phase)]
         done, units = (sum(column) for column in zip(*counts, strict=True))
+        startup, startup_seconds = current_startup_phase()
         return StatusSnapshot(
             step=self.step,
             total=self.total,
-            phase=BAR_NAMES.get(phase.key, phase.key),
+            phase=PHASE_NAMES.get(phase.key, phase.key),
             phase_seconds=time.monotonic() - phase.start,
             done=done,
             units=units,
@@ -131,6 +124,8 @@ class RunStatus:
             host=socket.gethostname(),
             activity=self.activity,
             starting=self.starting,
+            startup=startup,
+            startup_seconds=startup_seconds,
         )
 
     def _counts_of_ranks(self, phase: Phase) -> list[tuple[int, int]]:
@@ -232,9 +227,11 @@ _TOOL_REMEDY = (
 )
 
 
-def describe_bottleneck(seconds: dict[str, float], tool_share: float = 0.0) -> str:
+def describe_bottleneck(
+    seconds: Mapping[str, float], tool_share: float = 0.0, names: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return one line: the phase that takes most of the time, and remedies. `tool_share`: share of the agents' time
-    that they spend in tools."""
+    that they spend in tools. `names`: names of phases in the text where they differ from those in metrics."""
     phases = {name: value for name, value in seconds.items() if name != "step"}
     total = sum(phases.values())
     if total <= 0:
@@ -242,102 +239,9 @@ def describe_bottleneck(seconds: dict[str, float], tool_share: float = 0.0) -> s
     name = max(phases, key=lambda phase: phases[phase])
     in_tools = name == "gen" and tool_share > 0.5
     remedy = _TOOL_REMEDY if in_tools else _REMEDIES.get(name)
-    share = f"{name} took {phases[name] / total:.0%} of the time"
+    share = f"{names.get(name, name)} took {phases[name] / total:.0%} of the time"
     return (
         share
         + (f", {tool_share:.0%} of it in tools" if in_tools else "")
         + (f"; what helps: {remedy}" if remedy else "")
     )
-
-
-@contextmanager
-def progress_bar(snapshot: Callable[[], StatusSnapshot | None]) -> Iterator[None]:
-    """Context in which a thread shows `snapshot()` repeatedly: as bars on a terminal, else as log lines."""
-    is_terminal = sys.stderr.isatty()
-    done = threading.Event()
-    with _bars() if is_terminal else nullcontext(ProgressLog()) as show:
-
-        def keep_showing() -> None:
-            try:
-                while not done.wait(_REDRAW_S if is_terminal else _LOG_POLL_S):
-                    now = snapshot()
-                    if now is not None and now.total:
-                        show(now)
-            except Exception as error:  # noqa: BLE001 - logged; the run continues without its bar
-                if not done.is_set():
-                    logger.warning("progress is not shown any more: %r", error)
-
-        thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(timeout=5)
-
-
-class ProgressLog:
-    """Logs a line for every 30 s of a phase; shorter phases are not logged."""
-
-    def __init__(self) -> None:
-        self._last: StatusSnapshot | None = None
-        self._logged_at = 0.0
-
-    def __call__(self, now: StatusSnapshot) -> None:
-        if _is_new_phase(self._last, now):
-            self._logged_at = 0.0
-        self._last = now
-        if now.phase and now.phase_seconds - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now.phase_seconds
-            count = f" {now.done}/{now.units}" if now.units else ""
-            logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
-
-
-# rich replaces sys.stdout and sys.stderr by these streams. They are kept alive, because a `print` in another thread,
-# which uses a borrowed reference, would crash if they were freed when the bars are closed.
-_rich_streams: list[TextIO] = []
-
-
-@contextmanager
-def _bars() -> Iterator[_ProgressBars]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]:>11}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as rows:
-        _rich_streams.extend((sys.stdout, sys.stderr))
-        yield _ProgressBars(rows)
-
-
-class _ProgressBars:
-    """Two rows of a rich `Progress`: the steps, and the samples of the current phase."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-        self._steps = rows.add_task("steps", total=None, count="")
-        self._phase = rows.add_task("starting", total=None, count="")
-        self._last: StatusSnapshot | None = None
-
-    def __call__(self, now: StatusSnapshot) -> None:
-        if not self._rows.console.is_terminal:  # the terminal was closed: further drawing would fill a file
-            self._rows.stop()
-        self._rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
-        if _is_new_phase(self._last, now):
-            # A new row restarts the elapsed time and the estimate.
-            self._rows.remove_task(self._phase)
-            self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
-        if now.units:  # 0 when ranks are done: keep the last count until the phase ends
-            self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
-        self._last = now
-
-
-def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
-    if before is None or (before.step, before.label) != (now.step, now.label):
-        return True
-    return now.phase_seconds < before.phase_seconds  # the same phase again: a step may generate several times

@@ -10,6 +10,7 @@ from typing import Any
 from verl.algos.trajectories import Trajectories
 from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
+from verl.trainer.common.run_summary import TOOL_SHARE
 from verl.trainer.common.training_health import NoSamplesError
 from verl.types.schema import RESERVED
 
@@ -22,7 +23,6 @@ SUMMED_AGENT_METRICS = (
     "agent_loop/unmatched_tokens",
 )
 """Prefixes of agent metrics that are summed over batches; all others are averaged."""
-TOOL_SHARE = "agent_loop/tool_share"
 # Status of a trajectory that its agent has completed. The other statuses are `aborted` and `failed`.
 _FINISHED = "finished"
 # Object columns.

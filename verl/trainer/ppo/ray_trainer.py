@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -42,6 +43,8 @@ from verl.trainer.ppo.worker_recovery import WorkerRecovery
 from verl.trainer.recovery.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.preemption import Preemption
+from verl.utils.console.lines import LINE
+from verl.utils.console.startup import startup_phase
 from verl.utils.tracking import Tracking
 
 __all__ = [
@@ -140,16 +143,19 @@ class RayPPOTrainer(TrainerAttributes):
 
     def init_workers(self) -> None:
         """Reserve devices, start one worker group per pool with its roles colocated, and load the models."""
-        self.generator.start()
-        self.teachers.check_servers(self.tokenizer)
-        self.state.check_start()
+        with startup_phase("reward and teacher services"):
+            self.generator.start()
+            self.teachers.check_servers(self.tokenizer)
+            self.state.check_start()
         with self.hang_detector:
             policy = dict.fromkeys(POLICY_ROLES, self._create_actor_rollout_worker_group)
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
-            self.weight_sync.connect()
+            with startup_phase("weight sync"):
+                self.weight_sync.connect()
             if serves_reward_model(self.config):
-                server = RewardModelServer(self.groups, judge_shares_devices(self.config))
-                self.reward_fn, self.val_reward_fn = server.start(self.reward_fn, self.val_reward_fn)
+                with startup_phase("reward model server"):
+                    server = RewardModelServer(self.groups, judge_shares_devices(self.config))
+                    self.reward_fn, self.val_reward_fn = server.start(self.reward_fn, self.val_reward_fn)
 
     def _create_actor_rollout_worker_group(self) -> Any:
         """Return the worker group of the policy; without the rollout if that has its own devices. An override may
@@ -172,23 +178,33 @@ class RayPPOTrainer(TrainerAttributes):
         """The trackers of the run, opened on first use: by `fit`, or by a script that calls `_validate`."""
         trainer, first_step = self.config.trainer, self.state.first_step
         names = trainer.project_name, trainer.experiment_name
-        return Tracking(*names, trainer.logger, self.config.to_dict(), first_step, trainer.tracking_dir)
+        return Tracking(
+            *names,
+            trainer.logger,
+            self.config.to_dict(),
+            first_step,
+            trainer.tracking_dir,
+            trainer.console,
+            self.total_training_steps,
+        )
 
     def _fit(self) -> None:
         trainer = self.config.trainer
         tracking = self.tracking
         try:
             with add_memory_advice(self.config):
-                self._load_checkpoint()
+                with startup_phase("checkpoint"):
+                    self._load_checkpoint()
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"), self._weight_check.explain_errors(self.global_steps):
                         validate = partial(self.preemption.unless_given_up, self._validate)
                         metrics = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
+                        self.record.summary.add(self.global_steps, metrics or {}, time.monotonic())
                         self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
-                    logger.info("Where the time went: %s.", self.record.bottleneck())
+                    self._log_summary()
         finally:
             tracking.close()
             if isinstance(self.val_dataloader, BatchLoader):
@@ -235,7 +251,7 @@ class RayPPOTrainer(TrainerAttributes):
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
-        self.record.add(self.phases.seconds, metrics)
+        self.record.summary.add(step, metrics, time.monotonic())
         self._log_metrics(metrics, step)
         self.status.step_done()
         self._snapshot_state()
@@ -417,6 +433,13 @@ class RayPPOTrainer(TrainerAttributes):
     def _load_checkpoint(self) -> None:
         """Resume from the configured or newest complete checkpoint, if there is one."""
         self.state.load(self.groups)
+
+    def _log_summary(self) -> None:
+        """Log what improved, and where the time went."""
+        if self.config.trainer.console == LINE:
+            logger.info("%s", self.record.summary.render())
+        else:
+            logger.info("Where the time went: %s.", self.record.summary.bottleneck())
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the metrics of a step to the trackers."""

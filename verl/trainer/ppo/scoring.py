@@ -207,11 +207,18 @@ def correct_responses(
     return {source: correct[source] for source in dict.fromkeys(sources) if source in correct}
 
 
-def log_accuracy(correct: Correctness, prefix: str = "") -> None:
-    """Log one line per data source, in the format of other verl versions."""
+def log_accuracy(correct: Correctness, step: int | None = None) -> None:
+    """Log one line per data source, in the format of other verl versions.
+
+    `step`: the training step of the responses; the console may show the text in the line of this step.
+    """
     for source, responses in correct.items():
         total, count = len(responses), sum(responses)
-        logger.info("%s%s Correct: %d/%d, Accuracy: %.2f", prefix, source, count, total, count / total)
+        text = f"{source} Correct: {count}/{total}, Accuracy: {count / total:.2f}"
+        if step is None:
+            logger.info("%s", text)
+        else:
+            logger.info("step %d: %s", step, text, extra={"step_note": text})
 
 
 def log_step_accuracy(
@@ -224,4 +231,4 @@ def log_step_accuracy(
     accuracies = columns["acc"][rows].tolist() if "acc" in extra else None
     scores = response_scores(batch.batch["answer_scores"], trajectories, columns.get(FAILED_COLUMN))
     unfinished = unfinished_agents(batch, trajectories)
-    log_accuracy(correct_responses(sources, scores, accuracies, scores_are_degrees, unfinished), f"step {step}: ")
+    log_accuracy(correct_responses(sources, scores, accuracies, scores_are_degrees, unfinished), step)

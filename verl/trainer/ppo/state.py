@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,7 @@ from verl.trainer.asynchronous.group_state import saved_prompts
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.run_status import describe_bottleneck
-from verl.trainer.ppo.agent_columns import TOOL_SHARE
+from verl.trainer.common.run_summary import RunSummary
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
@@ -265,12 +263,11 @@ class TrainerAttributes:
 
 
 class RunRecord:
-    """Writes dumps and sums up the seconds per phase. A file that cannot be written is a non-fatal failure."""
+    """Writes dumps and collects the summary of the run. A file that cannot be written is a non-fatal failure."""
 
     def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures) -> None:
         self._trainer, self._tokenizer, self._failures = config.trainer, tokenizer, failures
-        self._seconds: Counter[str] = Counter()
-        self._tool_shares: list[float] = []
+        self.summary = RunSummary()
 
     def dump(self, batch: DataProto, step: int, has_bad_update: bool) -> None:
         """Write the batch if `trainer.dump_steps` contains the step or `has_bad_update` is set; write the responses if
@@ -283,13 +280,3 @@ class RunRecord:
         if (responses_folder := self._trainer.rollout_data_dir) is not None:
             write = partial(dump_rows, batch, self._tokenizer, responses_folder, step)
             self._failures.dump("trainer.rollout_data_dir", responses_folder, step, write)
-
-    def add(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """Add the seconds per phase and the metrics of a step."""
-        self._seconds.update(seconds)
-        if TOOL_SHARE in metrics:
-            self._tool_shares.append(metrics[TOOL_SHARE])
-
-    def bottleneck(self) -> str:
-        """Return one line: the phase that took most of the time, and remedies."""
-        return describe_bottleneck(dict(self._seconds), sum(self._tool_shares) / max(1, len(self._tool_shares)))

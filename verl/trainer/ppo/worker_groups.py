@@ -35,6 +35,7 @@ from verl.trainer.ppo.row_balancing import (
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.types.schema import Call, selected_for
 from verl.utils.balancing import SequenceCost
+from verl.utils.console.startup import startup_phase
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
 
@@ -100,14 +101,10 @@ class WorkerGroups:
         loop_workers = self._loop_worker_args()
         model = self._config.actor_rollout_ref.model
         self._cost = SequenceCost.from_folder(resolve_model_path(model.path), model.override_config)
-        self._pools.create_resource_pool()
-        # All pools at once: if the cluster is too small, there is one error before anything is loaded.
-        self._cls.reserve(list(self._pools.resource_pool_dict.values()))
-        with ThreadPoolExecutor(1) as thread:
-            agents = thread.submit(self._start_loop_workers, loop_workers)
-            self._groups = groups = {role: self._create(role, create.get(role)) for role in self._workers}
-            self.agents = agents.result()  # before models are loaded: raises errors of tools and agent loops
-        self._load_models(frozenset(groups))
+        with startup_phase("worker processes"):
+            self._start_processes(loop_workers, create)
+        self._load_models(frozenset(self._groups))
+        groups = self._groups
         self.actor = next(groups[role] for role in POLICY_ROLES if role in groups)
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
@@ -116,6 +113,18 @@ class WorkerGroups:
         self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.replica_count = max(1, self.rollout.world_size // self._ranks_per_replica)
         self.engine_starts += 1
+
+    def _start_processes(
+        self, loop_workers: RayClassWithInitArgs | None, create: Mapping[Role, Callable[[], Any]]
+    ) -> None:
+        """Reserve the devices and start the groups of all roles, without their models."""
+        self._pools.create_resource_pool()
+        # All pools at once: if the cluster is too small, there is one error before anything is loaded.
+        self._cls.reserve(list(self._pools.resource_pool_dict.values()))
+        with ThreadPoolExecutor(1) as thread:
+            agents = thread.submit(self._start_loop_workers, loop_workers)
+            self._groups = {role: self._create(role, create.get(role)) for role in self._workers}
+            self.agents = agents.result()  # before models are loaded: raises errors of tools and agent loops
 
     def end(self) -> None:
         """Close the agents' tools, which release external resources. The worker processes end with the run."""
@@ -309,7 +318,8 @@ class WorkerGroups:
     def _load_models(self, roles: frozenset[Role]) -> None:
         for role in _LOAD_ORDER:
             if role in roles:
-                self._groups[role].init_model()
+                with startup_phase(f"weights of {role.name}"):
+                    self._groups[role].init_model()
 
     def _roles_in(self, pool: str | None) -> frozenset[Role]:
         return frozenset(role for role in self._workers if self._pools.mapping[role] == pool)

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -147,8 +148,9 @@ def describe_resume(trainer: Any) -> str:
     return f"the same command resumes at step {step} ({folder})"
 
 
-def log_finished(trainer: Any, part: str = ".") -> None:
-    """Log the last line of a completed run: the path of the model, in the folder `part` of the newest complete step."""
+def log_finished(trainer: Any, part: str = ".", merge_backend: str | None = None) -> None:
+    """Log the last lines of a completed run: the path of the model, in the folder `part` of the newest complete step,
+    and, with `merge_backend`, the commands of `describe_next_commands`."""
     step = _newest_complete_step(trainer)
     if step is None:
         root = Path(expand_path(trainer.default_local_dir)).absolute()
@@ -164,6 +166,31 @@ def log_finished(trainer: Any, part: str = ".") -> None:
             number,
             step / part,
         )
+    if merge_backend is not None:
+        logger.info("%s", "\n".join(describe_next_commands(trainer, part, merge_backend)))
+
+
+def describe_next_commands(trainer: Any, part: str, merge_backend: str) -> list[str]:
+    """Return a line for each command that follows a run: serve or export its model, train on, show its summary.
+
+    `trainer`: its `trainer` block. `part`: folder of the model in a step. `merge_backend`: fsdp or megatron, as written
+    there.
+    """
+    step = _newest_complete_step(trainer)
+    commands = {}
+    if step is not None:
+        exported = step / part / "huggingface"
+        if exported.is_dir():
+            commands["serve"] = f"verl serve --model {shlex.quote(str(exported))}"
+        else:
+            local_dir = shlex.quote(str(step / part))
+            folders = f"--local_dir {local_dir} --target_dir {local_dir}/huggingface"
+            commands["export"] = f"verl merge --backend {merge_backend} {folders}"
+        commands["train on"] = "the same command with a larger trainer.total_training_steps"
+    if "file" in trainer.logger:
+        folder = trainer.tracking_dir or os.path.join("runs", trainer.project_name, trainer.experiment_name)
+        commands["summary"] = f"verl summary {shlex.quote(str(folder))}"
+    return [f"  {name + ':':<9} {command}" for name, command in commands.items()]
 
 
 def is_restartable(error: BaseException, is_retry: bool = False) -> bool:

@@ -21,6 +21,8 @@ from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_res
 from verl.trainer.recovery.ray_monitor import RayProcesses, run_monitored
 from verl.trainer.recovery.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
+from verl.utils.console.lines import LINE
+from verl.utils.console.startup import show_startup, startup_phase
 from verl.utils.logging_setup import messages_on_stderr
 
 logger = logging.getLogger(__name__)
@@ -52,16 +54,21 @@ def run_supervised_training(
         if stopped_by is not None:
             logger.warning("stopped by %s; %s", stopped_by, describe_resume(config.trainer))
         else:
-            log_finished(config.trainer)
+            log_finished(config.trainer, merge_backend="fsdp" if config.trainer.console == LINE else None)
 
 
 def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_program: bool) -> str | None:
     """Train; return the signal that stopped the run, or None. `is_program`: nothing follows the run in this process."""
-    from verl.planning.check import check_supervised_memory
+    one_line = config.trainer.console == LINE
+    with before_first_step(), show_startup(one_line):
+        with startup_phase("memory plan"):
+            from verl.planning.check import check_supervised_memory
 
-    with before_first_step():
-        check_supervised_memory(config)
-        trainer = trainer_class()(config)
+            check_supervised_memory(config)
+        with startup_phase("imports"):
+            cls = trainer_class()
+        with startup_phase("data"):
+            trainer = cls(config)
 
     def fit_and_close() -> None:
         with trainer:  # its exit waits for saves and copies, which are monitored too
@@ -69,12 +76,13 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
 
     with trainer:
         on_ray = config.ranks > 1 and torchrun_ranks() is None
-        with before_first_step():
+        with before_first_step(), show_startup(one_line and on_ray), startup_phase("Ray"):
             processes = _start_ray(config) if on_ray else RayProcesses()
         with stop_on_signals(
             trainer.stop_requested.set, processes.kill, is_starting=lambda: trainer.status.starting
         ) as request:
-            trainer.start()
+            with show_startup(one_line), startup_phase("weights"):
+                trainer.start()
             if on_ray:
                 run_monitored(fit_and_close, processes, request)
             else:

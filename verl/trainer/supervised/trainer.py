@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,9 @@ from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.run_status import Phases, RunStatus, progress_bar
+from verl.trainer.common.run_status import Phases, RunStatus
+from verl.trainer.common.run_summary import RunSummary
+from verl.trainer.common.status_display import show_status
 from verl.trainer.common.training_health import NonFiniteError, add_memory_advice
 from verl.trainer.recovery.failures import FOLDER, VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector, raise_in_main_thread
@@ -30,6 +33,7 @@ from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.supervised.launch import Ranks
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.console.lines import LINE
 from verl.utils.dataset.sampler import EpochSampler
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
@@ -73,6 +77,7 @@ class SupervisedTrainer(Generic[Config]):
         self.failures = NonFatalFailures()
         self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
         self._end_step = StepEnd(self.stop_requested, self.failures, self.saver, Preemption(trainer.save_within))
+        self.summary = RunSummary()
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
         self.status = RunStatus(self.total_training_steps)
@@ -152,15 +157,26 @@ class SupervisedTrainer(Generic[Config]):
         """Train all steps. If a stop is requested, finish the current step, save and return."""
         trainer = self.config.trainer
         names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
-        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first, trainer.tracking_dir)
+        tracking = Tracking(
+            *names,
+            trainer.logger,
+            self.config.to_dict(),
+            first,
+            trainer.tracking_dir,
+            trainer.console,
+            self.total_training_steps,
+        )
         with self.hang_detector, tracking as self.tracking, add_memory_advice(self.config):
             self._load_checkpoint()
             self.status.step = self.global_steps
-            with progress_bar(self.status.snapshot):
+            with show_status(self.status.snapshot, trainer.console):
                 if trainer.val_before_train and self.validates:
                     metrics = self.failures.attempt(VALIDATION, self.global_steps, self._validate)
+                    self.summary.add(self.global_steps, metrics or {}, time.monotonic())
                     self.tracking.log(metrics or self.failures.metrics(), self.global_steps)
                 self._train()
+        if trainer.console == LINE:
+            logger.info("%s", self.summary.render())
 
     def _train(self) -> None:
         self.status.starting = False
@@ -201,6 +217,7 @@ class SupervisedTrainer(Generic[Config]):
         metrics |= self.batch_metrics(batch)
         metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | end_metrics
         metrics |= self.hang_detector.step_done(seconds)
+        self.summary.add(step, metrics, time.monotonic())
         self.tracking.log(metrics, step)
         self.status.step_done()
         self._check_finite(batch, metrics)

@@ -6,38 +6,43 @@ import json
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from verl.utils.console.lines import HEADLINE, LINE, format_value, step_line
 from verl.utils.disk import atomic_write
+from verl.utils.logging_setup import collect_step_notes, take_step_notes
 from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
-# The most important metrics, shown first under the short names used in the documentation.
-_HEADLINE = {
-    "reward/mean": "reward_mean",
-    "kl/mean": "kl",
-    "actor/loss": "actor_loss",
-    "critic/loss": "critic_loss",
-    "train/loss": "train_loss",
-    "val/loss": "val_loss",
-    "val/accuracy": "val_accuracy",
-}
+# Steps from which the remaining time is estimated.
+_ETA_STEPS = 20
 _SAMPLE_CHARS = 200
 
 
 @register_tracker("console")
 class Console(Tracker):
-    """Writes to standard output: the headline first, then a line per group of metrics; coloured on a terminal."""
+    """Writes to standard output: one line per step (`trainer.console=line`), or the headline first, then a line per
+    group of metrics, coloured on a terminal."""
 
     on_console: ClassVar[bool] = True
 
     def __init__(self, run: TrackedRun | None = None, stream: TextIO | None = None) -> None:
         self._stream_override = stream
+        self._one_line = run is not None and run.console == LINE
+        self._total_steps = None if run is None else run.total_steps
+        self._logged: deque[tuple[int, float]] = deque(maxlen=_ETA_STEPS + 1)
+        """Steps and the times at which they were logged."""
+        if self._one_line:
+            collect_step_notes(True)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        headline = [f"{short}={_text(data[key])}" for key, short in _HEADLINE.items() if key in data]
-        rest = {key: _text(data[key]) for key in sorted(data) if key not in _HEADLINE}
+        if self._one_line:
+            self._logged.append((step, time.monotonic()))
+            return self._write(step_line(data, step, self._remaining_seconds(data), take_step_notes()))
+        headline = [f"{short}={format_value(data[key])}" for key, short in HEADLINE.items() if key in data]
+        rest = {key: format_value(data[key]) for key in sorted(data) if key not in HEADLINE}
         if self._stream.isatty():
             self._print_grouped(f"step {step}", headline, rest)
         else:
@@ -46,10 +51,20 @@ class Console(Tracker):
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         for sample in samples:
             prompt, response = _one_line(sample.input), _one_line(sample.output)
-            self._write(f"step {step}: validation sample, score={_text(sample.score)}: {prompt} -> {response}")
+            self._write(f"step {step}: validation sample, score={format_value(sample.score)}: {prompt} -> {response}")
 
     def close(self) -> None:
+        if self._one_line:
+            collect_step_notes(False)
         self._stream.flush()
+
+    def _remaining_seconds(self, data: Mapping[str, Any]) -> float | None:
+        """Return the seconds until the last step; None: unknown, or no step is left."""
+        (first, start), (last, end) = self._logged[0], self._logged[-1]
+        if self._total_steps is None or last >= self._total_steps:
+            return None
+        per_step = (end - start) / (last - first) if last > first else data.get("timing_s/step")
+        return None if per_step is None else per_step * (self._total_steps - last)
 
     @property
     def _stream(self) -> TextIO:
@@ -205,10 +220,6 @@ def _plain_lines(headline: list[str], rest: Mapping[str, str]) -> list[str]:
     for key, value in rest.items():
         groups.setdefault(key.partition("/")[0], []).append(f"{key}={value}")
     return [", ".join(entries) for entries in groups.values()]
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _one_line(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from verl.config.names import LOGGERS, tracker_package
 from verl.config.problems import closest
+from verl.utils.console.lines import FULL
 from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
 
@@ -44,6 +45,12 @@ class TrackedRun(NamedTuple):
 
     tracking_dir: str | None = None
     """`trainer.tracking_dir`; None: ./runs/<project>/<experiment>."""
+
+    console: str = FULL
+    """`trainer.console`."""
+
+    total_steps: int | None = None
+    """The last step of the run; None: unknown."""
 
     @property
     def directory(self) -> Path:
@@ -117,14 +124,20 @@ class Tracking:
         config: Any = None,
         first_step: int | None = None,
         tracking_dir: str | None = None,
+        console: str = FULL,
+        total_steps: int | None = None,
     ) -> None:
         """`tracking_dir`: the folder of local trackers (default: ./runs/<project_name>/<experiment_name>).
+
+        `console`: `line` (one line per step) or `full`. `total_steps`: the last step, for the remaining time.
 
         `first_step`: the first step that will be logged, if known: 0 of a new run, N + 1 of one resumed from step N.
         Trackers that can replace existing records from there on.
         """
         names = check_backends(default_backend)
-        run = TrackedRun(project_name, experiment_name, _plain_config(config), first_step, tracking_dir)
+        run = TrackedRun(
+            project_name, experiment_name, _plain_config(config), first_step, tracking_dir, console, total_steps
+        )
         self.failures: Counter[str] = Counter()
         self._trackers: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
 

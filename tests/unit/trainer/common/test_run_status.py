@@ -1,18 +1,9 @@
-"""Where a run stands, and how that is shown: bars on a terminal, a line now and then elsewhere, never at a cost."""
+"""Status of a run: step, phase, and the samples that groups and the controller have processed."""
 
 from __future__ import annotations
 
-import gc
-import io
 import logging
-import os
-import pty
-import re
-import subprocess
-import sys
 import threading
-import time
-import weakref
 
 import pytest
 import torch
@@ -23,17 +14,9 @@ from verl.single_controller.base.decorator import BatchShard, Dispatch, register
 from verl.single_controller.base.rank_host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.common import run_status
-from verl.trainer.common.run_status import Phases, ProgressLog, RunStatus, StatusSnapshot, progress_bar
+from verl.trainer.common.run_status import Phases, RunStatus
+from verl.utils.console.startup import startup_phase
 from verl.utils.progress import expect, tick
-
-PROGRAM = """
-import time
-from verl.trainer.common.run_status import StatusSnapshot
-from verl.trainer.common.run_status import progress_bar
-with progress_bar(lambda: StatusSnapshot(3, 40, "rollout", 2.0, 123, 512)):
-    time.sleep(1.3)
-"""
 
 
 class Counting(Worker):
@@ -142,91 +125,9 @@ def test_a_phase_starts_no_thread():
         assert threading.enumerate() == before
 
 
-def test_a_line_is_said_for_every_30_seconds_of_a_phase_and_none_for_short_ones(said):
-    show = ProgressLog()
-    for seconds in (5, 25, 31, 40, 59, 62, 92):
-        show(StatusSnapshot(3, 40, "rollout", seconds, int(seconds), 512))
-    show(StatusSnapshot(3, 40, "reward", 4, 1, 512))
-    show(StatusSnapshot(3, 40, "save_checkpoint", 33))
-    show(StatusSnapshot(4, 40, "rollout", 29, 29, 512))
-    show(StatusSnapshot(4, 40, "rollout", 35, 35, 512))
-    show(StatusSnapshot(4, 40, "rollout", 31, 64, 512))  # another one: this step generates twice
-    show(StatusSnapshot(4, 40, "", 90))
-    assert [record.getMessage() for record in said.records] == [
-        "step 4/40: rollout 31/512, 31 s",
-        "step 4/40: rollout 62/512, 62 s",
-        "step 4/40: rollout 92/512, 92 s",
-        "step 4/40: save_checkpoint, 33 s",
-        "step 5/40: rollout 35/512, 35 s",
-        "step 5/40: rollout 64/512, 31 s",
-    ]
-
-
-def test_without_a_terminal_lines_come_while_the_block_runs_and_the_thread_ends_with_it(said, monkeypatch):
-    monkeypatch.setattr(run_status, "_LOG_POLL_S", 0.01)
-    with progress_bar(lambda: StatusSnapshot(0, 2, "rollout", 40.0, 1, 8)):
-        wait_until(lambda: "step 1/2: rollout 1/8, 40 s" in said.text)
-        assert progress_threads()
-    assert not progress_threads()
-    assert said.text.count("rollout") == 1
-
-
-def test_a_standing_that_fails_ends_the_showing_and_not_the_run(said, monkeypatch):
-    monkeypatch.setattr(run_status, "_LOG_POLL_S", 0.01)
-
-    def broken() -> StatusSnapshot:
-        raise ConnectionError("nobody there")
-
-    with progress_bar(broken):
-        wait_until(lambda: not progress_threads())
-        result = "the run goes on"
-    assert result == "the run goes on"
-    assert said.text.count("progress is not shown any more: ConnectionError('nobody there')") == 1
-
-
-def test_a_terminal_shows_bars_and_a_file_nothing_of_a_short_phase():
-    quiet = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert quiet.stderr == ""
-    shown, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=terminal, env=environment)
-    process.wait()
-    os.close(terminal)
-    text = b""
-    while True:
-        try:
-            part = os.read(shown, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        text += part
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode())
-    assert re.search(r"steps +[━╸╺]+ +3/40 ", plain)
-    assert re.search(r"rollout +[━╸╺]+ +123/512 ", plain)
-
-
-def test_whoever_prints_while_the_bars_are_closed_has_a_stream_to_the_end(monkeypatch):
-    """`print` borrows sys.stdout: freed under it, a run whose terminal closed ended with a RecursionError of rich's."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, io.StringIO())
-    with run_status._bars() as show:
-        between = weakref.ref(sys.stdout)
-        assert type(between()).__module__ == "rich.file_proxy"
-        show._rows.stop()
-        assert sys.stdout is not between()
-    del show
-    gc.collect()
-    assert between() is not None
-
-
-def progress_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "progress"]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_the_status_names_the_startup_phase_of_the_process():
+    status = RunStatus(0)
+    assert status.snapshot().startup == ""
+    with startup_phase("data"):
+        assert status.snapshot().startup == "data"
+    assert status.snapshot().startup == ""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.trainer.recovery.exit_messages import log_finished
+from verl.trainer.recovery.exit_messages import describe_next_commands, log_finished
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 
 
@@ -48,3 +48,30 @@ def test_a_checkpoint_without_an_exported_model_names_the_command_that_writes_on
 
 def test_a_run_that_saved_nothing_says_so(tmp_path, caplog):
     assert str(tmp_path) in last_line(tmp_path, "actor", caplog)
+
+
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        ("actor/huggingface", "  serve:    verl serve --model {root}/global_step_3/actor/huggingface"),
+        (
+            "actor",
+            "  export:   verl merge --backend megatron --local_dir {root}/global_step_3/actor"
+            " --target_dir {root}/global_step_3/actor/huggingface",
+        ),
+    ],
+)
+def test_the_next_commands_use_the_newest_step(tmp_path, caplog, folder, command):
+    save(tmp_path, 3, folder)
+    trainer = SimpleNamespace(
+        default_local_dir=str(tmp_path), logger=["console"], tracking_dir=None, project_name="p", experiment_name="e"
+    )
+    expected = [
+        command.format(root=tmp_path),
+        "  train on: the same command with a larger trainer.total_training_steps",
+    ]
+    assert describe_next_commands(trainer, "actor", "megatron") == expected
+    trainer.logger = ["console", "file"]
+    with caplog.at_level("INFO"):
+        log_finished(trainer, "actor", "megatron")
+    assert caplog.messages[-1].splitlines() == [*expected, "  summary:  verl summary runs/p/e"]

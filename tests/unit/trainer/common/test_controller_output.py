@@ -1,0 +1,55 @@
+"""Lines of the controller have no prefix; those of other actors are printed by Ray."""
+
+import os
+
+import pytest
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+from verl.trainer.common import controller_output
+from verl.trainer.common.controller_output import ControllerOutput, end_controller_output
+
+
+@pytest.fixture
+def printed_by_ray(monkeypatch):
+    printed: list[dict] = []
+    monkeypatch.setattr(dispatcher, "handlers", [("ray_print_logs", printed.append)])
+    monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+    return printed
+
+
+def lines_of(actor: str, *lines: str, is_err: bool = False) -> dict:
+    return {"actor_name": actor, "pid": 7, "lines": list(lines), "is_err": is_err}
+
+
+def test_lines_of_the_controller_come_as_written(printed_by_ray, capsys):
+    output = ControllerOutput("TaskRunner")
+    output.wait_for_end(timeout=3600.0)  # nothing was written: nothing is awaited
+    other = lines_of("WorkerDict", "from a rank")
+    dispatcher.emit(lines_of("TaskRunner", "step 1: reward_mean=0.5", "  indented"))
+    dispatcher.emit(lines_of("TaskRunner", "a warning", is_err=True))
+    dispatcher.emit(other)
+    assert tuple(capsys.readouterr()) == ("step 1: reward_mean=0.5\n  indented\n", "a warning\n")
+    assert printed_by_ray == [other]
+    assert os.environ["RAY_COLOR_PREFIX"] == "0", "stdout is no terminal"
+    dispatcher.remove_handler("ray_print_logs")  # as Ray does when it disconnects
+    assert dispatcher.handlers == []
+    assert output.has_started
+
+
+def test_the_end_of_the_output_can_be_awaited(printed_by_ray, capsys):
+    output = ControllerOutput("TaskRunner")
+    end_controller_output()
+    marker = capsys.readouterr().out.strip()
+    assert not output._ended.is_set()
+    dispatcher.emit(lines_of("TaskRunner", "last line", marker))
+    output.wait_for_end(timeout=60.0)
+    assert output._ended.is_set()
+    assert capsys.readouterr().out == "last line\n"
+
+
+def test_without_output_of_actors_nothing_is_awaited(monkeypatch):
+    monkeypatch.setattr(dispatcher, "handlers", [])
+    monkeypatch.setattr(controller_output, "_END_TIMEOUT_S", 3600.0)
+    output = ControllerOutput("TaskRunner")
+    output.wait_for_end()
+    assert dispatcher.handlers == []

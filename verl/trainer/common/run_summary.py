@@ -1,0 +1,171 @@
+"""Summary of a run: what improved, where the time went, and next commands. For the end of a run and `verl summary`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from verl.trainer.common.run_status import describe_bottleneck
+from verl.utils.console.lines import (
+    AFTER_STEP,
+    PHASE_NAMES,
+    format_duration,
+    format_value,
+    phase_seconds,
+    validation_scores,
+)
+
+METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
+TOOL_SHARE = "agent_loop/tool_share"
+"""Metric: share of the agents' time that they spend in tools."""
+# Metrics whose change is reported, and whether larger values are better.
+_CURVES = {
+    "reward/mean": ("reward_mean", True),
+    "train/loss": ("train_loss", False),
+    "val/loss": ("val_loss", False),
+    "train/accuracy": ("train_accuracy", True),
+    "val/accuracy": ("val_accuracy", True),
+}
+# Name of the time of steps without phases.
+_WHOLE_STEP = "training"
+# Name of the time outside of steps: data loading, logging.
+_BETWEEN = "between steps"
+# A longer time between two steps, in seconds and as a multiple of a step, is an interruption of the run.
+_INTERRUPTION_S, _INTERRUPTION = 60.0, 5.0
+_MIN_SHARE = 0.01
+_SLOW_STEP = 2.0
+_INTERNAL_NAMES = {name: key for key, name in PHASE_NAMES.items()}
+
+
+@dataclass
+class Curve:
+    """First, last and best value of a metric."""
+
+    larger_is_better: bool
+    first: float
+    last: float
+    best: float
+    best_step: int
+
+    def add(self, value: float, step: int) -> None:
+        """Add the value of a later step."""
+        self.last = value
+        if value > self.best if self.larger_is_better else value < self.best:
+            self.best, self.best_step = value, step
+
+    def render(self) -> str:
+        """Return `0.03 -> 0.35, best 0.4 at step 50`."""
+        best = "" if self.best == self.last else f", best {format_value(self.best)} at step {self.best_step}"
+        return f"{format_value(self.first)} -> {format_value(self.last)}{best}"
+
+
+@dataclass
+class RunSummary:
+    """Collects the metrics of steps: a few numbers per step are kept."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase, under the names of the console."""
+    step_seconds: dict[int, float] = field(default_factory=dict)
+    tokens: float = 0.0
+    waiting_for_one_rank: float = 0.0
+    tool_shares: list[float] = field(default_factory=list)
+    last_time: float | None = None
+    """Time at which the metrics of the last step were logged."""
+
+    def add(self, step: int, metrics: Mapping[str, Any], logged_at: float) -> None:
+        """Add the metrics of a step. `logged_at`: seconds of a clock that is the same for all steps."""
+        previous, self.last_time = self.last_time, logged_at
+        for name, (value, larger_is_better) in _curve_values(metrics).items():
+            if not math.isfinite(value):
+                continue
+            if name in self.curves:
+                self.curves[name].add(value, step)
+            else:
+                self.curves[name] = Curve(larger_is_better, value, value, value, step)
+        if "timing_s/step" not in metrics:
+            return
+        self.step_seconds[step] = float(metrics["timing_s/step"])
+        phases = phase_seconds(metrics) or {_WHOLE_STEP: self.step_seconds[step]}
+        phases |= {PHASE_NAMES.get(name, name): float(metrics.get(f"timing_s/{name}", 0.0)) for name in AFTER_STEP}
+        if previous is not None:
+            between = logged_at - previous - sum(phases.values())
+            if 0 < between < max(_INTERRUPTION_S, _INTERRUPTION * sum(phases.values())):
+                phases[_BETWEEN] = between
+        for name, seconds in phases.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.tokens += float(metrics.get("perf/total_num_tokens", 0.0))
+        self.waiting_for_one_rank += float(metrics.get("timing_s/waiting_for_one_rank", 0.0))
+        if TOOL_SHARE in metrics:
+            self.tool_shares.append(float(metrics[TOOL_SHARE]))
+
+    def by_duration(self) -> dict[str, float]:
+        """Return `seconds`, the longest first."""
+        return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))
+
+    def bottleneck(self, names: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return one line: the phase that took most of the time, and remedies. `names`: see `describe_bottleneck`."""
+        named = {name: value for name, value in self.seconds.items() if name not in ("other", _BETWEEN)}
+        seconds = {_INTERNAL_NAMES.get(name, name): value for name, value in named.items()}
+        return describe_bottleneck(seconds, sum(self.tool_shares) / max(1, len(self.tool_shares)), names)
+
+    def render(self) -> str:
+        """Return the lines of the summary."""
+        total, count = sum(self.seconds.values()), len(self.step_seconds)
+        lines = [f"Summary: {count} step{'s' * (count != 1)} in {format_duration(total)}"]
+        width = max(map(len, [*self.curves, "tokens/s"]))
+        lines += [f"  {name:<{width}}  {curve.render()}" for name, curve in self.curves.items()]
+        in_steps = sum(self.step_seconds.values())
+        if self.tokens and in_steps:
+            lines.append(f"  {'tokens/s':<{width}}  {self.tokens / in_steps:.0f} in steps")
+        return "\n".join([*lines, *self._time_lines(total)])
+
+    def _time_lines(self, total: float) -> list[str]:
+        if not self.step_seconds or total <= 0:
+            return []
+        lines, count = ["  phase             seconds  share  per step"], len(self.step_seconds)
+        for name, seconds in self.by_duration().items():
+            if seconds >= _MIN_SHARE * total:
+                lines.append(f"  {name:<16}  {seconds:>7.1f}  {seconds / total:>5.0%}  {seconds / count:>8.2f}")
+        slowest, median = max(self.step_seconds, key=lambda step: self.step_seconds[step]), self._median()
+        if self.step_seconds[slowest] > _SLOW_STEP * median:
+            longest = format_duration(self.step_seconds[slowest])
+            lines.append(f"  slowest step: {slowest} with {longest} (median {format_duration(median)})")
+        if self.waiting_for_one_rank > _MIN_SHARE * total:
+            lines.append(f"  waiting for one slow rank: {format_duration(self.waiting_for_one_rank)}")
+        if _WHOLE_STEP not in self.seconds:
+            lines.append(f"  {self.bottleneck(PHASE_NAMES)}")
+        return lines
+
+    def _median(self) -> float:
+        return statistics.median(self.step_seconds.values())
+
+
+def _curve_values(metrics: Mapping[str, Any]) -> dict[str, tuple[float, bool]]:
+    """Return the value of each reported metric by its name on the console, and whether larger is better."""
+    values = {name: (float(metrics[key]), larger) for key, (name, larger) in _CURVES.items() if key in metrics}
+    return values | {name: (value, True) for name, value in validation_scores(metrics).items()}
+
+
+def read_summary(file: Path) -> RunSummary:
+    """Return the summary of a `metrics.jsonl`. Lines that are not complete records are left out."""
+    summary = RunSummary()
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+            step, logged_at, data = int(record["step"]), float(record["time"]), dict(record["data"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        summary.add(step, {key: _number(value) for key, value in data.items()}, logged_at)
+    return summary
+
+
+def _number(value: Any) -> Any:
+    """Non-finite numbers are strings in the file."""
+    return float(value) if value in ("nan", "inf", "-inf") else value

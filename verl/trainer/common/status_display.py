@@ -1,0 +1,208 @@
+"""How the status of a run is shown, by a thread: on a terminal as a status line or bars, elsewhere as log lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TextIO
+
+from verl.trainer.common.run_status import StatusSnapshot
+from verl.utils.console.lines import LINE, format_duration
+from verl.utils.console.startup import StartupLog, current_startup_phase, startup_text
+from verl.utils.console.status_line import is_terminal, status_line
+
+logger = logging.getLogger(__name__)
+
+_REDRAW_S = 0.5
+_LOG_POLL_S = 2.0
+_LOG_INTERVAL_S = 30.0
+# With the interval of polls: no silence of more than ten seconds before the first step.
+_STARTUP_INTERVAL_S = 8.0
+
+
+@contextmanager
+def show_status(snapshot: Callable[[], StatusSnapshot | None], console: str = LINE) -> Iterator[None]:
+    """Context in which a thread shows `snapshot()` repeatedly; None: the controller has not reported yet.
+
+    `console`: `trainer.console`. With `line`, a terminal has a status line, and long start-up phases, also those of
+    this process, are logged elsewhere. With `full`, a terminal has bars, and the start-up is not shown.
+    """
+    draws = is_terminal() if console == LINE else sys.stderr.isatty()
+    done, waiting_since = threading.Event(), time.monotonic()
+    with _display(console, draws) as show:
+
+        def keep_showing() -> None:
+            try:
+                while not done.wait(_REDRAW_S if draws else _LOG_POLL_S):
+                    now = snapshot()
+                    if console == LINE:
+                        show(_with_startup(now, waiting_since))
+                    elif now is not None and now.total:
+                        show(now)
+            except Exception as error:  # noqa: BLE001 - logged; the run continues without its bar
+                if not done.is_set():
+                    logger.warning("progress is not shown any more: %r", error)
+
+        thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(timeout=5)
+
+
+def _display(console: str, draws: bool) -> AbstractContextManager[Callable[[StatusSnapshot], None]]:
+    """Return the context with the function that shows a status. `draws`: on a terminal."""
+    if console == LINE:
+        return _status_line() if draws else nullcontext(LineLog())
+    return _bars() if draws else nullcontext(ProgressLog())
+
+
+def _with_startup(now: StatusSnapshot | None, waiting_since: float) -> StatusSnapshot:
+    """Return the status with the start-up phase of this process, if the controller is in none.
+
+    `waiting_since`: since then a controller without status is awaited.
+    """
+    name, seconds = current_startup_phase()
+    if now is None:
+        waited = time.monotonic() - waiting_since
+        name, seconds = (name, seconds) if name else ("controller process", waited)
+        return StatusSnapshot(0, 0, starting=True, startup=name, startup_seconds=seconds)
+    return replace(now, startup=name, startup_seconds=seconds) if name and not now.startup else now
+
+
+class ProgressLog:
+    """Logs a line for every 30 s of a phase; shorter phases are not logged."""
+
+    starting_interval = _LOG_INTERVAL_S
+    """Seconds between two lines before the first step."""
+
+    def __init__(self) -> None:
+        self._last: StatusSnapshot | None = None
+        self._logged_at = 0.0
+
+    def __call__(self, now: StatusSnapshot) -> None:
+        if _is_new_phase(self._last, now):
+            self._logged_at = 0.0
+        self._last = now
+        interval = self.starting_interval if now.starting else _LOG_INTERVAL_S
+        if now.phase and now.phase_seconds - self._logged_at >= interval:
+            self._logged_at = now.phase_seconds
+            count = f" {now.done}/{now.units}" if now.units else ""
+            logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
+
+
+class LineLog(ProgressLog):
+    """Also logs a line for every 8 s of a start-up phase, and of phases before the first step."""
+
+    starting_interval = _STARTUP_INTERVAL_S
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log_startup = StartupLog()
+
+    def __call__(self, now: StatusSnapshot) -> None:
+        self._log_startup(now.startup, now.startup_seconds, now.activity)
+        if now.total:
+            super().__call__(now)
+
+
+class StatusText:
+    """Text of the status line: step, phase, samples and remaining time."""
+
+    def __init__(self) -> None:
+        # Step and time of the first status after the start-up, and of the first one with the current step.
+        self._first: tuple[int, float] | None = None
+        self._current = (0, 0.0)
+
+    def __call__(self, now: StatusSnapshot, time_now: float) -> str:
+        """`time_now`: seconds of a monotonic clock."""
+        if now.startup and (now.starting or not now.total):
+            return startup_text(now.startup, now.startup_seconds, now.activity)
+        if not now.total:
+            return "starting" if now.starting else "running"
+        parts = [f"step {min(now.step + 1, now.total)}/{now.total}"]
+        if now.label:
+            count = f" {now.done}/{now.units}" if now.units else ""
+            parts.append(f"{now.label}{count} {now.phase_seconds:.0f} s")
+        eta = None if now.starting else self._remaining_seconds(now, time_now)
+        if eta is not None:
+            parts.append(f"ETA {format_duration(eta, digits=0)}")
+        if now.problem:
+            parts.append(now.problem)
+        return " | ".join(parts)
+
+    def _remaining_seconds(self, now: StatusSnapshot, time_now: float) -> float | None:
+        """Return the seconds until the last step; None before the first step is complete."""
+        if self._first is None:
+            self._first = now.step, time_now
+        if now.step != self._current[0]:
+            self._current = now.step, time_now
+        (first, start), (step, begin) = self._first, self._current
+        if step <= first:
+            return None
+        per_step = (begin - start) / (step - first)
+        return max(0.0, per_step * (now.total - step) - (time_now - begin))
+
+
+@contextmanager
+def _status_line() -> Iterator[Callable[[StatusSnapshot], None]]:
+    text = StatusText()
+    with status_line() as line:
+        yield lambda now: line.show(text(now, time.monotonic()))
+
+
+# rich replaces sys.stdout and sys.stderr by these streams. They are kept alive, because a `print` in another thread,
+# which uses a borrowed reference, would crash if they were freed when the bars are closed.
+_rich_streams: list[TextIO] = []
+
+
+@contextmanager
+def _bars() -> Iterator[_ProgressBars]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]:>11}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as rows:
+        _rich_streams.extend((sys.stdout, sys.stderr))
+        yield _ProgressBars(rows)
+
+
+class _ProgressBars:
+    """Two rows of a rich `Progress`: the steps, and the samples of the current phase."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self._steps = rows.add_task("steps", total=None, count="")
+        self._phase = rows.add_task("starting", total=None, count="")
+        self._last: StatusSnapshot | None = None
+
+    def __call__(self, now: StatusSnapshot) -> None:
+        if not self._rows.console.is_terminal:  # the terminal was closed: further drawing would fill a file
+            self._rows.stop()
+        self._rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
+        if _is_new_phase(self._last, now):
+            # A new row restarts the elapsed time and the estimate.
+            self._rows.remove_task(self._phase)
+            self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
+        if now.units:  # 0 when ranks are done: keep the last count until the phase ends
+            self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
+        self._last = now
+
+
+def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
+    if before is None or (before.step, before.label) != (now.step, now.label):
+        return True
+    return now.phase_seconds < before.phase_seconds  # the same phase again: a step may generate several times
