@@ -61,6 +61,7 @@ SUBCOMMANDS = {
         ),
         Subcommand("check", "check data, rewards, tools and template of a run", "verl.cli.check:main"),
         Subcommand("plan", "memory and time of a run, without running it", "verl.cli.plan:main"),
+        Subcommand("summary", "what improved in a run, and where its time went", "verl.cli.summary:main"),
         Subcommand("doctor", "check this machine and the installed packages", "verl.cli.doctor:main"),
         Subcommand("init", "create a starter project", "verl.cli.init:main"),
         Subcommand("list", "list estimators, losses, rewards, …", "verl.cli.listing:main", choices=LIST_KINDS),

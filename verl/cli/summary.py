@@ -1,0 +1,69 @@
+"""`verl summary FOLDER`: what improved in a run, where its time went, and next commands, from its metrics file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
+
+_KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the summary; return 0, or 2 if there are no metrics."""
+    parser = argparse.ArgumentParser(prog="verl summary", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of trainer.tracking_dir, or its metrics.jsonl")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    file = options.folder / METRICS_FILE if options.folder.is_dir() else options.folder
+    if not file.is_file():
+        sys.stderr.write(
+            f"verl summary: there is no file {file}. Name the folder of trainer.tracking_dir (default:"
+            " ./runs/<project_name>/<experiment_name>). A run writes the file if trainer.logger contains file.\n"
+        )
+        return 2
+    summary = read_summary(file)
+    if not summary.step_seconds and not summary.curves:
+        sys.stderr.write(f"verl summary: {file} contains no training steps.\n")
+        return 2
+    if options.json:
+        sys.stdout.write(json.dumps(as_dict(summary), indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join([summary.render(), *_next_commands(file.with_name(CONFIG_FILE))]) + "\n")
+    return 0
+
+
+def as_dict(summary: RunSummary) -> dict[str, Any]:
+    """Return the numbers of a summary."""
+    curves = {
+        name: {"first": curve.first, "last": curve.last, "best": curve.best, "best_step": curve.best_step}
+        for name, curve in summary.curves.items()
+    }
+    return {
+        "steps": len(summary.step_seconds),
+        "metrics": curves,
+        "seconds": summary.by_duration(),
+        "tokens": summary.tokens,
+        "bottleneck": summary.bottleneck(),
+    }
+
+
+def _next_commands(file: Path) -> list[str]:
+    """Return the next commands of a run with this stored configuration; [] without one."""
+    from verl.trainer.recovery.exit_messages import describe_next_commands
+
+    if not file.is_file():
+        return []
+    stored = json.loads(file.read_text())
+    trainer = stored.get("trainer", {})
+    if any(key not in trainer for key in _KEYS):
+        return []
+    actor = stored.get("actor_rollout_ref", {}).get("actor", {})
+    backend = "megatron" if actor.get("strategy") == "megatron" else "fsdp"
+    return describe_next_commands(SimpleNamespace(**trainer), "actor" if actor else ".", backend)
