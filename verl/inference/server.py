@@ -12,10 +12,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from verl.inference.serving.activity import ActivityLog, example_request
 from verl.inference.serving.app import OpenAIServer, in_options
 from verl.inference.serving.model import ModelLoader
 from verl.inference.serving.openai_requests import parse
@@ -23,6 +25,8 @@ from verl.inference.serving.options import options_parser
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
+from verl.utils.console.lines import LINE
+from verl.utils.console.startup import show_startup, startup_phase
 from verl.utils.http_server.server import (
     ConnectionLimits,
     bind_socket,
@@ -39,7 +43,7 @@ __all__ = ["ServedApp", "load_app", "main", "options_parser", "serve"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives. Returns exit code 2 if the options are invalid or the server cannot start."""
     options = options_parser().parse_args(arguments)
-    setup_logging()
+    setup_logging(console=LINE, with_time=True)
     use_single_heap()
     try:
         serve(options)
@@ -55,10 +59,15 @@ def serve(options: argparse.Namespace) -> None:
         if options.api_key is None:
             warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as resources:
-            served = load_app(options, resources)
+            with show_startup():
+                served = load_app(options, resources)
             freeze_gc()
             limits = ConnectionLimits(connections=options.max_connections)
-            run_event_loop(create_server(served.app, served.description, limits, "/v1").serve([bound]))
+            name, needs_key = options.served_model_name or options.model, options.api_key is not None
+            example = partial(example_request, name, served.has_template, needs_key)
+            with ActivityLog(served.app, served.tokens, served.unfinished) as app:
+                server = create_server(app, served.description, limits, "/v1", example=example)
+                run_event_loop(server.serve([bound]))
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,12 @@ class ServedApp:
     offload: Callable[[], None]
     """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
+    tokens: Callable[[], int]
+    """Return the number of generated tokens."""
+    unfinished: Callable[[], int]
+    """Return the number of requests in progress."""
+    has_template: bool | None = None
+    """Whether the model has a chat template; None: it is a classifier."""
 
 
 def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> ServedApp:
@@ -80,15 +95,32 @@ def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> Se
     parsers: Parsers[Any] = Parsers(parse_body, loader.load_tokenizer, options.max_parse_seconds)
     resources.enter_context(contextlib.closing(parsers))
     if loader.task == "classify":
-        classifier, model_info, description = resources.enter_context(loader.load_classifier(options.max_answers))
-        app = ScoringServer(classifier, model_info, parsers).app(max_body_bytes, options.api_key)
-        served = ServedApp(app, description, classifier.offload, classifier.onload)
+        with startup_phase("model"):
+            classifier, model_info, description = resources.enter_context(loader.load_classifier(options.max_answers))
+        served = ServedApp(
+            ScoringServer(classifier, model_info, parsers).app(max_body_bytes, options.api_key),
+            description,
+            offload=classifier.offload,
+            onload=classifier.onload,
+            tokens=lambda: 0,
+            unfinished=lambda: classifier.unfinished,
+        )
     else:
-        model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
-        server = OpenAIServer(model.engine, model.check, model.model_info, model.tokenizer, parsers)
-        app = server.app(max_body_bytes, options.api_key)
-        served = ServedApp(app, model.description, model.offload, model.onload)
-    parsers.wait_until_ready()
+        with startup_phase("model and engine"):
+            model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
+        engine = model.engine
+        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers)
+        served = ServedApp(
+            server.app(max_body_bytes, options.api_key),
+            model.description,
+            offload=model.offload,
+            onload=model.onload,
+            tokens=lambda: engine.counts()[2],
+            unfinished=lambda: engine.unfinished,
+            has_template=bool(model.tokenizer.chat_template),
+        )
+    with startup_phase("tokenizer processes"):
+        parsers.wait_until_ready()
     return served
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
@@ -94,9 +94,14 @@ def warn_if_public(bound: socket.socket, remedy: str) -> None:
 
 
 def create_server(
-    app: Any, name: str, limits: ConnectionLimits, path: str = "", signals: bool = True
+    app: Any,
+    name: str,
+    limits: ConnectionLimits,
+    path: str = "",
+    signals: bool = True,
+    example: Callable[[str], str] | None = None,
 ) -> uvicorn.Server:
-    """Return a server for an ASGI application; `name` and `path` are logged with its address.
+    """Return a server for an ASGI application; `name` and `path` are logged with its address, and then `example(URL)`.
 
     It stops at SIGTERM or SIGINT or, without `signals` (inside another program), when `should_exit` is set.
     """
@@ -117,7 +122,7 @@ def create_server(
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
-    return _Server(config, name, limits, path, signals)
+    return _Server(config, name, limits, path, signals, example)
 
 
 def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -179,9 +184,17 @@ class _HeaderLimit:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, name: str, limits: ConnectionLimits, path: str, signals: bool) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        name: str,
+        limits: ConnectionLimits,
+        path: str,
+        signals: bool,
+        example: Callable[[str], str] | None,
+    ) -> None:
         super().__init__(config)
-        self._name, self._limits, self._path = name, limits, path
+        self._name, self._limits, self._path, self._example = name, limits, path, example
         self._signals = _SIGNALS if signals else ()
         self._accept_queues: list[AcceptQueue] = []
         self._trimmed_to = 0
@@ -195,7 +208,10 @@ class _Server(uvicorn.Server):
             self._accept_queues.append(self._create_accept_queue(bound))
         host, port = (sockets or [])[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        logger.info("serving %s at http://%s:%d%s", self._name, shown, port, self._path)
+        url = f"http://{shown}:{port}{self._path}"
+        logger.info("serving %s at %s", self._name, url)
+        if self._example is not None:
+            logger.info("example: %s", self._example(url))
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second. Free memory of the heap goes back to the system: malloc keeps it."""
