@@ -21,6 +21,8 @@ _CONTROLLERS = ("memory", "pids")
 _REMOVE_SECONDS = 1.0
 # Kernel memory of a run that has just started, and inexact counting per processor.
 _RESERVE_BYTES = 8 << 20
+# An allocation that fails may be this large (a huge page): the maximum of the memory is below the limit by less.
+_LARGEST_ALLOCATION = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,11 @@ class _FileNames:
     memory_max: str
     swap_max: str
     memory_current: str
-    events: str
+    kills: str
+    """Has `oom_kill`: killed processes, also those that the kernel killed because the machine had no memory left."""
+    limit_reached: str
+    """v2: has `oom`, how often this cgroup's limit left no memory. v1: the maximum of its memory; recent kernels do not
+    increase `memory.failcnt`."""
     pids_max: str = "pids.max"
 
 
@@ -43,8 +49,9 @@ _V1 = _FileNames(
     "memory.memsw.limit_in_bytes",  # memory and swap together
     "memory.usage_in_bytes",
     "memory.oom_control",
+    "memory.max_usage_in_bytes",
 )
-_V2 = _FileNames(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events")
+_V2 = _FileNames(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events", "memory.events")
 
 
 class RunCgroup:
@@ -57,7 +64,9 @@ class RunCgroup:
         self._procs = [os.open(files.procs, os.O_WRONLY, dir_fd=folder) for folder in folders]
         self._memory_max = os.open(files.memory_max, os.O_WRONLY, dir_fd=memory)
         self._current = os.open(files.memory_current, os.O_RDONLY, dir_fd=memory)
-        self._events = os.open(files.events, os.O_RDONLY, dir_fd=memory)
+        self._kills = os.open(files.kills, os.O_RDONLY, dir_fd=memory)
+        self._limit_reached = os.open(files.limit_reached, os.O_RDONLY, dir_fd=memory)
+        self._limit = 0
         self._pids_max = os.open(files.pids_max, os.O_WRONLY, dir_fd=pids)
         try:
             self._swap_max: int | None = os.open(files.swap_max, os.O_WRONLY, dir_fd=memory)
@@ -76,20 +85,25 @@ class RunCgroup:
     def limit(self, memory_bytes: int, processes: int) -> None:
         """Set the limits; `memory_bytes` is in addition to what the waiting run uses already."""
         current = int(os.pread(self._current, 64, 0))
-        limit = str(current + memory_bytes + _RESERVE_BYTES).encode()
+        self._limit = current + memory_bytes + _RESERVE_BYTES
+        limit = str(self._limit).encode()
         os.write(self._memory_max, limit)
         if self._swap_max is not None:
             os.write(self._swap_max, limit if self._files.version == 1 else b"0")
         os.write(self._pids_max, str(processes).encode())
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process because of the memory limit."""
-        fields = os.pread(self._events, 4096, 0).split()
-        return b"oom_kill" in fields and fields[fields.index(b"oom_kill") + 1] != b"0"
+        """Whether the kernel has killed a process because of this cgroup's limit, not because the machine, or a cgroup
+        above this one, had no memory left."""
+        if not _counter(self._kills, b"oom_kill"):
+            return False
+        if self._files.version == 2:
+            return _counter(self._limit_reached, b"oom") > 0
+        return int(os.pread(self._limit_reached, 64, 0)) >= self._limit - _LARGEST_ALLOCATION
 
     def close(self) -> None:
         """Close the descriptors; the cgroup stays."""
-        descriptors = [*self._procs, self._memory_max, self._current, self._events, self._pids_max]
+        descriptors = [*self._procs, self._memory_max, self._current, self._kills, self._limit_reached, self._pids_max]
         for descriptor in [*descriptors, *([] if self._swap_max is None else [self._swap_max])]:
             os.close(descriptor)
 
@@ -256,6 +270,12 @@ def _kill_processes(name: str, parent: int) -> None:
         for pid in file.read().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def _counter(descriptor: int, name: bytes) -> int:
+    """A number by name from a file of a cgroup; 0 if old kernels do not have it."""
+    fields = os.pread(descriptor, 4096, 0).split()
+    return int(fields[fields.index(name) + 1]) if name in fields else 0
 
 
 def _rmdir(name: str, parent: int) -> bool:

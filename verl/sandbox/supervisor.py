@@ -146,8 +146,6 @@ class _Supervisor:
                 code, drain_seconds = message["report"][0], 0.0
             else:
                 code = message["code"]
-            if code == 0 and self._out_of_memory():  # cgroup v1 kills one process of the run; v2 kills all
-                code = -int(signal.SIGKILL)
             pipes.drain(time.monotonic() + drain_seconds)
         status, note = self._status(problem, code)
         outcome = {"status": status, "return_code": code, "seconds": seconds}
@@ -177,12 +175,11 @@ class _Supervisor:
 
     def _status(self, problem: str | None, code: int) -> tuple[str, bytes]:
         """The status of a program, and what to append to its stderr."""
-        if problem is None and code and self._out_of_memory():
-            problem = self._memory_problem()
         if problem == "timeout" or code == -signal.SIGXCPU:
             return "timeout", b""
         if problem is not None:
-            return ("memory" if "memory" in problem else "error"), f"\n[sandbox] killed: {problem}\n".encode()
+            note = f"\n[sandbox] killed: {problem}\n".encode()
+            return ("memory" if problem == self._memory_problem() else "error"), note
         if code:
             last_line = bytes(self._output.stderr[-400:]).rstrip().rpartition(b"\n")[2]
             out_of_memory = last_line.startswith(b"MemoryError") or b"std::bad_alloc" in last_line
@@ -222,7 +219,10 @@ class _Supervisor:
         if problem in ("timeout", "interrupted"):
             self._interrupt()
             second_problem, message = self._wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
-            problem = problem if second_problem is None else f"{problem}, and it did not stop"
+            if second_problem in ("timeout", "interrupted"):
+                problem = f"{problem}, and it did not stop"
+            elif second_problem is not None:
+                problem = f"{problem}, {second_problem}"
         seconds = time.monotonic() - start_time
         report = message["report"] if message is not None and "report" in message else b""
         if not report:
@@ -235,7 +235,7 @@ class _Supervisor:
         note = b"" if report else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
         if problem is not None and "timeout" in problem:
             status = "timeout"
-        elif report == MEMORY or (problem is not None and "memory" in problem):
+        elif report == MEMORY or (problem is not None and self._memory_problem() in problem):
             status = "memory"
         elif problem is not None or report != FINISHED:
             status = "error"
@@ -255,7 +255,11 @@ class _Supervisor:
     def _wait_for_message(
         self, pipes: Pipes, awaited: Sequence[socket.socket], deadline: float | None
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Transfer output and check limits until one of `awaited` has a message: (None, message) or (problem, None)."""
+        """Transfer output and check limits until one of `awaited` has a message: (None, message) or (problem, None).
+
+        A message is not read if the kernel has killed a process for the memory limit: in cgroup v1 it kills one,
+        and the others may end successfully.
+        """
         check_at = time.monotonic() + _CHECK_SECONDS
         while True:
             now = time.monotonic()
@@ -268,6 +272,8 @@ class _Supervisor:
                 check_at = time.monotonic() + (self._pause() if deadline is not None else _IDLE_CHECK_SECONDS)
             timeout = min(check_at, deadline if deadline is not None else check_at) - now
             ready = pipes.transfer([self._link, *awaited], max(timeout, 0.0))
+            if ready and self._out_of_memory():
+                return self._memory_problem(), None
             for link in awaited:
                 if link in ready:
                     try:
@@ -276,7 +282,7 @@ class _Supervisor:
                     except (EOFError, ConnectionError):
                         if link is self._link:
                             raise Cancelled from None
-                        return self._memory_problem() if self._out_of_memory() else "its init was killed", None
+                        return "its init was killed", None
             if self._link in ready:
                 try:
                     streams.receive(self._link)
