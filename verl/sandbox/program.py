@@ -54,6 +54,11 @@ class Confinement:
         """Whether the program can open files outside of its folder as their owner, or by a capability."""
         return not self.namespaces and (not self.own_user or self.capability is not None)
 
+    @property
+    def can_leave_cgroup(self) -> bool:
+        """Whether the program can write to the files of a cgroup: its user owns them, and nothing hides them."""
+        return not (self.namespaces or self.landlock or self.own_user)
+
     def apply(self) -> None:
         """Confine this process, and all that it starts, permanently. The init has dropped capabilities already."""
         os.setsid()

@@ -45,7 +45,7 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186), "mq_open": (240, 180),
     # objects with kernel memory that no limit counts
     "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
-    "seccomp": (317, 277), "inotify_init": (253, None), "inotify_init1": (294, 26),
+    "seccomp": (317, 277), "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
     # the machine
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
@@ -57,10 +57,10 @@ _BY_ARGUMENTS: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
-    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269), "mmap": (9, 222),
+    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269), "mmap": (9, 222), "close_range": (436, 436),
 }  # fmt: skip
 # Refused with ENOSYS, as on a kernel without them: programs that try these continue without.
-_NOT_IMPLEMENTED = ("memfd", "landlock", "seccomp", "inotify")
+_NOT_IMPLEMENTED = ("memfd", "landlock", "seccomp", "inotify", "io_setup")
 # They affect other processes of the same user: one process (the first argument), or all of the user.
 _ON_ONE_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
@@ -72,6 +72,7 @@ _MODES_AND_TIMES: Mapping[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
+# Refused in every folder: access control lists of files in memory are kernel memory that no limit counts.
 _ATTRIBUTES: Mapping[str, tuple[int | None, int | None]] = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
@@ -96,6 +97,9 @@ _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 1, 0x20, 0x100, 0x40000
 SHARED_MAPPING_BYTES = 4 << 20
 """Without kernel accounting: the largest anonymous mapping that processes may share."""
+# A thread with its own table of descriptors: the supervisor reads one table per process.
+_CLONE_FILES, _CLONE_THREAD, _CLOSE_RANGE_UNSHARE = 0x400, 0x10000, 2
+_PR_FUTEX_HASH = 78  # allocates gigabytes of kernel memory
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x40046602, 0x401C5820  # as chattr does
 
@@ -130,11 +134,15 @@ def build_filter(
     """
     rules = [_refuse(name, errno.ENOSYS if name.startswith(_NOT_IMPLEMENTED) else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # a filter cannot read its flags; libraries fall back to clone
-    rules.append(_refuse_bits("clone", NEW_NAMESPACES))
+    rules.append(_refuse_clone())
+    rules.append(_refuse_bits("close_range", _CLOSE_RANGE_UNSHARE, argument=2))
+    rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as on file systems without
     rules.append(_allow_values("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
     controls = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
     rules.append(_ignore_send_buffer_size())
-    options = [PR_SET_SECCOMP] if namespaces else [PR_SET_SECCOMP, PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
+    options = [PR_SET_SECCOMP, _PR_FUTEX_HASH]
+    if not namespaces:
+        options += [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
     rules.append(_refuse_values("prctl", options))
     if not accounted:
         rules.append(_refuse_uncounted_mappings())
@@ -150,7 +158,6 @@ def build_filter(
     rules.append(_refuse_values("fcntl", controls, argument=1))
     if user_files:
         rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
-        rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as on file systems without
         rules += [_refuse(name) for name in _OWNERS_AND_SIZES]
     if signal_target is not None:
         rules += [_allow_values("kill", [signal_target, 0, -signal_target]), _allow_values("tgkill", [signal_target])]
@@ -178,9 +185,18 @@ def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
     return _for_call(name, [(_RETURN, 0, 0, _ERRNO | code)])
 
 
-def _refuse_bits(name: str, bits: int) -> list[Instruction]:
-    """Refuse if the first argument has any of the bits."""
-    return _for_call(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
+def _refuse_bits(name: str, bits: int, argument: int = 0) -> list[Instruction]:
+    """Refuse if the argument has any of the bits."""
+    load: Instruction = (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * argument)
+    return _for_call(name, [load, (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
+
+
+def _refuse_clone() -> list[Instruction]:
+    """Refuse new namespaces, and threads that do not share the descriptors of their process."""
+    flags: Instruction = (_LOAD, 0, 0, _FIRST_ARGUMENT)
+    namespaces: Instruction = (_ANY_BIT, 2, 0, NEW_NAMESPACES)
+    thread: list[Instruction] = [(_AND, 0, 0, _CLONE_THREAD | _CLONE_FILES), (_EQUAL, 0, 1, _CLONE_THREAD)]
+    return _for_call("clone", [flags, namespaces, *thread, _EPERM, _PASS])
 
 
 def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[Instruction]:

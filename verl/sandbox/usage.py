@@ -53,10 +53,23 @@ class RunProcesses:
             for child in self.read(f"{pid}/task/{thread}/children").split()
         ]
 
-    def fields(self, pid: int, file: str) -> dict[str, int]:
-        """The numbers of `status` or `smaps_rollup` by name, sizes in KB; empty if the process has ended."""
+    def live_thread(self, pid: int) -> tuple[str, dict[str, int]]:
+        """The folder in /proc of a thread that runs, and the numbers of its `status`.
+
+        The folder of a process whose first thread has ended shows neither its memory nor its descriptors.
+        """
+        status = self.fields(str(pid), "status")
+        if "VmPTE" not in status:
+            for thread in self.names(f"{pid}/task"):
+                if thread != str(pid):
+                    folder = f"{pid}/task/{thread}"
+                    return folder, self.fields(folder, "status")
+        return str(pid), status
+
+    def fields(self, folder: str, file: str) -> dict[str, int]:
+        """The numbers of `status` or `smaps_rollup` by name, sizes in KB; empty if the thread has ended."""
         numbers: dict[str, int] = {}
-        for line in self.read(f"{pid}/{file}").splitlines():
+        for line in self.read(f"{folder}/{file}").splitlines():
             name, _, value = line.partition(":")
             number = value.split(None, 1)[:1]
             if number and number[0].isdigit():
@@ -161,12 +174,14 @@ class Descriptors:
 class MemoryUsage:
     """Memory of a run without a cgroup: pages, page tables, and kernel buffers that the program fills.
 
-    `limited`: seccomp limits shared mappings and buffers. `namespaces`: network and IPC belong to the run.
+    `limited`: seccomp limits shared mappings and buffers, and the threads of a process share their descriptors.
+    `namespaces`: network and IPC belong to the run.
     """
 
     def __init__(self, processes: RunProcesses, limit_mb: int, limited: bool, namespaces: bool) -> None:
         self._processes = processes
         self._limit = limit_mb << 10
+        self._limited = limited
         self._min_mapping_bytes = SHARED_MAPPING_BYTES if limited else 0
         self._socket_bytes = socket_bytes()[0 if limited else 1]
         self._namespaces = namespaces
@@ -185,29 +200,30 @@ class MemoryUsage:
 
     def exceeds_limit(self, pids: list[int], check_time: Callable[[], None]) -> bool:
         """Whether the processes together use more than the limit. `check_time`: called between slow steps."""
-        statuses = [self._processes.fields(pid, "status") for pid in pids]
+        threads = [self._processes.live_thread(pid) for pid in pids]
+        folders, statuses = [folder for folder, _ in threads], [status for _, status in threads]
         self._threads = sum(status.get("Threads", 0) for status in statuses)
         private = sum(status.get("RssAnon", 0) for status in statuses)
         shared = sum(status.get("RssShmem", 0) for status in statuses)
-        anonymous, kernel = self._mappings(pids, check_time)
-        kernel += self._buffers(pids, check_time) + (sum(status.get("VmPTE", 0) for status in statuses) << 10)
+        anonymous, kernel = self._mappings(folders, check_time)
+        kernel += self._buffers(folders, check_time) + (sum(status.get("VmPTE", 0) for status in statuses) << 10)
         used = private + max(shared, anonymous >> 10) + (kernel >> 10)
         if used > self._limit and private + shared > 0:
             # Forks share most of their pages: only the proportional size, which takes longer to read, decides.
-            private = self._proportional(pids, "Pss_Anon", check_time)
-            shared = self._proportional(pids, "Pss_Shmem", check_time)
+            private = self._proportional(folders, "Pss_Anon", check_time)
+            shared = self._proportional(folders, "Pss_Shmem", check_time)
             used = private + max(shared, anonymous >> 10) + (kernel >> 10) if private else used
         self._headroom = max(self._limit - used, 0)
         return used > self._limit
 
-    def _proportional(self, pids: list[int], name: str, check_time: Callable[[], None]) -> int:
+    def _proportional(self, folders: list[str], name: str, check_time: Callable[[], None]) -> int:
         total = 0
-        for pid in pids:
-            total += self._processes.fields(pid, "smaps_rollup").get(name, 0)
+        for folder in folders:
+            total += self._processes.fields(folder, "smaps_rollup").get(name, 0)
             check_time()
         return total
 
-    def _mappings(self, pids: list[int], check_time: Callable[[], None]) -> tuple[int, int]:
+    def _mappings(self, folders: list[str], check_time: Callable[[], None]) -> tuple[int, int]:
         """Bytes of anonymous shared memory, and of the kernel for all mappings.
 
         An object counts with the largest part of it that was ever mapped, and at least with what seccomp allows to map
@@ -217,8 +233,8 @@ class MemoryUsage:
         sizes: dict[str, int] = {}
         deleted: set[int] = set()
         count = 0
-        for pid in pids:
-            text = self._processes.read(f"{pid}/maps")
+        for folder in folders:
+            text = self._processes.read(f"{folder}/maps")
             count += text.count("\n")
             for line in text.splitlines() if _DELETED in text else ():
                 if line.endswith(_DELETED):
@@ -235,40 +251,45 @@ class MemoryUsage:
         self.deleted_mappings = deleted
         return sum(sizes.values()), count * _MAPPING_BYTES
 
-    def _buffers(self, pids: list[int], check_time: Callable[[], None]) -> int:
+    def _buffers(self, folders: list[str], check_time: Callable[[], None]) -> int:
         """Bytes that sockets, pipes, epoll and file locks may hold."""
         descriptors = Descriptors()
-        for pid in pids:
-            self._add_descriptors(descriptors, pid)
+        for folder in folders:
+            if self._limited:
+                self._add_descriptors(descriptors, folder)
+            else:  # each thread may have its own table of descriptors
+                pid = folder.partition("/")[0]
+                for thread in self._processes.names(f"{pid}/task"):
+                    self._add_descriptors(descriptors, f"{pid}/task/{thread}")
             check_time()
         self.descriptors = descriptors
         total = len(descriptors.pipes) * _PIPE_BYTES + descriptors.epoll_bytes + descriptors.memory_bytes
         if descriptors.sockets:
             sockets = self._unix_sockets() if self._namespaces else len(descriptors.sockets)
             total += max(sockets, len(descriptors.sockets)) * self._socket_bytes
-        if self._namespaces and not self._min_mapping_bytes:  # neither refused nor shared with the host
+        if self._namespaces and not self._limited:  # neither refused nor shared with the host
             segments = [line.split() for line in self._processes.read("sysvipc/shm").splitlines()[1:]]
             total += sum(int(fields[14]) for fields in segments)
         return total + descriptors.locks * _LOCK_BYTES
 
-    def _add_descriptors(self, descriptors: Descriptors, pid: int) -> None:
-        for number in self._processes.names(f"{pid}/fd"):
+    def _add_descriptors(self, descriptors: Descriptors, folder: str) -> None:
+        for number in self._processes.names(f"{folder}/fd"):
             try:
-                target = os.readlink(f"{pid}/fd/{number}", dir_fd=self._processes.proc)
+                target = os.readlink(f"{folder}/fd/{number}", dir_fd=self._processes.proc)
                 if target.startswith("socket:"):
                     descriptors.sockets.add(target)
                 elif target.startswith("pipe:"):
                     descriptors.pipes.add(target)
                 elif target == "anon_inode:[eventpoll]":
-                    descriptors.epoll_bytes += len(self._processes.read(f"{pid}/fdinfo/{number}")) * _EPOLL_FACTOR
+                    descriptors.epoll_bytes += len(self._processes.read(f"{folder}/fdinfo/{number}")) * _EPOLL_FACTOR
                 elif target.endswith(_DELETED):
-                    file = os.stat(f"{pid}/fd/{number}", dir_fd=self._processes.proc)
+                    file = os.stat(f"{folder}/fd/{number}", dir_fd=self._processes.proc)
                     if target.startswith(_ANONYMOUS):
                         descriptors.memory_bytes += file.st_blocks * 512
                     else:
                         descriptors.deleted[file.st_ino] = file.st_blocks * 512
                 if target.startswith("/") and not target.startswith("/dev/"):
-                    descriptors.locks += self._processes.read(f"{pid}/fdinfo/{number}").count("lock:")
+                    descriptors.locks += self._processes.read(f"{folder}/fdinfo/{number}").count("lock:")
             except OSError:  # closed meanwhile
                 continue
 

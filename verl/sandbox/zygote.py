@@ -65,6 +65,10 @@ def main(control_fd: int) -> None:
     cgroups, reason = _open_cgroups(options["cgroup"])
     try:
         confinement, missing = _probe_isolation(paths, cgroups is not None)
+        if cgroups is not None and confinement.can_leave_cgroup:
+            cgroups.close()
+            cgroups, reason = None, ["no cgroup (programs run as its owner, and only namespaces or Landlock hide it)"]
+            confinement = replace(confinement, accounted=False)
         header = {
             "namespaces": confinement.namespaces,
             "landlock": confinement.landlock,

@@ -8,15 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tests.support.sandbox_attacks.resource_programs import (
+    FILES_OF_THREADS,
+    FIRST_THREAD_ENDED,
+    PAGE_TABLES,
+    PARALLEL_PRIVATE,
+    SLOW_LOOK,
+    SOCKETS_OF_THREADS,
+    SPARSE_PAGE_TABLES,
+    STACK,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceAttack:
-    """`resource`: what is limited and measured."""
+    """`resource`: what is limited and measured. `charged`: the kernel counts it in the cgroup of the process."""
 
     name: str
     code: str
     resource: Literal["memory", "disk"] = "memory"
     language: str = "python"
+    charged: bool = True
 
 
 # Python programs begin with this. Each aims at TARGET bytes and holds them for a moment.
@@ -45,91 +57,14 @@ def until_error(work):
     except OSError: pass
 """
 
-_SPARSE_PAGE_TABLES = r"""
-#include <sys/mman.h>
-#include <unistd.h>
-int main() {
-    for (int child = 0; child < 8; child++) if (fork() == 0) break;
-    // One page in each gigabyte: a page table and a page directory each, for one page of address space.
-    for (unsigned long index = 1; index < 60000; index++) {
-        void* address = (void*)(index << 30);
-        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
-        if (mmap(address, 4096, PROT_READ, flags, -1, 0) == address) *(volatile char*)address;
-    }
-    sleep(1);
-}
-"""
-_PAGE_TABLES = r"""
-#include <sys/mman.h>
-#include <unistd.h>
-int main() {
-    unsigned long part = 1UL << 34, step = 1UL << 21;
-    for (int count = 0; count < 96; count++) {
-        char* memory = (char*)mmap(0, part, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) break;
-        madvise(memory, part, MADV_NOHUGEPAGE);
-        for (unsigned long at = 0; at < part; at += step) *(volatile char*)(memory + at);
-    }
-    sleep(1);
-}
-"""
-_STACK = r"""
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <unistd.h>
-int main() {
-    unsigned long size = 3UL << 30;
-    struct rlimit most;
-    getrlimit(RLIMIT_STACK, &most);
-    most.rlim_cur = most.rlim_max;
-    setrlimit(RLIMIT_STACK, &most);
-    char* memory = (char*)mmap(0, size, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN | MAP_NORESERVE, -1, 0);
-    if (memory != MAP_FAILED) for (unsigned long at = 0; at < size; at += 4096) memory[at] = 1;
-    sleep(1);
-}
-"""
-_SLOW_LOOK = r"""
-#include <sys/mman.h>
-#include <string.h>
-#include <unistd.h>
-int main() {
-    // Most processes have as many mappings as the kernel allows; the others allocate meanwhile.
-    for (int child = 0; child < 12; child++) if (fork() == 0) {
-        char* memory = (char*)mmap(0, 65000 * 4096UL, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        for (long page = 0; page < 65000; page += 2) mprotect(memory + page * 4096, 4096, PROT_NONE);
-        sleep(1);
-    }
-    usleep(400000);
-    for (int child = 0; child < 16; child++) if (fork() == 0) {
-        unsigned long size = 190UL << 20;
-        char* memory = (char*)mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory != MAP_FAILED) memset(memory, 1, size);
-        sleep(1);
-    }
-    sleep(1);
-}
-"""
-_PARALLEL_PRIVATE = r"""
-#include <sys/mman.h>
-#include <string.h>
-#include <unistd.h>
-int main() {
-    for (int child = 0; child < 15; child++) if (fork() == 0) break;
-    unsigned long size = 200UL << 20;
-    char* memory = (char*)mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory != MAP_FAILED) memset(memory, 1, size);
-    sleep(1);
-}
-"""
-
 RESOURCE_ATTACKS = (
     ResourceAttack("private memory, one process", "held = []\nwhile True: held.append(bytearray(10 << 20))"),
-    ResourceAttack("private memory, 16 processes", _PARALLEL_PRIVATE, language="cpp"),
-    ResourceAttack("private memory behind 780,000 mappings", _SLOW_LOOK, language="cpp"),
-    ResourceAttack("growing stack mapping", _STACK, language="cpp"),
-    ResourceAttack("page tables, dense", _PAGE_TABLES, language="cpp"),
-    ResourceAttack("page tables, sparse, 9 processes", _SPARSE_PAGE_TABLES, language="cpp"),
+    ResourceAttack("private memory, 16 processes", PARALLEL_PRIVATE, language="cpp"),
+    ResourceAttack("private memory behind 780,000 mappings", SLOW_LOOK, language="cpp"),
+    ResourceAttack("private memory, first thread ended", FIRST_THREAD_ENDED, language="cpp"),
+    ResourceAttack("growing stack mapping", STACK, language="cpp"),
+    ResourceAttack("page tables, dense", PAGE_TABLES, language="cpp"),
+    ResourceAttack("page tables, sparse, 9 processes", SPARSE_PAGE_TABLES, language="cpp"),
     ResourceAttack(
         "shared anonymous memory, unmapped but for a page",
         """
@@ -211,6 +146,7 @@ def pairs(_):
 in_processes(40, pairs)
 """,
     ),
+    ResourceAttack("socket buffers, descriptors of threads", SOCKETS_OF_THREADS, language="cpp"),
     ResourceAttack(
         "connections that are not accepted",
         """
@@ -299,6 +235,36 @@ in_processes(8, lambda index: until_error(lambda: locks(index)))
 """,
     ),
     ResourceAttack(
+        "access control lists of files",
+        """
+entries = [(1, 2**32 - 1), *[(2, os.getuid())] * 8000, (4, 2**32 - 1), (16, 2**32 - 1), (32, 2**32 - 1)]
+acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", tag, 7, user) for tag, user in entries)
+number = 0
+def make():
+    global number
+    os.mkdir(f"{number}")
+    for kind in ("access", "default"): os.setxattr(f"{number}", f"system.posix_acl_{kind}", acl)
+    number += 1
+until_error(make)
+time.sleep(0.5)
+""",
+        charged=False,
+    ),
+    ResourceAttack(
+        "tables of futexes",
+        """
+in_processes(11, lambda _: libc.prctl(78, 1, ctypes.c_ulong(1 << 22), 0, 0))
+""",
+    ),
+    ResourceAttack(
+        "contexts of asynchronous I/O",
+        """
+context = ctypes.c_ulong()
+while libc.syscall(0 if ARM else 206, 1, ctypes.byref(context)) == 0: context.value = 0
+time.sleep(0.5)
+""",
+    ),
+    ResourceAttack(
         "timers",
         """
 timer = ctypes.c_long()
@@ -367,6 +333,7 @@ time.sleep(0.5)
 """,
         "disk",
     ),
+    ResourceAttack("open files without a name, descriptors of a thread", FILES_OF_THREADS, "disk", "cpp"),
     ResourceAttack(
         "mapped files without a name",
         """

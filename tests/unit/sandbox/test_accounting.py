@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sandbox_attacks.host import NOBODY, python_for
 from verl.sandbox import Limits, Sandbox, available
 
 ROOT = Path(__file__).parents[3]
@@ -134,6 +135,52 @@ def test_kernel_memory_counts(sandbox: Sandbox, code: str) -> None:
     assert "more than 192 MB of memory" in result.stderr
 
 
+LEAVE_CGROUP = """
+import os, time
+for line in open("/proc/self/cgroup"):
+    _, names, path = line.strip().split(":", 2)
+    if names in ("memory", "pids") and "verl-sandbox-" in path:
+        with open(f"/sys/fs/cgroup/{names}{path.split('/verl-sandbox-')[0]}/tasks", "w") as file: file.write("0")
+for _ in range(3):
+    if os.fork() == 0: break
+held = b"x" * (100 << 20)
+time.sleep(3)
+"""
+DELEGATED = """
+import os, sys
+from pathlib import Path
+from tests.support.sandbox_attacks import host
+from verl.sandbox import Limits, Sandbox, cgroup
+names, parents = cgroup._find_parents()
+folders = [Path(parent) / f"verl-test-{os.getpid()}" for parent in parents]
+for folder in folders:
+    folder.mkdir()
+    for path in (folder, *folder.iterdir()): os.chown(path, host.NOBODY, host.NOBODY)
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+child = os.fork()
+if child == 0:
+    host.restrict("namespaces,landlock", host.NOBODY)
+    with Sandbox(require="none", warm=1, limits=Limits(memory_mb=192)) as sandbox:
+        print(sandbox.isolation.cgroup, sandbox.run(sys.stdin.read()).status, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+for folder, parent in zip(folders, parents):
+    (Path(parent) / "cgroup.procs").write_text(str(os.getpid()))
+    folder.rmdir()
+"""
+
+
+def test_a_program_that_could_leave_its_cgroup_is_measured() -> None:
+    """A cgroup that is delegated to the user of the program, without namespaces and Landlock."""
+    python = python_for(NOBODY)
+    if available().cgroup != 1 or os.geteuid() != 0 or python is None:
+        pytest.skip("needs cgroup v1, root, and an interpreter that an ordinary user may read")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [python, "-c", DELEGATED]
+    done = subprocess.run(command, input=LEAVE_CGROUP, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "0 memory\n", done.stderr
+
+
 def test_processes_are_limited(sandbox: Sandbox) -> None:
     code = """
 import os, time
@@ -155,11 +202,31 @@ def test_calls_that_pin_kernel_memory_seem_not_to_exist(sandbox: Sandbox) -> Non
 import ctypes, errno, struct
 libc = ctypes.CDLL(None, use_errno=True)
 arm = __import__("os").uname().machine == "aarch64"
-for number, first in ((444, struct.pack("=QQ", 0, 3)), (277 if arm else 317, 1), (26 if arm else 294, 0)):
+calls = [(444, struct.pack("=QQ", 0, 3)), (277 if arm else 317, 1), (26 if arm else 294, 0), (0 if arm else 206, 1)]
+for number, first in calls:
     print(libc.syscall(number, first, 16, 0), errno.errorcode[ctypes.get_errno()])
-print(libc.prctl(22, 2, 0, 0, 0), errno.errorcode[ctypes.get_errno()])
+for option in (22, 78):  # a seccomp filter, a table of futexes
+    print(libc.prctl(option, 1, 16, 0, 0), errno.errorcode[ctypes.get_errno()])
+print(libc.close_range(100, 101, 2), errno.errorcode[ctypes.get_errno()], libc.close_range(100, 101, 0))
+# A thread with its own descriptors.
+print(libc.syscall(220 if arm else 56, 0x10D00 & ~0x400, 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])
 """
-    assert sandbox.run(code).stdout == "-1 ENOSYS\n" * 3 + "-1 EPERM\n"
+    assert sandbox.run(code).stdout == "-1 ENOSYS\n" * 4 + "-1 EPERM\n" * 2 + "-1 EPERM 0\n-1 EPERM\n"
+
+
+def test_attributes_of_files_seem_not_to_be_supported(sandbox: Sandbox) -> None:
+    if not sandbox.isolation.seccomp:
+        pytest.skip("no seccomp here")
+    code = """
+import os, shutil
+open("a", "w").close()
+for name in ("user.a", "system.posix_acl_access"):
+    try: os.setxattr("a", name, b"x")
+    except OSError as error: print(error.errno)
+shutil.copy2("a", "b"); print(os.system("cp -a a c"), sorted(os.listdir()))
+"""
+    result = sandbox.run(code)
+    assert result.stdout == "95\n95\n0 ['a', 'b', 'c', 'main.py']\n", result.stderr
 
 
 def test_large_shared_mappings_need_a_cgroup(sandbox: Sandbox) -> None:
