@@ -57,6 +57,7 @@ def _row(figures: Figures) -> dict[str, Any]:
         "health failed": len(figures.health_failures),
         "idle max ms": round(1000 * figures.control_s["max"], 1),
         **{f"MB {name}": round(figures.memory_mb[name]) for name in ("before", "peak", "after")},
+        **{f"descriptors {name}": figures.descriptors[name] for name in ("before", "after")},
         "regular ok": figures.regular["ok"],
         "changed": figures.regular["changed"],
         "failed": figures.regular["failed"],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.attacks.support.attacker import Outcome
-from tests.attacks.support.probe import HealthProbe, MemoryProbe, control_server, percentile
+from tests.attacks.support.probe import HealthProbe, Level, MemoryProbe, control_server, percentile
 from tests.attacks.support.regular import RegularClients, regular_work
 from tests.attacks.support.servers import ROOT, RunningServer, running_server
 
@@ -26,6 +26,8 @@ _RECOVERY_S = 20.0
 _TRIM_S = 5.0
 _ALLOWED_GROWTH = 0.1
 _ALLOWED_GROWTH_MB = 50
+_ALLOWED_DESCRIPTORS = 8
+"""Those that a server opens once, with the first request of a kind: a log, a cache, the pipe of a thread."""
 
 
 @dataclass
@@ -43,9 +45,9 @@ class Figures:
     """Without the time in which the server was ready to run and had no CPU."""
     control_s: dict[str, float] = field(default_factory=dict)
     memory_mb: dict[str, float] = field(default_factory=dict)
-    """before, after: without pages of files; shared pages count once (PSS).
-    peak, peak_parent: resident; shared pages count once per process."""
+    """before, peak, after: as `MemoryProbe` counts it."""
     processes: dict[str, int] = field(default_factory=dict)
+    descriptors: dict[str, int] = field(default_factory=dict)
     regular: dict[str, Any] = field(default_factory=dict)
     stop: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -63,6 +65,11 @@ class Figures:
         """After the attack, when the server is idle."""
         before = self.memory_mb["before"]
         return max(before * (1 + _ALLOWED_GROWTH), before + _ALLOWED_GROWTH_MB)
+
+    @property
+    def allowed_descriptors(self) -> int:
+        """After the attack, when the server is idle."""
+        return self.descriptors["before"] + _ALLOWED_DESCRIPTORS
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,8 +89,7 @@ def run_campaign(name: str, seed: int, folder: Path) -> Figures:
         clients = RegularClients(server.url, regular_work(name))
         clients.record()
         memory = MemoryProbe(server)
-        before, processes = _idle_level(memory)
-        figures.memory_mb["before"], figures.processes["before"] = _mb(before), processes
+        _record_level(figures, "before", _idle_level(memory))
         probes = [HealthProbe(server.url, server.process.pid), HealthProbe(*control), memory]
         began = time.monotonic()
         for part in (*probes, clients):
@@ -106,7 +112,7 @@ def run_campaign(name: str, seed: int, folder: Path) -> Figures:
     return figures
 
 
-def _idle_level(memory: MemoryProbe) -> tuple[int, int]:
+def _idle_level(memory: MemoryProbe) -> Level:
     """`memory.level()` when the number of processes does not change any more: servers start workers early.
 
     First wait until the server has returned the memory of the recorded requests, as it does after the attack.
@@ -116,7 +122,7 @@ def _idle_level(memory: MemoryProbe) -> tuple[int, int]:
     for _ in range(20):
         time.sleep(0.5)
         previous, level = level, memory.level()
-        if level[1] == previous[1]:
+        if level.processes == previous.processes:
             break
     return level
 
@@ -179,16 +185,26 @@ def _slow_health(health: HealthProbe, outcomes: list[Outcome]) -> list[tuple[flo
 
 
 def _wait_for_recovery(figures: Figures, memory: MemoryProbe) -> None:
-    """Memory and processes after the attack, as soon as both are back at their level or after some seconds."""
+    """The level after the attack, as soon as all of it is back at the level before, or after some seconds."""
     deadline = time.monotonic() + _RECOVERY_S
     while True:
-        used, processes = memory.level()
-        recovered = _mb(used) <= figures.allowed_memory_mb and processes <= figures.processes["before"]
+        level = memory.level()
+        recovered = (
+            _mb(level.memory) <= figures.allowed_memory_mb
+            and level.processes <= figures.processes["before"]
+            and level.descriptors <= figures.allowed_descriptors
+        )
         if recovered or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    figures.memory_mb |= {"peak": _mb(memory.peak), "peak_parent": _mb(memory.peak_parent), "after": _mb(used)}
-    figures.processes["after"] = processes
+    figures.memory_mb["peak"] = _mb(memory.peak)
+    _record_level(figures, "after", level)
+
+
+def _record_level(figures: Figures, when: str, level: Level) -> None:
+    figures.memory_mb[when] = _mb(level.memory)
+    figures.processes[when] = level.processes
+    figures.descriptors[when] = level.descriptors
 
 
 def _stop(figures: Figures, server: RunningServer, memory: MemoryProbe) -> None:

@@ -36,6 +36,9 @@ def check_figures(figures: Figures) -> None:
         if figures.memory_mb["peak"] > figures.memory_mb["before"] + _PEAK_MB
         else "",
         f"processes: {figures.processes}" if figures.processes["after"] > figures.processes["before"] else "",
+        f"open descriptors: {figures.descriptors}, allowed afterwards: {figures.allowed_descriptors}"
+        if figures.descriptors["after"] > figures.allowed_descriptors
+        else "",
         f"regular clients: {figures.regular}" if figures.regular_problems or not figures.regular["ok"] else "",
         f"processes after the end: {figures.left_processes}" if figures.left_processes else "",
         f"stopping: {figures.stop}" if figures.stop["exit_code"] != 0 else "",

@@ -1,4 +1,4 @@
-"""Probes during an attack: latency of GET /health, memory and processes of the server.
+"""Probes during an attack: latency of GET /health; memory, processes and open descriptors of the server.
 
 The machine is loaded by the attack itself, and latencies contain what the machine adds. Two measurements of that part:
 the time in which threads of the server were ready to run and had no CPU (schedstat of the kernel), and the latency of
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ import psutil
 
 from tests.attacks.support.servers import RunningServer
 
-__all__ = ["HealthProbe", "MemoryProbe", "control_server", "percentile"]
+__all__ = ["HealthProbe", "Level", "MemoryProbe", "control_server", "percentile"]
 
 _INTERVAL_S = 0.05
 _MEMORY_INTERVAL_S = 0.25
@@ -127,55 +128,74 @@ def _seconds_without_cpu(pid: int) -> dict[str, float]:
     return delays
 
 
+@dataclass(frozen=True)
+class Level:
+    """What the process tree of a server uses."""
+
+    memory: int
+    """Bytes, as `MemoryProbe` counts them."""
+    processes: int
+    descriptors: int
+    """Open files and sockets; those that processes share count once per process."""
+
+
 class MemoryProbe(_Sampler):
-    """Resident bytes of the server's process tree, and every process that it ever had."""
+    """Memory of the server's process tree, and every process that it ever had.
+
+    Memory is anonymous and shared memory in proportion to the processes that share it (PSS), so that forks count their
+    common pages once, and swap. Pages of files do not count: the kernel can drop them, and their proportion depends on
+    which other programs of the machine have mapped the same file.
+    """
 
     _interval_s = _MEMORY_INTERVAL_S
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self.peak = 0
-        self.peak_parent = 0
         self.processes: dict[tuple[int, float], psutil.Process] = {}
 
-    def read(self) -> tuple[int, int]:
-        """(resident bytes, number of processes)"""
-        total, tree = 0, self._server.tree()
-        for process in tree:
-            with contextlib.suppress(psutil.Error):
-                self.processes.setdefault((process.pid, process.create_time()), process)
-                resident = process.memory_info().rss
-                total += resident
-                if process.pid == self._server.process.pid:
-                    self.peak_parent = max(self.peak_parent, resident)
-        return total, len(tree)
-
-    def level(self) -> tuple[int, int]:
-        """(bytes, number of processes); memory that processes share counts once (PSS). Slow, for an idle server.
-
-        Without pages of files: their share depends on which other programs of the machine have mapped the same file.
-        """
+    def level(self) -> Level:
+        """Slow, for an idle server."""
         tree = self._server.tree()
-        return sum(_proportional_bytes(process.pid) for process in tree), len(tree)
+        descriptors = 0
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                descriptors += process.num_fds()
+        return Level(sum(_proportional_bytes(process.pid) for process in tree), len(tree), descriptors)
 
     def alive(self) -> list[psutil.Process]:
         """Processes of the server that still run."""
         return [process for process in self.processes.values() if _runs(process)]
 
     def _sample(self) -> None:
-        self.peak = max(self.peak, self.read()[0])
+        tree = self._server.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                self.processes.setdefault((process.pid, process.create_time()), process)
+        # The proportion takes long to read. It is never above the resident memory, which does not.
+        if sum(_resident_bytes(process.pid) for process in tree) > self.peak:
+            self.peak = max(self.peak, sum(_proportional_bytes(process.pid) for process in tree))
         if self.peak > _KILL_BYTES:  # before the kernel kills other programs of the machine
             self._server.process.kill()
 
 
+def _resident_bytes(pid: int) -> int:
+    """Anonymous and shared memory of a process, without regard to other processes that share it."""
+    return _sum_fields(pid, "status", ("RssAnon:", "RssShmem:", "VmSwap:"))
+
+
 def _proportional_bytes(pid: int) -> int:
-    """Anonymous and shared memory of a process; 0 if it has ended."""
+    """Anonymous and shared memory of a process in proportion to the processes that share it."""
+    return _sum_fields(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+
+
+def _sum_fields(pid: int, file: str, names: tuple[str, ...]) -> int:
+    """The sum of fields of a file in /proc, in bytes; 0 if the process has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    kilobytes = {line.split()[0]: line.split()[1] for line in lines[1:]}
-    return sum(int(kilobytes[field]) << 10 for field in ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
 
 
 def _runs(process: psutil.Process) -> bool:
