@@ -205,6 +205,7 @@ class TaskRunner:
         self.mapping: dict[Any, str] = {}
         self._trainer: Any = None
         self._startup_status = RunStatus(0)
+        self._startup_status.starting = True  # also while Ray unpickles the arguments of `run`
         self._stop_requested = False
 
     def run(self, config: PPOConfig) -> str | None:
@@ -215,7 +216,6 @@ class TaskRunner:
         one_line = console_mode(config) == LINE
         # Log lines and step lines in one stream keep their order.
         setup_logging(stream=sys.stdout if one_line else None, console=console_mode(config))
-        self._startup_status.starting = True
         try:
             return self._run(load_config(config))
         finally:
