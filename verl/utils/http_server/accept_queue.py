@@ -13,36 +13,53 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["MAX_READY_CONNECTIONS", "AcceptQueue"]
+__all__ = ["MAX_READY_CONNECTIONS", "UNAVAILABLE", "AcceptQueue", "OpenConnections"]
 
 _HEALTH = b"GET /health"
 # Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
 _ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
-_PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1
+_REJECTED_BYTES = 1 << 16
 
 MAX_READY_CONNECTIONS = 2048
 """Connections with data that wait to be passed on, in addition to those that the server allows."""
+
+_MAX_HEALTH_CONNECTIONS = 64
+UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+
+
+class OpenConnections(NamedTuple):
+    """Numbers of connections of a server."""
+
+    total: int
+    replaceable: int
+    """Without a complete request: the server closes one of them for a new connection."""
+    unread: int
+    """Passed on, but their data was not read yet. The server does not know whether they have a complete request."""
 
 
 class AcceptQueue:
     """Accepts the connections of a listening socket and passes them to the server when they have data.
 
-    `open_connections` returns the number of connections of the server. Above `max_connections` in total, the oldest
-    connection without data is closed; if there is none, the new one is passed on and the server decides. A connection
-    without data is closed after `seconds`.
+    Above `max_connections` in total, the oldest connection without data is closed for a new one. A connection with data
+    is passed on when the server has room or has read all others; if `max_ready` such connections wait, it gets 503. A
+    connection without data is closed after `seconds`.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         create_protocol: Callable[[], asyncio.BaseProtocol],
-        open_connections: Callable[[], int],
+        open_connections: Callable[[], OpenConnections],
         max_connections: int,
+        max_ready: int,
         seconds: float,
     ) -> None:
         self._listener, self._create_protocol = listener, create_protocol
-        self._open_connections, self._max_connections, self._seconds = open_connections, max_connections, seconds
+        self._open_connections, self._max_connections, self._max_ready = open_connections, max_connections, max_ready
+        self._seconds = seconds
         self._silent: dict[socket.socket, float] = {}
         """Connections without data and when each was accepted, oldest first."""
         self._health: deque[socket.socket] = deque()
@@ -74,49 +91,58 @@ class AcceptQueue:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # too many open files
-                if not self._evict(0):
+                if not self._evict():
                     self._loop.remove_reader(self._listener)
                     self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             connection.setblocking(False)
-            self._evict(self._max_connections)
+            if self._count() >= self._max_connections:
+                self._evict()
             self._silent[connection] = time.monotonic()
             self._check_data(connection)
             if connection in self._silent:
                 self._loop.add_reader(connection, self._check_data, connection)
 
-    def _evict(self, limit: int) -> bool:
-        """Close one connection if there are `limit` or more. Returns False if none could be closed."""
-        if len(self._silent) + len(self._ready) + self._open_connections() < limit:
-            return True
-        if self._silent:
-            self._close_silent(next(iter(self._silent)))
-        elif len(self._ready) >= MAX_READY_CONNECTIONS or not limit:
-            if not self._ready:
-                return False
-            self._ready.popleft().close()
-        return True
+    def _count(self) -> int:
+        return len(self._silent) + len(self._health) + len(self._ready) + self._open_connections().total
 
-    def _check_data(self, connection: socket.socket) -> None:
-        """Queue the connection if its client has sent data."""
+    def _evict(self) -> bool:
+        """Close the oldest connection without data; False if all have data. The event loop may not have reported data
+        yet, so each is checked."""
+        while self._silent:
+            oldest = next(iter(self._silent))
+            if not self._check_data(oldest):
+                self._close_silent(oldest)
+            if oldest.fileno() < 0:
+                return True
+        return False
+
+    def _check_data(self, connection: socket.socket) -> bool:
+        """Queue the connection and return True if its client has sent data; close it if its client has closed it."""
         try:
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             start = b""
         if not start:
             self._close_silent(connection)
-            return
+            return True
         del self._silent[connection]
         self._loop.remove_reader(connection)
-        (self._health if start == _HEALTH else self._ready).append(connection)
+        if start == _HEALTH and len(self._health) < _MAX_HEALTH_CONNECTIONS:
+            self._health.append(connection)
+        elif len(self._ready) < self._max_ready:
+            self._ready.append(connection)
+        else:
+            _reject(connection)
         if not self._is_passing:
             self._is_passing = True
             self._loop.call_soon(self._pass_on)
+        return True
 
     def _pass_on(self) -> None:
-        for _ in range(_PASSED_AT_ONCE):
+        for _ in range(self._room()):
             queue = self._health or self._ready
             if not queue:
                 break
@@ -126,6 +152,15 @@ class AcceptQueue:
         self._is_passing = bool(self._health or self._ready)
         if self._is_passing:
             self._loop.call_soon(self._pass_on)
+
+    def _room(self) -> int:
+        """Connections to pass on now: as many as the server can take without closing one whose data it has not read.
+        If it can take none, it gets one and responds with 503."""
+        connections, pending = self._open_connections(), len(self._pending)
+        room = self._max_connections - connections.total + connections.replaceable - pending
+        if room <= 0:
+            return 0 if connections.unread or pending else 1
+        return min(room, _PASSED_AT_ONCE)
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
@@ -147,3 +182,11 @@ class AcceptQueue:
             self._close_silent(connection)
         oldest = next(iter(self._silent.values()), now)
         self._timer = self._loop.call_later(max(0.05, oldest + self._seconds - now), self._close_expired)
+
+
+def _reject(connection: socket.socket) -> None:
+    """Respond with 503 and close. Data that was not read would make the kernel reset the connection."""
+    with contextlib.suppress(OSError):
+        connection.send(UNAVAILABLE)
+        connection.recv(_REJECTED_BYTES)
+    connection.close()

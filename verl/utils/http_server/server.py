@@ -24,7 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
-from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, AcceptQueue
+from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, UNAVAILABLE, AcceptQueue, OpenConnections
 from verl.utils.http_server.options import DEFAULT_CONNECTIONS
 from verl.utils.resources import trim_heap
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OTHER_FILES = 256 + MAX_READY_CONNECTIONS
+_OWN_FILES = 256
 _POLL_SECONDS = 0.01
 # Events of connections that are handled in one iteration of the loop. A request needs several iterations.
 _EVENTS_AT_ONCE = 256
@@ -48,7 +48,6 @@ _SWITCH_SECONDS = 0.001
 _BACKLOG = MAX_READY_CONNECTIONS
 # Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
-_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +104,12 @@ def create_server(
 
     It stops at SIGTERM or SIGINT or, without `signals` (inside another program), when `should_exit` is set.
     """
-    limits = replace(limits, connections=_allowed_connections(limits.connections))
+    connections, max_ready = _allowed_connections(limits.connections)
+    limits = replace(limits, connections=connections)
     config = uvicorn.Config(
         _HeaderLimit(app, limits.header_bytes),
         loop="asyncio",
-        http=type("Connection", (_Connection,), {"limits": limits, "waiting": {}, "receiving": {}}),
+        http=type("Connection", (_Connection,), {"limits": limits, "unread": set(), "waiting": {}, "receiving": {}}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -122,7 +122,7 @@ def create_server(
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
-    return _Server(config, name, limits, path, signals, example)
+    return _Server(config, name, limits, max_ready, path, signals, example)
 
 
 def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -157,14 +157,18 @@ class _FairSelector(selectors.DefaultSelector):
         return ready
 
 
-def _allowed_connections(count: int) -> int:
-    """Raise the soft limit on open files if necessary; return how many connections the limit allows."""
+def _allowed_connections(count: int) -> tuple[int, int]:
+    """Raise the soft limit on open files if necessary. Return how many connections it allows, and how many more may
+    wait to be passed on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    reserved = _OWN_FILES + MAX_READY_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < count + reserved:
+        soft = count + reserved if hard == resource.RLIM_INFINITY else min(count + reserved, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - min(_OTHER_FILES, soft // 2)))
+    if soft == resource.RLIM_INFINITY:
+        return count, MAX_READY_CONNECTIONS
+    reserved = min(reserved, soft // 2)
+    return max(1, min(count, soft - reserved)), max(1, reserved - _OWN_FILES, reserved // 4)
 
 
 class _HeaderLimit:
@@ -189,12 +193,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         name: str,
         limits: ConnectionLimits,
+        max_ready: int,
         path: str,
         signals: bool,
         example: Callable[[str], str] | None,
     ) -> None:
         super().__init__(config)
         self._name, self._limits, self._path, self._example = name, limits, path, example
+        self._max_ready = max_ready
         self._signals = _SIGNALS if signals else ()
         self._accept_queues: list[AcceptQueue] = []
         self._trimmed_to = 0
@@ -235,8 +241,19 @@ class _Server(uvicorn.Server):
             protocol: Any = self.config.http_protocol_class
             return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        connections, limits = self.server_state.connections, self._limits
-        return AcceptQueue(bound, create_protocol, lambda: len(connections), limits.connections, limits.request_seconds)
+        def open_connections() -> OpenConnections:
+            protocol: Any = self.config.http_protocol_class
+            replaceable = len(protocol.waiting) + len(protocol.receiving)
+            return OpenConnections(len(self.server_state.connections), replaceable, len(protocol.unread))
+
+        return AcceptQueue(
+            bound,
+            create_protocol,
+            open_connections,
+            max_connections=self._limits.connections,
+            max_ready=self._max_ready,
+            seconds=self._limits.request_seconds,
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for queue in self._accept_queues:
@@ -265,6 +282,8 @@ class _Server(uvicorn.Server):
 
 class _Connection(H11Protocol):
     limits: ConnectionLimits
+    unread: set[_Connection]
+    """The server's connections of which nothing was read yet. They have data: no other connection replaces them."""
     waiting: dict[_Connection, None]
     """The server's connections without a request, in the order in which they began to wait."""
     receiving: dict[_Connection, None]
@@ -275,10 +294,10 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections and not self._close_longest_waiting():
-            transport.write(_UNAVAILABLE)
+            transport.write(UNAVAILABLE)
             transport.close()
         else:
-            self.waiting[self] = None
+            self.unread.add(self)
             self._request_timer = self._abort_after(self.limits.request_seconds)
 
     def _close_longest_waiting(self) -> bool:
@@ -291,6 +310,7 @@ class _Connection(H11Protocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        self.unread.discard(self)
         super().data_received(data)
         self._enter_queue()
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
@@ -312,6 +332,7 @@ class _Connection(H11Protocol):
             queue.setdefault(self)
 
     def _leave_queues(self) -> None:
+        self.unread.discard(self)
         self.waiting.pop(self, None)
         self.receiving.pop(self, None)
 
@@ -358,6 +379,8 @@ def serve_in_thread(
         thread.start()
         while thread.is_alive() and not server.started:
             time.sleep(_POLL_SECONDS)
+        if not server.started:
+            raise RuntimeError(f"the server of {name} could not start; the error of its thread is in the log")
         try:
             yield int(bound.getsockname()[1])
         finally:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 # /slow answers after a second, /endless streams without end, /block keeps the event loop busy, /echo reads the body.
@@ -51,11 +52,16 @@ def connections():
 
 
 @pytest.fixture
-def server(connections):
+def files():
+    return "ulimit -Sn 40"
+
+
+@pytest.fixture
+def server(connections, files):
     """(process, port)"""
     process = subprocess.Popen(
         # A limit on open files below the number of connections, as many systems have it.
-        ["bash", "-c", f'ulimit -Sn 40; exec "{sys.executable}" -c "$0" {connections}', PROGRAM],
+        ["bash", "-c", f'{files}; exec "{sys.executable}" -c "$0" {connections}', PROGRAM],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -75,6 +81,11 @@ def connection(port, data=b""):
     made = socket.create_connection(("127.0.0.1", port), timeout=30)
     made.sendall(data)
     return made
+
+
+def response_to(port, data):
+    with connection(port, data) as client:
+        return client.recv(2**16)
 
 
 def get(path):
@@ -128,6 +139,35 @@ def test_a_new_connection_replaces_the_one_that_waited_longest_for_a_request(ser
         assert half_open[0].recv(1) == b""
         assert half_open[1].send(b"T") == 1
     assert b"200 OK" in busy.recv(2**16)
+
+
+@pytest.mark.parametrize("connections", [32])
+def test_requests_that_arrive_together_replace_incomplete_ones_not_each_other(server):
+    process, port = server
+    incomplete = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with contextlib.ExitStack() as opened:
+        for _ in range(32):
+            opened.enter_context(connection(port, incomplete))
+        with connection(port, get("/")) as client:  # all of them have been read
+            assert b"200 OK" in client.recv(2**16)
+        process.send_signal(signal.SIGSTOP)
+        clients = [opened.enter_context(connection(port, get("/"))) for _ in range(16)]
+        process.send_signal(signal.SIGCONT)
+        assert all(b"200 OK" in client.recv(2**16) for client in clients)
+
+
+@pytest.mark.parametrize("files", ["ulimit -Sn 96; ulimit -Hn 96"])
+@pytest.mark.parametrize("connections", [1000])
+def test_connections_do_not_use_up_a_low_limit_on_open_files(server):
+    process, port = server
+    with contextlib.ExitStack() as opened:
+        for data in (b"", b"POST /"):
+            for _ in range(300):
+                opened.enter_context(connection(port, data))
+            assert psutil.Process(process.pid).num_fds() <= 84, "some are left for the files of the server"
+            while b"503" in response_to(port, get("/")):  # while the connections above are read
+                time.sleep(0.1)
+            assert b"200 OK" in response_to(port, get("/"))
 
 
 def test_connections_above_the_limit_get_503_if_all_others_have_requests(server):
