@@ -13,53 +13,43 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-__all__ = ["MAX_READY_CONNECTIONS", "UNAVAILABLE", "AcceptQueue", "OpenConnections"]
+__all__ = ["MAX_HEALTH_CONNECTIONS", "MAX_QUEUED_CONNECTIONS", "AcceptQueue"]
 
 _HEALTH = b"GET /health"
 # Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
 _ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
 _PAUSE_SECONDS = 0.1
+_RETRY_SECONDS = 0.005
 _REJECTED_BYTES = 1 << 16
 
-MAX_READY_CONNECTIONS = 2048
-"""Connections with data that wait to be passed on, in addition to those that the server allows."""
+MAX_QUEUED_CONNECTIONS = 4096
+"""Connections of the queue, in addition to those of the server."""
 
-_MAX_HEALTH_CONNECTIONS = 64
-UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+MAX_HEALTH_CONNECTIONS = 64
+"""Connections with GET /health that are passed on before all others, even if the server has no room."""
 
-
-class OpenConnections(NamedTuple):
-    """Numbers of connections of a server."""
-
-    total: int
-    replaceable: int
-    """Without a complete request: the server closes one of them for a new connection."""
-    unread: int
-    """Passed on, but their data was not read yet. The server does not know whether they have a complete request."""
+_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 
 class AcceptQueue:
     """Accepts the connections of a listening socket and passes them to the server when they have data.
 
-    Above `max_connections` in total, the oldest connection without data is closed for a new one. A connection with data
-    is passed on when the server has room or has read all others; if `max_ready` such connections wait, it gets 503. A
-    connection without data is closed after `seconds`.
+    `count_room(most)` returns how many connections, up to `most`, the server can take now; None if they should not wait
+    but get 503. Above `max_queued` connections, the oldest one without data is closed for a new one; if all have data,
+    the new one gets 503. A connection without data is closed after `seconds`.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         create_protocol: Callable[[], asyncio.BaseProtocol],
-        open_connections: Callable[[], OpenConnections],
-        max_connections: int,
-        max_ready: int,
+        count_room: Callable[[int], int | None],
+        max_queued: int,
         seconds: float,
     ) -> None:
-        self._listener, self._create_protocol = listener, create_protocol
-        self._open_connections, self._max_connections, self._max_ready = open_connections, max_connections, max_ready
-        self._seconds = seconds
+        self._listener, self._create_protocol, self._count_room = listener, create_protocol, count_room
+        self._max_queued, self._seconds = max_queued, seconds
         self._silent: dict[socket.socket, float] = {}
         """Connections without data and when each was accepted, oldest first."""
         self._health: deque[socket.socket] = deque()
@@ -96,15 +86,15 @@ class AcceptQueue:
                     self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             connection.setblocking(False)
-            if self._count() >= self._max_connections:
+            if self._is_full():
                 self._evict()
             self._silent[connection] = time.monotonic()
             self._check_data(connection)
             if connection in self._silent:
                 self._loop.add_reader(connection, self._check_data, connection)
 
-    def _count(self) -> int:
-        return len(self._silent) + len(self._health) + len(self._ready) + self._open_connections().total
+    def _is_full(self) -> bool:
+        return len(self._silent) + len(self._ready) >= self._max_queued
 
     def _evict(self) -> bool:
         """Close the oldest connection without data; False if all have data. The event loop may not have reported data
@@ -130,37 +120,33 @@ class AcceptQueue:
             return True
         del self._silent[connection]
         self._loop.remove_reader(connection)
-        if start == _HEALTH and len(self._health) < _MAX_HEALTH_CONNECTIONS:
+        if start == _HEALTH and len(self._health) < MAX_HEALTH_CONNECTIONS:
             self._health.append(connection)
-        elif len(self._ready) < self._max_ready:
-            self._ready.append(connection)
-        else:
+        elif self._is_full():
             _reject(connection)
+        else:
+            self._ready.append(connection)
         if not self._is_passing:
             self._is_passing = True
             self._loop.call_soon(self._pass_on)
         return True
 
     def _pass_on(self) -> None:
-        for _ in range(self._room()):
-            queue = self._health or self._ready
-            if not queue:
-                break
-            task = self._loop.create_task(self._connect(queue.popleft()))
+        room = self._count_room(_PASSED_AT_ONCE)
+        passed = [self._health.popleft() for _ in range(min(len(self._health), _PASSED_AT_ONCE))]
+        if room is None:
+            while self._ready:
+                _reject(self._ready.popleft())
+        else:
+            count = min(len(self._ready), room - len(self._pending) - len(passed))
+            passed += [self._ready.popleft() for _ in range(count)]
+        for connection in passed:
+            task = self._loop.create_task(self._connect(connection))
             self._pending.add(task)
             task.add_done_callback(self._pending.discard)
         self._is_passing = bool(self._health or self._ready)
         if self._is_passing:
-            self._loop.call_soon(self._pass_on)
-
-    def _room(self) -> int:
-        """Connections to pass on now: as many as the server can take without closing one whose data it has not read.
-        If it can take none, it gets one and responds with 503."""
-        connections, pending = self._open_connections(), len(self._pending)
-        room = self._max_connections - connections.total + connections.replaceable - pending
-        if room <= 0:
-            return 0 if connections.unread or pending else 1
-        return min(room, _PASSED_AT_ONCE)
+            self._loop.call_later(0 if passed else _RETRY_SECONDS, self._pass_on)
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
@@ -187,6 +173,6 @@ class AcceptQueue:
 def _reject(connection: socket.socket) -> None:
     """Respond with 503 and close. Data that was not read would make the kernel reset the connection."""
     with contextlib.suppress(OSError):
-        connection.send(UNAVAILABLE)
+        connection.send(_UNAVAILABLE)
         connection.recv(_REJECTED_BYTES)
     connection.close()

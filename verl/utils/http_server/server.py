@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
 import resource
 import select
@@ -24,7 +25,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
-from verl.utils.http_server.accept_queue import MAX_READY_CONNECTIONS, UNAVAILABLE, AcceptQueue, OpenConnections
+from verl.utils.http_server.accept_queue import MAX_HEALTH_CONNECTIONS, MAX_QUEUED_CONNECTIONS, AcceptQueue
 from verl.utils.http_server.options import DEFAULT_CONNECTIONS
 from verl.utils.resources import trim_heap
 
@@ -45,7 +46,7 @@ _POLL_SECONDS = 0.01
 _EVENTS_AT_ONCE = 256
 # After this time a thread that computes lets the event loop run (Python's default: 5 ms).
 _SWITCH_SECONDS = 0.001
-_BACKLOG = MAX_READY_CONNECTIONS
+_BACKLOG = 2048
 # Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 
@@ -58,7 +59,9 @@ class ConnectionLimits:
 
     connections: int = DEFAULT_CONNECTIONS
     """Open connections. Above it, the connection that has waited longest for a request is closed for a new one; if
-    all are busy, the new one gets 503."""
+    all have requests, the new one gets 503."""
+    protected_seconds: float = 1.0
+    """Time in which an incomplete request is not closed for a new connection. The new connection waits."""
     idle_seconds: int = 60
     """Time a connection may stay open between two requests."""
     request_seconds: float = 60.0
@@ -104,12 +107,16 @@ def create_server(
 
     It stops at SIGTERM or SIGINT or, without `signals` (inside another program), when `should_exit` is set.
     """
-    connections, max_ready = _allowed_connections(limits.connections)
+    connections, max_queued = _allowed_connections(limits.connections)
     limits = replace(limits, connections=connections)
     config = uvicorn.Config(
         _HeaderLimit(app, limits.header_bytes),
         loop="asyncio",
-        http=type("Connection", (_Connection,), {"limits": limits, "unread": set(), "waiting": {}, "receiving": {}}),
+        http=type(
+            "Connection",
+            (_Connection,),
+            {"limits": limits, "open": set(), "unread": set(), "waiting": {}, "receiving": {}},
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -122,7 +129,7 @@ def create_server(
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
-    return _Server(config, name, limits, max_ready, path, signals, example)
+    return _Server(config, name, limits, max_queued, path, signals, example)
 
 
 def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -161,12 +168,12 @@ def _allowed_connections(count: int) -> tuple[int, int]:
     """Raise the soft limit on open files if necessary. Return how many connections it allows, and how many more may
     wait to be passed on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reserved = _OWN_FILES + MAX_READY_CONNECTIONS
+    reserved = _OWN_FILES + MAX_QUEUED_CONNECTIONS
     if soft != resource.RLIM_INFINITY and soft < count + reserved:
         soft = count + reserved if hard == resource.RLIM_INFINITY else min(count + reserved, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
-        return count, MAX_READY_CONNECTIONS
+        return count, MAX_QUEUED_CONNECTIONS
     reserved = min(reserved, soft // 2)
     return max(1, min(count, soft - reserved)), max(1, reserved - _OWN_FILES, reserved // 4)
 
@@ -193,14 +200,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         name: str,
         limits: ConnectionLimits,
-        max_ready: int,
+        max_queued: int,
         path: str,
         signals: bool,
         example: Callable[[str], str] | None,
     ) -> None:
         super().__init__(config)
         self._name, self._limits, self._path, self._example = name, limits, path, example
-        self._max_ready = max_ready
+        self._max_queued = max_queued
         self._signals = _SIGNALS if signals else ()
         self._accept_queues: list[AcceptQueue] = []
         self._trimmed_to = 0
@@ -237,23 +244,12 @@ class _Server(uvicorn.Server):
         return self.server_state.total_requests, len(self.server_state.connections)
 
     def _create_accept_queue(self, bound: socket.socket) -> AcceptQueue:
+        protocol: Any = self.config.http_protocol_class
+
         def create_protocol() -> asyncio.Protocol:
-            protocol: Any = self.config.http_protocol_class
             return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        def open_connections() -> OpenConnections:
-            protocol: Any = self.config.http_protocol_class
-            replaceable = len(protocol.waiting) + len(protocol.receiving)
-            return OpenConnections(len(self.server_state.connections), replaceable, len(protocol.unread))
-
-        return AcceptQueue(
-            bound,
-            create_protocol,
-            open_connections,
-            max_connections=self._limits.connections,
-            max_ready=self._max_ready,
-            seconds=self._limits.request_seconds,
-        )
+        return AcceptQueue(bound, create_protocol, protocol.count_room, self._max_queued, self._limits.request_seconds)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for queue in self._accept_queues:
@@ -282,32 +278,48 @@ class _Server(uvicorn.Server):
 
 class _Connection(H11Protocol):
     limits: ConnectionLimits
+    open: set[_Connection]
+    """The server's connections, except those that are being closed."""
     unread: set[_Connection]
-    """The server's connections of which nothing was read yet. They have data: no other connection replaces them."""
-    waiting: dict[_Connection, None]
-    """The server's connections without a request, in the order in which they began to wait."""
-    receiving: dict[_Connection, None]
-    """Connections whose request body is not complete, oldest first."""
+    """Connections of which nothing was read yet. They have data: no other connection replaces them."""
+    waiting: dict[_Connection, float]
+    """Connections without a request and when each began to wait, oldest first."""
+    receiving: dict[_Connection, float]
+    """Connections whose request body is not complete and when it began, oldest first."""
     _request_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
+    @classmethod
+    def count_room(cls, most: int) -> int | None:
+        """Return how many connections, up to `most`, the server can take without closing a protected one; None if all
+        its connections have complete requests."""
+        room = cls.limits.connections - len(cls.open)
+        if room <= 0 and not (cls.unread or cls.waiting or cls.receiving):
+            return None
+        latest = time.monotonic() - cls.limits.protected_seconds
+        for queue in (cls.waiting, cls.receiving):
+            unprotected = itertools.takewhile(lambda since: since <= latest, queue.values())
+            room += sum(1 for _ in itertools.islice(unprotected, max(0, most - room)))
+        return max(0, min(room, most))
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections and not self._close_longest_waiting():
-            transport.write(UNAVAILABLE)
-            transport.close()
-        else:
-            self.unread.add(self)
-            self._request_timer = self._abort_after(self.limits.request_seconds)
+        self.open.add(self)
+        self.unread.add(self)
+        self._request_timer = self._abort_after(self.limits.request_seconds)
+        excess = len(self.open) - self.limits.connections
+        if excess > 0:
+            # GET /health does not wait for room. A few of them may exceed the limit.
+            self._close_longest_waiting(self.limits.protected_seconds if excess <= MAX_HEALTH_CONNECTIONS else 0)
 
-    def _close_longest_waiting(self) -> bool:
+    def _close_longest_waiting(self, protected_seconds: float) -> None:
         """Clients that open connections without sending requests must not keep others out."""
-        longest = next(iter(self.waiting or self.receiving), None)
-        if longest is None:
-            return False
-        longest._leave_queues()
-        longest.transport.abort()
-        return True
+        queue = self.waiting or self.receiving
+        longest = next(iter(queue), None)
+        if longest is not None and queue[longest] <= time.monotonic() - protected_seconds:
+            longest._leave_queues()
+            self.open.discard(longest)
+            longest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self.unread.discard(self)
@@ -329,7 +341,7 @@ class _Connection(H11Protocol):
         if queue is None or self not in queue:
             self._leave_queues()
         if queue is not None:
-            queue.setdefault(self)
+            queue.setdefault(self, time.monotonic())
 
     def _leave_queues(self) -> None:
         self.unread.discard(self)
@@ -349,6 +361,7 @@ class _Connection(H11Protocol):
         self._stop_request_timer()
         self._stop_write_timer()
         self._leave_queues()
+        self.open.discard(self)
         super().connection_lost(exc)
 
     def _abort_after(self, seconds: float) -> asyncio.TimerHandle:

@@ -40,7 +40,8 @@ logging.basicConfig(level="INFO", stream=sys.stdout)
 bound = socket.socket()
 bound.bind(("127.0.0.1", 0))
 limits = ConnectionLimits(
-    connections=int(sys.argv[1]), idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20
+    connections=int(sys.argv[1]), protected_seconds=0.1, idle_seconds=1, request_seconds=1, stalled_seconds=1,
+    grace_seconds=20,
 )
 asyncio.run(create_server(app, "a test", limits, "/v1").serve([bound]))
 """
