@@ -18,13 +18,13 @@ def test_the_tour_from_random_weights_to_a_served_model(tmp_path):
     command = [sys.executable, "examples/tour/run.py", "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    told = re.search(r"right on (\d+)% of new pairs\nreward (\S+) .*PPO, (\S+) after\n", done.stdout)
-    assert int(told[1]) > 90
-    assert float(told[3]) > float(told[2])
+    rewards = re.search(r"right on (\d+)% of new pairs\nreward (\S+) .*PPO, (\S+) after\n", done.stdout)
+    assert int(rewards[1]) > 90
+    assert float(rewards[3]) > float(rewards[2])
     before, after = re.search(r"accuracy (\d+)% before PPO, (\d+)% after", done.stdout).groups()
     assert int(before) < 50
     assert int(after) > 75
-    answers = re.findall(r"#### (\d+) +\(right: (\d+)\)", done.stdout)
+    answers = re.findall(r"#### (\d+) +\(correct: (\d+)\)", done.stdout)
     assert len(answers) == 3
-    assert sum(given == right for given, right in answers) >= 2
+    assert sum(answer == correct for answer, correct in answers) >= 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
