@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 _lock = threading.Lock()
-# Bytes mapped outside torch's allocator, now and at most, by device index.
+# By device index: bytes mapped outside torch's allocator, and the peak of the sum with torch's until the last change.
 _mapped: dict[int, int] = {}
-_mapped_peak: dict[int, int] = {}
+_earlier_peak: dict[int, int] = {}
 
 
 def get_device_name() -> str:
@@ -79,16 +79,19 @@ def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> lis
 
 def record_mapped_bytes(index: int, size: int) -> None:
     """Record that `size` bytes (negative: unmapped) are mapped on the device `index` outside torch's allocator."""
+    import torch
+
     with _lock:
+        # Torch's peak until now was reached with the old mappings.
+        _earlier_peak[index] = _peak(index)
+        torch.cuda.reset_peak_memory_stats(index)
         _mapped[index] = _mapped.get(index, 0) + size
-        _mapped_peak[index] = max(_mapped_peak.get(index, 0), _mapped[index])
 
 
 def memory_in_use(device: torch.device, reset: bool = False) -> tuple[int, int]:
     """Return (peak bytes since the last reset, current bytes) of this process on a GPU; (0, 0) on a CPU.
 
-    Both are sums of torch's allocator and of recorded mappings. Their peaks may be at different times: the sum is then
-    slightly above the real peak.
+    Both are sums of torch's allocator and of recorded mappings.
     """
     import torch
 
@@ -96,12 +99,18 @@ def memory_in_use(device: torch.device, reset: bool = False) -> tuple[int, int]:
         return 0, 0
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        peak = torch.cuda.max_memory_allocated(index) + _mapped_peak.get(index, 0)
+        peak = _peak(index)
         now = torch.cuda.memory_allocated(index) + _mapped.get(index, 0)
         if reset:
             torch.cuda.reset_peak_memory_stats(index)
-            _mapped_peak[index] = _mapped.get(index, 0)
+            _earlier_peak[index] = 0
     return peak, now
+
+
+def _peak(index: int) -> int:
+    import torch
+
+    return max(_earlier_peak.get(index, 0), torch.cuda.max_memory_allocated(index) + _mapped.get(index, 0))
 
 
 def __getattr__(name: str) -> Any:
