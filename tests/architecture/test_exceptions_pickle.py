@@ -1,4 +1,4 @@
-"""Every exception class of the package arrives in another process as it left: Ray and scorer processes pickle them."""
+"""Every exception class of the package can be pickled: Ray and scorer processes send them."""
 
 from __future__ import annotations
 

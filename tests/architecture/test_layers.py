@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports go downward only, faces hold no work, heavy packages are imported where used."""
+"""Layers: imports go downward only, alias modules contain no code, optional packages are imported where used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.syntax import parsed
 
 ROOT = Path(__file__).parents[2]
 
-# From the roof down; packages on one floor do not import each other.
-FLOORS: list[list[str]] = [
+# From the top layer down. Packages of one layer do not import each other.
+LAYERS: list[list[str]] = [
     ["verl.cli", "verl.__main__"],
     ["verl.trainer", "verl.model_merger"],
     ["verl.agent"],
@@ -33,8 +33,8 @@ FLOORS: list[list[str]] = [
         "verl",
     ],
 ]
-# The roles' faces stand on the roles' own floor and are made of them; utils may read the configuration, and the table
-# of columns, which imports nothing. Of utils, only rewards may run code in the sandbox.
+# Exceptions inside a layer: aliases of the roles import the roles; utils read the configuration and the table of
+# columns, which imports nothing; of utils, only rewards run code in the sandbox.
 ALLOWED = {
     ("verl.workers.fsdp_workers", "verl.workers.roles"),
     ("verl.workers.megatron_workers", "verl.workers.roles"),
@@ -51,8 +51,8 @@ ALLOWED = {
     ("verl.config", "verl.version"),
     ("verl.utils", "verl.version"),
 }
-# Files whose name users know but whose work lives elsewhere: imports, __all__ and bindings only; exempt from floors.
-FACES = {
+# Public module names whose code is elsewhere: imports, __all__ and assignments only; exempt from layers.
+ALIASES = {
     "verl/trainer/ppo/core_algos.py",
     "verl/workers/fsdp_workers.py",
     "verl/workers/megatron_workers.py",
@@ -63,9 +63,9 @@ FACES = {
     "verl/utils/seqlen_balancing.py",
     "verl/single_controller/ray/base.py",
 }
-FACE_FOLDERS = ("verl/experimental/", "search_r1/")
-# Imported only inside functions of the module that needs them, but for a package that is about nothing else.
-AT_HOME = {"megatron": "verl/workers/engine/megatron/"}
+ALIAS_FOLDERS = ("verl/experimental/", "search_r1/")
+# Imported only inside functions, except in the package that requires them.
+REQUIRED_BY = {"megatron": "verl/workers/engine/megatron/"}
 OPTIONAL = {
     "vllm",
     "sglang",
@@ -92,7 +92,7 @@ def python_files(*folders: str) -> list[Path]:
 
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes that a test here looks at, wherever they are in the file: imports and calls."""
+    """All imports and calls of a file, including those inside functions."""
     return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)]
 
 
@@ -100,8 +100,8 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def is_face(path: Path) -> bool:
-    return relative(path) in FACES or relative(path).startswith(FACE_FOLDERS)
+def is_alias(path: Path) -> bool:
+    return relative(path) in ALIASES or relative(path).startswith(ALIAS_FOLDERS)
 
 
 def module_name(path: Path) -> str:
@@ -116,67 +116,67 @@ def imported_modules(nodes: Iterable[ast.AST]) -> list[tuple[str, int]]:
         if isinstance(node, ast.Import):
             imports += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}: write it whole"
+            assert node.level == 0, f"relative import in line {node.lineno}: use an absolute import"
             imports += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
     return imports
 
 
 @functools.cache
-def room_of(module: str) -> tuple[int, str]:
-    """Floor (0 is the roof) and package of a module."""
-    rooms = [(len(room), floor, room) for floor, level in enumerate(FLOORS) for room in level]
-    for _, floor, room in sorted(rooms, reverse=True):
-        if module == room or module.startswith(room + "."):
-            return floor, room
-    raise AssertionError(f"{module} stands on no floor: add its package to FLOORS")
+def layer_of(module: str) -> tuple[int, str]:
+    """Layer (0 is the top) and package of a module."""
+    packages = [(len(package), layer, package) for layer, names in enumerate(LAYERS) for package in names]
+    for _, layer, package in sorted(packages, reverse=True):
+        if module == package or module.startswith(package + "."):
+            return layer, package
+    raise AssertionError(f"{module} is in no layer: add its package to LAYERS")
 
 
 def test_imports_go_downward_only():
     wrong = []
     for path in python_files("verl"):
         # verl/__init__ names what it loads lazily; test_light_imports proves that it loads nothing early.
-        if is_face(path) or relative(path) == "verl/__init__.py":
+        if is_alias(path) or relative(path) == "verl/__init__.py":
             continue
-        floor, room = room_of(module_name(path))
+        layer, package = layer_of(module_name(path))
         for target, line in imported_modules(nodes_of(path)):
             if not target.startswith("verl"):
                 continue
-            target_floor, target_room = room_of(target)
-            sideways = target_floor == floor and target_room != room and (room, target_room) not in ALLOWED
-            if target_floor < floor or sideways:
-                wrong.append(f"{relative(path)}:{line} imports {target} ({target_room}) from {room}")
+            target_layer, target_package = layer_of(target)
+            is_sibling = target_layer == layer and target_package != package
+            if target_layer < layer or (is_sibling and (package, target_package) not in ALLOWED):
+                wrong.append(f"{relative(path)}:{line} imports {target} ({target_package}) from {package}")
     assert not wrong, "\n".join(wrong)
 
 
 def import_graph(modules: dict[str, Iterable[ast.AST]]) -> dict[str, set[str]]:
-    """Module name → modules it imports, wherever the import stands: in functions and under TYPE_CHECKING too."""
+    """Module name → modules it imports, including imports in functions and under TYPE_CHECKING."""
     graph: dict[str, set[str]] = {}
     for name, nodes in modules.items():
         targets = [target for target, _ in imported_modules(nodes)]
-        # `from a.b import c` is of a.b.c where that is a module, else of a.b.
-        found = {target if target in modules else target.rpartition(".")[0] for target in targets}
-        graph[name] = (found & modules.keys()) - {name}
+        # `from a.b import c` imports a.b.c if that is a module, otherwise a.b.
+        imported = {target if target in modules else target.rpartition(".")[0] for target in targets}
+        graph[name] = (imported & modules.keys()) - {name}
     return graph
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, directly or not; what is left when leaves and roots are taken off, again and
-    again, is on a circle or between two of them."""
-    left = {name: set(targets) for name, targets in graph.items()}
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or indirectly: those that remain when modules without imports and
+    modules that are not imported are removed repeatedly."""
+    remaining = {name: set(targets) for name, targets in graph.items()}
     while True:
-        imported = {target for targets in left.values() for target in targets}
-        off = {name for name, targets in left.items() if not targets or name not in imported}
-        if not off:
-            return [[name, *sorted(targets)] for name, targets in sorted(left.items())]
-        left = {name: targets - off for name, targets in left.items() if name not in off}
+        imported = {target for targets in remaining.values() for target in targets}
+        removed = {name for name, targets in remaining.items() if not targets or name not in imported}
+        if not removed:
+            return [[name, *sorted(targets)] for name, targets in sorted(remaining.items())]
+        remaining = {name: targets - removed for name, targets in remaining.items() if name not in removed}
 
 
-def test_no_import_circles_not_even_for_types_or_inside_functions():
+def test_there_are_no_import_cycles():
     modules = {module_name(path): nodes_of(path) for path in python_files("verl")}
-    assert not circles(import_graph(modules))
+    assert not cycles(import_graph(modules))
 
 
-def test_a_circle_through_a_function_and_a_type_is_found():
+def test_cycles_through_a_function_and_a_type_are_detected():
     sources = {
         "a": "from b import x",
         "b": "def f():\n    import c",
@@ -185,26 +185,26 @@ def test_a_circle_through_a_function_and_a_type_is_found():
         "e": "",
     }
     modules = {name: list(ast.walk(ast.parse(source))) for name, source in sources.items()}
-    assert [names[0] for names in circles(import_graph(modules))] == ["a", "b", "c"]
+    assert [names[0] for names in cycles(import_graph(modules))] == ["a", "b", "c"]
 
 
-def test_the_collaborators_do_not_know_the_trainer():
-    """The async trainer composes the same ones."""
+def test_components_do_not_import_the_trainer():
+    """The async trainer uses the same components."""
     for name in ("worker_groups", "generator", "validator", "weight_sync", "state", "dynamic_sampling", "prompts"):
         source = (ROOT / f"verl/trainer/ppo/{name}.py").read_text()
         assert "RayPPOTrainer" not in source, name
         assert "ray_trainer" not in source, name
 
 
-def test_every_module_stands_on_a_floor():
+def test_every_module_is_in_a_layer():
     for path in python_files("verl"):
-        if not is_face(path):
-            room_of(module_name(path))
+        if not is_alias(path):
+            layer_of(module_name(path))
 
 
-def test_faces_hold_no_work():
+def test_alias_modules_contain_no_code():
     for path in python_files("verl", "search_r1"):
-        if not is_face(path):
+        if not is_alias(path):
             continue
         for node in parsed(path).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -214,20 +214,22 @@ def test_faces_hold_no_work():
             )
             main_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
             allowed = isinstance(node, ast.Import | ast.ImportFrom) or docstring or binding or empty_class or main_guard
-            assert allowed, f"{relative(path)}:{node.lineno}: a face holds imports, __all__ and bindings only"
+            assert allowed, (
+                f"{relative(path)}:{node.lineno}: an alias module contains imports, __all__ and assignments only"
+            )
 
 
 def test_optional_packages_are_imported_only_where_used():
     for path in python_files("verl"):
         for target, line in imported_modules(parsed(path).body):
             package = target.split(".")[0]
-            allowed = package not in OPTIONAL or relative(path).startswith(AT_HOME.get(package, "nowhere"))
+            allowed = package not in OPTIONAL or relative(path).startswith(REQUIRED_BY.get(package, "nowhere"))
             assert allowed, f"{relative(path)}:{line}: import {target} inside the function"
 
 
-def test_every_file_says_what_it_is_for():
+def test_every_file_has_a_docstring():
     for path in python_files("verl", "benchmarks", "examples", "recipe"):
-        assert ast.get_docstring(parsed(path)), f"{relative(path)}: the first line says which one idea it is"
+        assert ast.get_docstring(parsed(path)), f"{relative(path)}: the docstring states the purpose of the file"
 
 
 def test_config_values_are_read_from_dataclasses_not_looked_up_with_defaults():
