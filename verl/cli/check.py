@@ -51,7 +51,7 @@ class Options:
 
 
 @dataclass
-class Output:
+class ReportOutput:
     """Prints sections of the report and collects problems."""
 
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         if kind not in _KINDS:
             sys.stderr.write(unknown_name("check", kind, _KINDS))
             return 2
-    output = Output()
+    output = ReportOutput()
     try:
         file = read_config_file(options.config_path, options.config_name)
         checked = Options(file, overrides, options.rows, options.scored)
@@ -140,7 +140,7 @@ def read_config_file(folder: str | None, name: str | None) -> DictConfig | None:
 # -------------------------------------------------------------------- reinforcement learning
 
 
-def check_training(options: Options, output: Output) -> None:
+def check_training(options: Options, output: ReportOutput) -> None:
     """Check the configuration of `verl train`, section by section."""
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.utils import hf_tokenizer
@@ -163,7 +163,7 @@ def check_training(options: Options, output: Output) -> None:
     _check_reward(config, options, output)
 
 
-def _check_configuration(config: PPOConfig, output: Output) -> None:
+def _check_configuration(config: PPOConfig, output: ReportOutput) -> None:
     """Report problems of files and user code, except those of this machine and of data, which is checked below."""
     from verl.config.files import check_environment
     from verl.trainer.common.preflight import ppo_preflight
@@ -181,7 +181,7 @@ def _check_configuration(config: PPOConfig, output: Output) -> None:
     output.line(f"{len(config.changed)} keys differ from their defaults")
 
 
-def _check_end_tokens(config: PPOConfig, folder: str, tokenizer: Any, output: Output) -> EndTokens:
+def _check_end_tokens(config: PPOConfig, folder: str, tokenizer: Any, output: ReportOutput) -> EndTokens:
     from verl.models.loading import read_config
     from verl.utils.end_tokens import find_end_tokens
 
@@ -198,7 +198,7 @@ def _check_end_tokens(config: PPOConfig, folder: str, tokenizer: Any, output: Ou
     return end_tokens
 
 
-def _check_turns(config: PPOConfig, tokenizer: Any, end_tokens: EndTokens, output: Output) -> Turns | None:
+def _check_turns(config: PPOConfig, tokenizer: Any, end_tokens: EndTokens, output: ReportOutput) -> Turns | None:
     """Load the tools, check them and the chat template in several turns; None if there is only one turn."""
     from verl.agent.chat import Chat
     from verl.agent.toolbox import Toolbox
@@ -235,7 +235,7 @@ def _check_turns(config: PPOConfig, tokenizer: Any, end_tokens: EndTokens, outpu
     return Turns(chat, schemas)
 
 
-def _check_files(config: PPOConfig, key: str, tokenizer: Any, output: Output) -> None:
+def _check_files(config: PPOConfig, key: str, tokenizer: Any, output: ReportOutput) -> None:
     """Check every row of the files of a key: schema, prompt lengths, reward per data source."""
     from verl.trainer.data_check import check_data
     from verl.trainer.data_check_command import show_report
@@ -268,7 +268,7 @@ def _has_own_reward(config: PPOConfig) -> bool:
 
 
 def _show_training_rows(
-    config: PPOConfig, tokenizer: Any, turns: Turns | None, end_tokens: EndTokens, count: int, output: Output
+    config: PPOConfig, tokenizer: Any, turns: Turns | None, end_tokens: EndTokens, count: int, output: ReportOutput
 ) -> None:
     """Show the first rows as the model sees them, followed by a sample answer."""
     from verl.utils.dataset.chat import PromptEncoder
@@ -329,7 +329,7 @@ def _tool_turn(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> list[Segment
     return [Segment(token_ids[:end], True), Segment(chat.suffix([result], token_ids[:end]), False)]
 
 
-def _check_reward(config: PPOConfig, options: Options, output: Output) -> None:
+def _check_reward(config: PPOConfig, options: Options, output: ReportOutput) -> None:
     """Try the reward function on rows of the training files."""
     from verl.trainer.data_check import check_reward_function
     from verl.trainer.data_check_command import show_report
@@ -350,7 +350,7 @@ def _check_reward(config: PPOConfig, options: Options, output: Output) -> None:
 # -------------------------------------------------------------------- supervised fine-tuning
 
 
-def check_sft(options: Options, output: Output) -> None:
+def check_sft(options: Options, output: ReportOutput) -> None:
     """Check the configuration of `verl sft`: rows, trained tokens, lengths."""
     from verl.config.sft import check_environment
     from verl.trainer.common.preflight import supervised_preflight
@@ -385,7 +385,7 @@ def _runs(item: Any) -> Iterator[Segment]:
             start = place
 
 
-def _show_lengths(items: Sequence[Any], limit: int, output: Output) -> None:
+def _show_lengths(items: Sequence[Any], limit: int, output: ReportOutput) -> None:
     import numpy as np
 
     output.section("lengths")
@@ -399,7 +399,7 @@ def _show_lengths(items: Sequence[Any], limit: int, output: Output) -> None:
         output.problem(f"{int((trained == 0).sum())} rows have no trained token")
 
 
-def _show_segments(where: str, segments: Sequence[Segment], tokenizer: Any, output: Output) -> None:
+def _show_segments(where: str, segments: Sequence[Segment], tokenizer: Any, output: ReportOutput) -> None:
     table = Table("", "tokens", "text", title=escape(where), title_justify="left", show_lines=True)
     for segment in segments:
         text = tokenizer.decode(segment.token_ids, skip_special_tokens=False)

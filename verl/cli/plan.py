@@ -87,7 +87,7 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
     """Return the run that the options describe. Raises ConfigError or ValueError with the messages of the run."""
     from verl.config.load import ROOTS, load_config
     from verl.planning.report import PlannedRun
-    from verl.planning.seconds import Lengths
+    from verl.planning.seconds import MeanLengths
 
     root = next(root for root in ROOTS if root.yaml == _PROGRAMS[options.program])
     gpu, notes = _gpu(options)
@@ -101,7 +101,7 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
     folders, other_notes = _model_folders(config)
     shapes, missing = _shapes(config, folders)
     device, host = _memory(options, config, gpu)
-    lengths = Lengths(options.prompt_tokens, options.response_tokens)
+    lengths = MeanLengths(options.prompt_tokens, options.response_tokens)
     return PlannedRun(config, load, shapes, gpu, device, host, lengths, (*notes, *other_notes, *missing))
 
 

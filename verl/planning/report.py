@@ -15,7 +15,7 @@ from verl.planning.host import HostMemory
 from verl.planning.largest import LargestModel, LargestValue, Load, largest_batch, largest_length, largest_model
 from verl.planning.phases import GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory, format_table
 from verl.planning.plan import memory_plan, supervised_memory_plan
-from verl.planning.seconds import Lengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds
+from verl.planning.seconds import MeanLengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds
 from verl.planning.shapes import ModelShape
 
 # Bytes per second of a disk with checksums (docs/performance.md, Checkpoints: 0.8 to 1.1 GB/s).
@@ -34,7 +34,7 @@ class PlannedRun:
     """None: the run uses CPUs."""
     device: DeviceMemory | None
     host: HostMemory | None
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: MeanLengths = field(default_factory=MeanLengths)
     notes: tuple[str, ...] = ()
 
     def plan_with(self, config: Any, shapes: Mapping[str, ModelShape]) -> MemoryPlan:

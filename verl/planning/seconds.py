@@ -93,7 +93,7 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class MeanLengths:
     """Mean tokens of prompts and responses; None: the maximum of the configuration."""
 
     prompt: int | None = None
@@ -101,7 +101,7 @@ class Lengths:
 
 
 def step_seconds(
-    config: PPOConfig, shapes: Mapping[str, ModelShape], plan: MemoryPlan, gpu: GPU, lengths: Lengths
+    config: PPOConfig, shapes: Mapping[str, ModelShape], plan: MemoryPlan, gpu: GPU, lengths: MeanLengths
 ) -> list[PhaseSeconds]:
     """Return the phases of a step of a run, without reward functions and data loading; empty if rates are unknown."""
     if gpu.rates is None:

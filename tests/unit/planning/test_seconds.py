@@ -10,7 +10,7 @@ from verl.planning.plan import memory_plan
 from verl.planning.seconds import (
     MEASURED_DECODE_STEPS,
     MEASURED_RATES,
-    Lengths,
+    MeanLengths,
     decode_seconds,
     forward_flops,
     pass_flops,
@@ -29,7 +29,7 @@ def load(*overrides):
     return load_config(None, [*base, "algorithm=grpo", *overrides], check_files=False)
 
 
-def seconds(config, name="Qwen2.5-0.5B", gpu=H200, lengths=Lengths()):  # noqa: B008
+def seconds(config, name="Qwen2.5-0.5B", gpu=H200, lengths=MeanLengths()):  # noqa: B008
     shapes = {"actor": known_shape(name), "critic": known_shape(name, "value")}
     plan = memory_plan(config, shapes, gpu.memory)
     return {phase.phase: phase for phase in step_seconds(config, shapes, plan, gpu, lengths)}
@@ -103,7 +103,7 @@ def test_offload_checkpointing_and_shorter_responses_change_the_seconds():
     assert offload["update_actor"].seconds - plain["update_actor"].seconds == pytest.approx(moved)
     faster = seconds(load("actor_rollout_ref.model.enable_gradient_checkpointing=False"))
     assert faster["update_actor"].seconds < plain["update_actor"].seconds
-    shorter = seconds(load(), lengths=Lengths(response=100))
+    shorter = seconds(load(), lengths=MeanLengths(response=100))
     assert shorter["gen"].seconds < plain["gen"].seconds
     two = seconds(load("trainer.n_gpus_per_node=2"))
     assert two["update_actor"].seconds < plain["update_actor"].seconds
