@@ -80,8 +80,9 @@ def test_descriptors_of_all_processes_count(process: Process) -> None:
 
 
 @pytest.mark.parametrize(("after", "fails"), [(108, False), (109, True)])
-def test_descriptors_that_stay_open_are_a_failure(after: int, fails: bool) -> None:
+def test_descriptors_that_stay_open_are_a_failure(after: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"max": 0.1}
+    monkeypatch.delenv("ATTACK_FIGURES", raising=False)
     figures = Figures(
         "test", 1, health_s=seconds, own_health_s=seconds, control_s=seconds,
         memory_mb={"before": 100, "peak": 200, "after": 100}, processes={"before": 1, "after": 1},
