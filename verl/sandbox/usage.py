@@ -256,11 +256,11 @@ class MemoryUsage:
         descriptors = Descriptors()
         for folder in folders:
             if self._limited:
-                self._add_descriptors(descriptors, folder)
+                self._add_descriptors(descriptors, folder, check_time)
             else:  # each thread may have its own table of descriptors
                 pid = folder.partition("/")[0]
                 for thread in self._processes.names(f"{pid}/task"):
-                    self._add_descriptors(descriptors, f"{pid}/task/{thread}")
+                    self._add_descriptors(descriptors, f"{pid}/task/{thread}", check_time)
             check_time()
         self.descriptors = descriptors
         total = len(descriptors.pipes) * _PIPE_BYTES + descriptors.epoll_bytes + descriptors.memory_bytes
@@ -272,8 +272,10 @@ class MemoryUsage:
             total += sum(int(fields[14]) for fields in segments)
         return total + descriptors.locks * _LOCK_BYTES
 
-    def _add_descriptors(self, descriptors: Descriptors, folder: str) -> None:
-        for number in self._processes.names(f"{folder}/fd"):
+    def _add_descriptors(self, descriptors: Descriptors, folder: str, check_time: Callable[[], None]) -> None:
+        for index, number in enumerate(self._processes.names(f"{folder}/fd")):
+            if index % _CHECK_TIME_FILES == 0:  # the program fills buffers while its many descriptors are read
+                check_time()
             try:
                 target = os.readlink(f"{folder}/fd/{number}", dir_fd=self._processes.proc)
                 if target.startswith("socket:"):
