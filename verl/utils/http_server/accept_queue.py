@@ -132,13 +132,15 @@ class AcceptQueue:
         return True
 
     def _pass_on(self) -> None:
-        room = self._count_room(_PASSED_AT_ONCE)
-        passed = [self._health.popleft() for _ in range(min(len(self._health), _PASSED_AT_ONCE))]
+        # GET /health uses at most half of an iteration, so that others are never starved.
+        passed = [self._health.popleft() for _ in range(min(len(self._health), _PASSED_AT_ONCE // 2))]
+        taken = len(self._pending) + len(passed)
+        room = self._count_room(_PASSED_AT_ONCE + taken)
         if room is None:
             while self._ready:
                 _reject(self._ready.popleft())
         else:
-            count = min(len(self._ready), room - len(self._pending) - len(passed))
+            count = min(len(self._ready), _PASSED_AT_ONCE - len(passed), room - taken)
             passed += [self._ready.popleft() for _ in range(count)]
         for connection in passed:
             task = self._loop.create_task(self._connect(connection))
@@ -165,7 +167,8 @@ class AcceptQueue:
         for connection, since in list(self._silent.items()):
             if now - since < self._seconds:
                 break
-            self._close_silent(connection)
+            if not self._check_data(connection):
+                self._close_silent(connection)
         oldest = next(iter(self._silent.values()), now)
         self._timer = self._loop.call_later(max(0.05, oldest + self._seconds - now), self._close_expired)
 

@@ -291,10 +291,10 @@ class _Connection(H11Protocol):
 
     @classmethod
     def count_room(cls, most: int) -> int | None:
-        """Return how many connections, up to `most`, the server can take without closing a protected one; None if all
-        its connections have complete requests."""
+        """Return how many connections, up to `most`, the server can take without closing a protected one; None if there
+        will be no room before a request is finished."""
         room = cls.limits.connections - len(cls.open)
-        if room <= 0 and not (cls.unread or cls.waiting or cls.receiving):
+        if room + len(cls.unread) + len(cls.waiting) + len(cls.receiving) <= 0:
             return None
         latest = time.monotonic() - cls.limits.protected_seconds
         for queue in (cls.waiting, cls.receiving):
@@ -314,15 +314,19 @@ class _Connection(H11Protocol):
 
     def _close_longest_waiting(self, protected_seconds: float) -> None:
         """Clients that open connections without sending requests must not keep others out."""
-        queue = self.waiting or self.receiving
-        longest = next(iter(queue), None)
-        if longest is not None and queue[longest] <= time.monotonic() - protected_seconds:
-            longest._leave_queues()
-            self.open.discard(longest)
-            longest.transport.abort()
+        latest = time.monotonic() - protected_seconds
+        for queue in (self.waiting, self.receiving):
+            longest = next(iter(queue), None)
+            if longest is not None and queue[longest] <= latest:
+                longest._leave_queues()
+                self.open.discard(longest)
+                longest.transport.abort()
+                return
 
     def data_received(self, data: bytes) -> None:
         self.unread.discard(self)
+        if not self.flow.write_paused:
+            self._stop_write_timer()
         super().data_received(data)
         self._enter_queue()
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
@@ -333,6 +337,9 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._enter_queue()
+        if self.conn.their_state is h11.SEND_BODY and self._request_timer is None:  # of a pipelined request
+            self._request_timer = self._abort_after(self.limits.request_seconds)
+        self._start_drain_timer()
 
     def _enter_queue(self) -> None:
         """Keep the position in a queue that the connection is already in."""
@@ -350,12 +357,24 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self._abort_after(self.limits.stalled_seconds)
+        self._stop_write_timer()
+        self._write_timer = self._abort_after(self.limits.stalled_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_write_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_drain_timer()
+
+    def _start_drain_timer(self) -> None:
+        """Limit the time for the end of a response, which asyncio has buffered: no later write is paused for it."""
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._write_timer = self.loop.call_later(self.limits.stalled_seconds, self._abort_if_unread)
+
+    def _abort_if_unread(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_request_timer()

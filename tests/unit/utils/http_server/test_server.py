@@ -28,6 +28,9 @@ async def app(scope, receive, send):
             pass
     elif path == "/slow":
         await asyncio.sleep(1)
+    elif path.startswith("/large/"):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        return await send({"type": "http.response.body", "body": b"x" * int(path.removeprefix("/large/"))})
     elif path == "/echo":
         while (await receive()).get("more_body"):
             pass
@@ -253,6 +256,46 @@ def test_a_connection_may_be_used_again_and_not_be_kept_for_nothing(server):
         assert client.getresponse().read() == b"done"
         time.sleep(0.6)  # for the first time within the second that it may be idle
     assert seconds_until_closed(client.sock) < 5
+
+
+def test_a_pipelined_request_that_stays_incomplete_is_closed(server):
+    _, port = server
+    second = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with connection(port, get("/") + second) as client:
+        assert 0.5 < seconds_until_closed(client) < 5
+
+
+@pytest.mark.parametrize("files", ["ulimit -Sn 400"])
+@pytest.mark.parametrize("connections", [200])
+def test_the_buffered_end_of_a_response_is_not_kept_for_a_reader_that_stops(server):
+    """Some of these sizes exceed the kernel's buffers by less than what asyncio buffers without pausing the server."""
+    process, port = server
+    with contextlib.ExitStack() as opened:
+        for size in range(0, 6 << 20, 48 << 10):
+            client = opened.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            client.sendall(f"GET /large/{size} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        deadline = time.monotonic() + 10
+        while (left := open_connections(process)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+
+
+def open_connections(process):
+    return [one for one in psutil.Process(process.pid).net_connections("tcp") if one.raddr]
+
+
+@pytest.mark.parametrize("count", [64])
+@pytest.mark.parametrize("connections", [1])
+def test_an_idle_connection_is_replaced_and_busy_ones_lead_to_503(server, count):
+    _, port = server
+    with contextlib.ExitStack() as opened:
+        busy = opened.enter_context(connection(port, get("/slow")))
+        time.sleep(0.2)
+        responses = [response_to(port, get("/")) for _ in range(count)]
+        assert all(b"503" in response for response in responses)
+        assert b"200 OK" in busy.recv(2**16)
 
 
 @pytest.mark.parametrize("extra", [b"", b"G"])
