@@ -18,6 +18,7 @@ from tests.support.training_harness import make_task, overrides
 # The real driver on a real Ray; the run itself only waits.
 PROGRAM = """
 import atexit, pathlib, sys, time
+from dataclasses import replace
 from verl.config import load_config
 from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.trainer.main_ppo import TaskRunner, run_ppo
@@ -30,7 +31,7 @@ class Waits(TaskRunner):
         self.asked += 1
         if self.asked > 1:  # the driver has the first answer
             pathlib.Path("running").touch()
-        return super().run_status()
+        return replace(super().run_status(), starting=False)  # the first step has begun
 
     def request_stop(self):
         self.stopped = pathlib.Path("saves").exists()

@@ -110,7 +110,11 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
         with show_startup(config.trainer.console == LINE), startup_phase("Ray"):
             processes = _start_ray(config, head)
         output = ControllerOutput(_class_name(runner_class)) if config.trainer.console == LINE else None
-        runner = _create_runner(runner_class)
+        try:
+            runner = _create_runner(runner_class)
+        except (KeyboardInterrupt, SystemExit):
+            processes.kill()
+            raise
     enable_stack_dumps()
     monitor = ControllerMonitor(runner, processes, config.trainer.hang_timeout)
     stopping: AbstractContextManager[StopRequest] = nullcontext(StopRequest())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from verl.config import RunConfig
 from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
-from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.supervised_process import previous_attempts
 from verl.utils.console.lines import LINE
 from verl.utils.network import find_foreign_service
@@ -108,6 +106,7 @@ def start_ray(
             if not wait.sleep(f"{error.reason}; waiting for it (trainer.nodes_within)"):
                 raise
     runtime_env = get_ppo_ray_runtime_env()
+    _disable_cpp_stacks()
 
     def init() -> Any:
         try:
@@ -135,6 +134,17 @@ def start_ray(
     if context.dashboard_url:  # with the extra `dashboard`
         logger.info("Ray dashboard: http://%s", context.dashboard_url.removeprefix("http://"))
     return RayProcesses(pids)
+
+
+def _disable_cpp_stacks() -> None:
+    """Keep Ray from printing C++ stacks when a signal ends this process, unless the user has set the variable.
+
+    The environment variable alone only affects new processes: Ray reads it when it is imported.
+    """
+    from ray._private import ray_constants
+
+    if os.environ.setdefault(_NO_CPP_STACKS, "1") == "1":
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
 
 
 def joins_cluster() -> bool:
@@ -261,10 +271,8 @@ def start_local_cluster(init: Callable[[], Any], configured: float | None = None
             ray.shutdown()
             RayProcesses(pids).kill()
             raise
-        except BaseException as error:
+        except BaseException:
             RayProcesses(pids).kill()
-            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # raised by Ray's SIGTERM handler
-                raise StopSignal("SIGTERM") from None
             raise
 
     return in_two_attempts(attempt, configured)

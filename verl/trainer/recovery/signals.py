@@ -73,11 +73,18 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextmanager
 def before_first_step() -> Iterator[None]:
-    """Context of the start of a training run: set `before_first_step` of a StopSignal."""
+    """Context of the start of a training run: set `before_first_step` of a StopSignal.
+
+    While this process connects to Ray, Ray replaces the handler of SIGTERM by one that raises SystemExit.
+    """
     try:
         yield
     except StopSignal as error:
         error.before_first_step = True
+        raise
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:
+            raise StopSignal("SIGTERM", before_first_step=True) from None
         raise
 
 
@@ -117,9 +124,10 @@ def stop_on_signals(
         return
 
     received_at = 0.0
+    raised: StopSignal | None = None
 
     def on_signal(number: int, frame: Any) -> None:
-        nonlocal received_at
+        nonlocal received_at, raised
         name, now = signal.Signals(number).name, time.monotonic()
         previous, seconds = request.signal, now - received_at
         # No function call between reading and writing: no other signal handler can run in between.
@@ -130,7 +138,8 @@ def stop_on_signals(
             return on_second(number)
         if is_starting():
             kill()
-            raise StopSignal(name, before_first_step=True)
+            raised = StopSignal(name, before_first_step=True)
+            raise raised
         logger.warning("%s: %s (again to stop at once)", request.signal, message)
         request_stop()
 
@@ -148,6 +157,11 @@ def stop_on_signals(
     }
     try:
         yield request
+    except KeyboardInterrupt as error:
+        # If the signal arrives during a blocking call of Ray, Ray raises a plain KeyboardInterrupt instead.
+        if raised is not None and error is not raised:
+            raise raised from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

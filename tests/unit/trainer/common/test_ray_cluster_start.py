@@ -17,7 +17,7 @@ from verl.trainer.common import ray_cluster
 from verl.trainer.common.ray_cluster import set_start_limits, start_limit, start_local_cluster, start_ray
 from verl.trainer.recovery.hang_detector import HangLimits
 from verl.trainer.recovery.ray_monitor import RayUnavailableError
-from verl.trainer.recovery.signals import StopSignal
+from verl.trainer.recovery.signals import StopSignal, before_first_step
 from verl.utils import resources
 from verl.utils.process_tree import why_not_running
 
@@ -145,7 +145,7 @@ def test_sigterm_while_ray_starts_is_a_stop_and_no_failure(set_load):
         pids.append(subprocess.Popen(["sleep", "600"]).pid)
         sys.exit(signal.SIGTERM)
 
-    with pytest.raises(StopSignal) as caught:
+    with pytest.raises(StopSignal) as caught, before_first_step():
         start_local_cluster(init)
     assert (caught.value.name, caught.value.exit_code) == ("SIGTERM", 143)
     assert ends_soon(pids[0])

@@ -80,6 +80,12 @@ with exit_with_message():
     elif sys.argv[1] == "starting":
         with stop_on_signals(lambda: print("asked"), killed, is_starting=lambda: True):
             wait()
+    elif sys.argv[1] == "replaced":
+        with stop_on_signals(lambda: print("asked"), killed, is_starting=lambda: True):
+            try:
+                wait()
+            except KeyboardInterrupt:  # as in a blocking call of Ray
+                raise KeyboardInterrupt from None
     elif sys.argv[1] == "marked":
         with before_first_step():
             wait()
@@ -94,6 +100,7 @@ FAST = [
     ("before", signal.SIGINT),
     ("marked", signal.SIGTERM),
     ("starting", signal.SIGHUP),
+    ("replaced", signal.SIGTERM),
     ("done", signal.SIGTERM),
 ]
 
@@ -102,7 +109,7 @@ FAST = [
     ("when", "number"),
     [
         pytest.param(when, number, marks=() if (when, number) in FAST else pytest.mark.slow)
-        for when in ("before", "marked", "starting", "done")
+        for when in ("before", "marked", "starting", "replaced", "done")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     ],
 )
@@ -120,4 +127,4 @@ def test_a_signal_outside_of_training_ends_the_program_with_one_sentence(when, n
     sentence = "stopped." if plain_ctrl_c else f"stopped by {number.name}{known}."
     assert errors.splitlines() == [f"{number.name}: the run is saved" if when == "done" else sentence]
     assert process.returncode == (0 if when == "done" else 128 + number)
-    assert left.splitlines() == (["killed"] if when == "starting" else [])
+    assert left.splitlines() == (["killed"] if when in ("starting", "replaced") else [])
