@@ -145,7 +145,8 @@ class GatewayAgentLoop(AgentLoopBase):
             generation = self.server_manager.generate(
                 request_id=request_id, prompt_ids=request.prompt_ids, sampling_params={**sampling_params, **limits}
             )
-            output = await asyncio.get_running_loop().create_task(generation, context=context.copy())
+            # A task copies the current context; the argument `context` needs Python 3.11.
+            output = await context.copy().run(asyncio.get_running_loop().create_task, generation)
             if not output.token_ids:
                 raise ApiError(_OUT_OF_TOKENS, code="context_length_exceeded")
             yield Output(

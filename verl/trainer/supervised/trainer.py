@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -103,7 +103,7 @@ class SupervisedTrainer(Generic[Config]):
             self._ranks.close()
             self._ranks = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SupervisedTrainer[Config]:
         return self
 
     def __exit__(

@@ -110,7 +110,7 @@ class HostSnapshot:
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         # A storage of its own: writers of files would copy a part of a larger storage first.
-        memory = memoryview(self._bytes).cast("B")[start : start + like.nbytes]
+        memory = self._bytes.data.cast("B")[start : start + like.nbytes]
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
     @property

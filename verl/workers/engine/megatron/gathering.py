@@ -41,8 +41,8 @@ class HeldRectangle:
     def write(self, target: torch.Tensor, first: int, rows: range, values: torch.Tensor) -> None:
         """Copy these rows into `target`, which starts at row `first` of the Hugging Face tensor."""
         columns = tuple(slice(dim.start, dim.stop) for dim in self.box[1:])
-        values = values.view(len(rows), *map(len, self.box[1:]))
-        target[(slice(rows.start - first, rows.stop - first), *columns)].copy_(values)
+        place = (slice(rows.start - first, rows.stop - first), *columns)
+        target[place].copy_(values.view(len(rows), *map(len, self.box[1:])))
 
 
 @dataclass(frozen=True)
