@@ -111,7 +111,8 @@ def _revert_unneeded(config: Block, changes: list[MemoryChange], plan_of: Planne
     for change in reversed(changes):
         for value in (change.before, *_allowed_values(config, change.remedy, change.before)):
             changed = _with_values(config, values | {change.key: value})
-            if not plan_of(changed).excess and _is_valid(changed):
+            plan = _plan_if_possible(changed, plan_of)
+            if plan is not None and not plan.excess and _is_valid(changed):
                 values[change.key] = value
                 break
     needed: list[MemoryChange] = []
@@ -135,7 +136,9 @@ def _candidate_changes(
         best: MemoryChange | None = None
         for value in _allowed_values(config, remedy, now):
             changed = _with_values(config, {remedy.key: value})
-            new_plan = plan_of(changed)
+            new_plan = _plan_if_possible(changed, plan_of)
+            if new_plan is None:
+                continue
             new_phase = new_plan.phase(phase.phase)
             lowest = (best.total if best is not None else phase.total) * (1 - _MIN_REDUCTION)
             if new_phase.total < lowest and new_plan.excess < plan.excess and _is_valid(changed):
@@ -144,6 +147,14 @@ def _candidate_changes(
                 break
         if best is not None:
             yield best
+
+
+def _plan_if_possible(config: Block, plan_of: Planner) -> MemoryPlan | None:
+    """Return the plan; None if parallel sizes do not divide a model."""
+    try:
+        return plan_of(config)
+    except ConfigError:
+        return None
 
 
 def _is_valid(config: Block) -> bool:

@@ -120,24 +120,22 @@ def largest_model(
         )
         return success
 
-    as_configured = _last_that(fits, KNOWN_MODELS)
+    as_configured = _largest_that(fits, KNOWN_MODELS)
     start = KNOWN_MODELS.index(as_configured) + 1 if as_configured else 0
-    larger = _last_that(fits_with_changes, KNOWN_MODELS[start:])
+    larger = _largest_that(fits_with_changes, KNOWN_MODELS[start:])
     best = larger or as_configured
     return LargestModel(as_configured, best, tuple(changes_of.get(best or "", ())), KNOWN_MODELS)
 
 
-def _last_that(test: Callable[[str], bool], names: Sequence[str]) -> str | None:
-    """Return the last name that passes; names before it pass as well."""
-    low, high = -1, len(names) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
+def _largest_that(fits: Callable[[str], bool], names: Sequence[str]) -> str | None:
+    """Return the last name that fits. Every name is tried: a layout may divide a large model but not a small one."""
+    for name in reversed(names):
         try:
-            passes = test(names[middle])
-        except ValueError:  # a layout that is impossible for this model
-            passes = False
-        low, high = (middle, high) if passes else (low, middle - 1)
-    return names[low] if low >= 0 else None
+            if fits(name):
+                return name
+        except ConfigError:  # a layout that does not divide this model
+            continue
+    return None
 
 
 def _round_up(value: int, step: int) -> int:

@@ -38,6 +38,7 @@ from verl.planning.engines import (
 )
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases
+from verl.planning.layouts import check_layouts, check_supervised_layout
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import (
     DEVICE_PARTS,
@@ -58,10 +59,11 @@ _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
 def memory_plan(
     config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Return the plan of a resolved configuration.
+    """Return the plan of a resolved configuration. Raises ConfigError for parallel sizes that do not divide a model.
 
     `shapes` by role: actor, critic, reward_model (`judge` if it is a served causal LM), `teacher/<name>`.
     """
+    check_layouts(config, shapes)
     models, reward_server = role_models(config, shapes), RewardServerMemory.from_config(config, shapes)
     phases = [_phase(config, models, reward_server, phase, device) for phase in _phases(config)]
     plan = _add_host(phases, device, host, *_hosted_models(config, models, reward_server, host))
@@ -73,7 +75,11 @@ def memory_plan(
 def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Return the plan of a supervised run: training, and generation if there are validation prompts."""
+    """Return the plan of a supervised run: training, and generation if there are validation prompts.
+
+    Raises ConfigError for parallel sizes that do not divide the model.
+    """
+    check_supervised_layout(config, shape)
     data, kind, model = config.data, config.trainer.device, supervised_model(config, shape)
     rank_tokens, micro_batches = supervised_tokens(config)
     state = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}

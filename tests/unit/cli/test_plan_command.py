@@ -190,3 +190,37 @@ def test_impossible_layouts_and_unknown_keys_have_the_message_of_the_run(capsys,
     assert "actor_rollout_ref.modle" in error_of(capsys, path, "actor_rollout_ref.modle.path=x", "--gpu", "h200")
     with pytest.raises(SystemExit):
         main([path, "--gpus", "0"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (
+            [f"{MODEL}=Qwen/Qwen2.5-7B", f"{ROLLOUT}.tensor_model_parallel_size=8"],
+            f"{ROLLOUT}.tensor_model_parallel_size",
+        ),
+        ([f"{MODEL}=Qwen/Qwen2.5-7B", f"{ACTOR}.ulysses_sequence_parallel_size=8"], f"{ACTOR}.ulysses_sequence"),
+        (["sft", "model.path=Qwen/Qwen2.5-7B", "ulysses_sequence_parallel_size=8"], "ulysses_sequence"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_heads_are_errors(capsys, arguments, key):
+    error = error_of(capsys, *arguments, "--gpu", "h200", "--gpus", "8")
+    assert f"1. {key}" in error
+    assert "28 attention heads" in error
+    assert "Use one of 1, 2, 4, 7, 14, 28." in error
+
+
+def test_key_heads_limit_the_tensor_parallel_size_of_the_native_engine(capsys):
+    arguments = [f"{MODEL}=Qwen/Qwen2.5-14B", f"{ROLLOUT}.tensor_model_parallel_size=5", "--gpu", "h200", "--gpus", "5"]
+    arguments += ["data.train_batch_size=320", f"{ACTOR}.ppo_mini_batch_size=160", "algorithm=grpo"]
+    assert "8 key heads" in error_of(capsys, *arguments)
+
+
+def test_suggested_sizes_divide_the_heads(capsys):
+    """On 8 GPUs a 7B model with 28 heads can use 4 ranks per sequence, not 8."""
+    arguments = [f"{MODEL}=Qwen/Qwen2.5-7B", "algorithm=grpo", "--gpu", "24", "--gpus", "8"]
+    arguments += ["data.max_response_length=30000"]
+    changes = {change["key"]: change["value"] for change in report_of(capsys, *arguments, code=1)["changes"]}
+    sizes = {key: value for key, value in changes.items() if key.endswith("parallel_size")}
+    assert sizes
+    assert all(28 % value == 0 for value in sizes.values())
