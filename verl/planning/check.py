@@ -24,6 +24,7 @@ from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shape_cache import model_shape
 from verl.planning.shapes import ModelShape
+from verl.utils.console.lines import FULL
 from verl.utils.fs import expand_path, resolve_model_path
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
         for change in apply_cheapest_changes(config, plan_of):
             logger.warning("trainer.auto_memory set %s", change.log_text())
     plan = plan_of(config)
-    logger.info(plan.render())
+    logger.info(plan.render() if config.trainer.console == FULL else plan.summary())
     for block, missing in plan.no_snapshot.items():
         key = f"{block}.checkpoint.snapshot".removeprefix(".")
         if missing:

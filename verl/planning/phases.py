@@ -121,8 +121,19 @@ class MemoryPlan:
     def phase(self, name: str) -> PhaseMemory:
         return next(phase for phase in self.phases if phase.phase == name)
 
+    def summary(self) -> str:
+        """Return one line for the log: the largest phase on a device and on a host."""
+        largest = []
+        for where, on_host in (("device", False), ("host", True)):
+            phases = [phase for phase in self.phases if phase.on_host == on_host]
+            if phases:
+                phase = max(phases, key=lambda phase: phase.total)
+                of = "" if phase.capacity is None else f" of {phase.capacity / GB:.1f}"
+                largest.append(f"{phase.total / GB:.1f}{of} GB per {where} ({phase.phase})")
+        return f"Memory plan: up to {', '.join(largest)}"
+
     def render(self) -> str:
-        """Return tables for the log, in GB: one of devices, one of hosts."""
+        """Return tables in GB: one of devices, one of hosts."""
         capacity = "" if self.device is None else f" of {self.device.total / GB:.1f} ({self.device.name})"
         tables = [f"Memory plan: GB per device at the longest sequences{capacity}"]
         tables += _table([phase for phase in self.phases if not phase.on_host], DEVICE_PARTS)

@@ -13,7 +13,7 @@ from verl.config.schema import get_path
 from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.fsdp import FSDPModelMemory
-from verl.planning.phases import GB, DeviceMemory
+from verl.planning.phases import DEVICE_PARTS, GB, HOST_PARTS, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.plan import memory_plan, micro_batch_sizes, supervised_memory_plan
 from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
@@ -319,12 +319,28 @@ def test_a_reward_model_is_planned_with_full_micro_batches_however_few_prompts_a
     assert planned(1) == planned(64)
 
 
+def test_the_summary_of_a_plan_is_one_line_with_the_largest_phases():
+    device = dict.fromkeys(DEVICE_PARTS, 0.0)
+    host = dict.fromkeys(HOST_PARTS, 0.0)
+    phases = (
+        PhaseMemory("gen", "all", device | {"context": 3.0 * GB}, 8 * GB),
+        PhaseMemory("update_actor", "all", device | {"context": 5.0 * GB}, 8 * GB),
+        PhaseMemory("train", "host", host | {"processes": 2.5 * GB}),
+    )
+    expected = "Memory plan: up to 5.0 of 8.0 GB per device (update_actor), 2.5 GB per host (train)"
+    assert MemoryPlan(phases, None).summary() == expected
+
+
 def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
     folder = save_tiny_model(tmp_path)
     config = load(f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu")
     with caplog.at_level(logging.INFO):
         plan = check_memory(config)
-    assert "Memory plan" in caplog.text
+    assert caplog.messages.count(plan.summary()) == 1
+    assert plan.render() not in caplog.messages
+    config.trainer.console = "full"
+    with caplog.at_level(logging.INFO):
+        assert check_memory(config).render() == caplog.messages[-1]
     assert plan.device.kind == "cpu"
     assert plan.worst_phase.total < plan.device.total
     named = load("actor_rollout_ref.model.path=org/name", "trainer.device=cpu")
