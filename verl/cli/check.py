@@ -1,4 +1,4 @@
-"""`verl check [train|sft] key=value …`: check data, reward, tools, chat template and end tokens of a run.
+"""`verl check [train|sft|rm] key=value …`: check data, reward, tools, chat template and end tokens of a run.
 
 It needs no GPU and prints one report: rows as the model sees them, which of their tokens are trained, scores of sample
 answers, lengths. The exit code is 1 if the run would fail or its reward is not reliable, 2 if the configuration is
@@ -12,18 +12,14 @@ import asyncio
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from verl.cli.main import unknown_name
-from verl.config import ConfigError, PPOConfig, SFTConfig, load_config
+from verl.cli.check_report import NOT_TRAINED, TRAINED, ReportOutput, Segment
+from verl.cli.check_supervised import check_rm, check_sft
+from verl.cli.run_config import add_run_arguments, compose_user_file, parse_run_arguments
+from verl.config import ConfigError, PPOConfig, RMConfig, SFTConfig, load_config
 from verl.config.layout import scored_by_model, uses_custom_agent_loop
 from verl.config.problems import Report
 
@@ -31,58 +27,8 @@ if TYPE_CHECKING:
     from verl.agent.chat import Chat
     from verl.utils.end_tokens import EndTokens
 
-_KINDS = ("train", "sft")
-# Problems of this machine, not of the run: it may start on another one.
-_OTHER_MACHINE = ("trainer.device", "trainer.logger")
-_MAX_TEXT = 600  # characters of a segment
-_QUANTILES = (0.5, 0.9, 0.99, 1.0)
 # The source of end tokens that is preferred for shown answers.
 _TEMPLATE = "chat template"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`file` and `overrides` of the run; `rows`: number of rows to show; `scored`: number of rows to score."""
-
-    file: DictConfig | None
-    overrides: list[str]
-    rows: int
-    scored: int
-
-
-@dataclass
-class ReportOutput:
-    """Prints sections of the report and collects problems."""
-
-    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
-    problems: list[str] = field(default_factory=list)
-
-    def section(self, title: str) -> None:
-        self.console.print(f"\n[bold]== {title}[/]")
-
-    def line(self, text: str) -> None:
-        self.console.print(escape(text))
-
-    def problem(self, text: str) -> None:
-        if text not in self.problems:
-            self.problems.append(text)
-            self.console.print(f"[red]problem:[/] {escape(text)}")
-
-    def verdict(self) -> int:
-        """Print all problems again; return the exit code."""
-        self.section("result")
-        for number, problem in enumerate(self.problems, start=1):
-            self.console.print(f"[red]{number}.[/] {escape(problem)}")
-        self.console.print("[red]not ready[/]" if self.problems else "[green]ok[/]: the run can start")
-        return int(bool(self.problems))
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of a row that are all trained, or all not."""
-
-    token_ids: Sequence[int]
-    trained: bool
 
 
 @dataclass(frozen=True)
@@ -95,58 +41,37 @@ class Turns:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the report; return the exit code."""
-    parser = argparse.ArgumentParser(prog="verl check", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "words", nargs="*", metavar="key=value", help="train (default) or sft, then overrides of the run"
-    )
-    parser.add_argument("--config-path", help="folder of a YAML file of the run")
-    parser.add_argument("--config-name", help="name of the YAML file")
+    parser = argparse.ArgumentParser(prog="verl check", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    add_run_arguments(parser)
     parser.add_argument("--rows", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--scored", type=int, default=64, help="rows to score (default: %(default)s)")
-    options = parser.parse_intermixed_args(arguments)
-    kind, overrides = "train", options.words
-    if overrides and "=" not in overrides[0]:
-        kind, overrides = overrides[0], overrides[1:]
-        if kind not in _KINDS:
-            sys.stderr.write(unknown_name("check", kind, _KINDS))
-            return 2
+    options = parse_run_arguments(parser, arguments)
     output = ReportOutput()
     try:
-        file = read_config_file(options.config_path, options.config_name)
-        checked = Options(file, overrides, options.rows, options.scored)
-        (check_training if kind == "train" else check_sft)(checked, output)
+        file = compose_user_file(options)
+        overrides = options.overrides if file is None else []
+        if options.program == "sft":
+            check_sft(load_config(file, overrides, check_files=False, root=SFTConfig), options.rows, output)
+        elif options.program == "rm":
+            check_rm(load_config(file, overrides, check_files=False, root=RMConfig), options.rows, output)
+        else:
+            check_training(load_config(file, overrides, check_files=False), options.rows, options.scored, output)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except (ValueError, OSError) as error:
-        output.problem(str(error))
+        key = str(error).partition(":")[0]
+        if not any(problem.startswith(f"{key} ") for problem in output.problems):  # not in the configuration section
+            output.problem(str(error))
     return output.verdict()
 
 
-def read_config_file(folder: str | None, name: str | None) -> DictConfig | None:
-    """Return the user's YAML file; None without one. Raises ValueError for a file that Hydra has to compose."""
-    if name is None:
-        return None
-    file = Path(folder or ".").expanduser() / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-    content = OmegaConf.load(file)
-    if not isinstance(content, DictConfig) or "defaults" in content:
-        raise ValueError(
-            f"--config-name: {file} has a defaults list. Write the composed file with verl train --config-name …"
-            " --cfg job, and check that."
-        )
-    return content
-
-
-# -------------------------------------------------------------------- reinforcement learning
-
-
-def check_training(options: Options, output: ReportOutput) -> None:
-    """Check the configuration of `verl train`, section by section."""
+def check_training(config: PPOConfig, rows: int, scored: int, output: ReportOutput) -> None:
+    """Check a run of `verl train`: show the first `rows` rows, score `scored` rows."""
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.utils import hf_tokenizer
     from verl.utils.fs import resolve_model_path
 
-    config = load_config(options.file, options.overrides, check_files=False)
     _check_configuration(config, output)
     for module in config.external_libs:
         importlib.import_module(module)
@@ -159,8 +84,8 @@ def check_training(options: Options, output: ReportOutput) -> None:
     if config.data.custom_cls.path is None:
         for key in ("train_files", "val_files"):
             _check_files(config, key, tokenizer, output)
-        _show_training_rows(config, tokenizer, turns, end_tokens, options.rows, output)
-    _check_reward(config, options, output)
+        _show_training_rows(config, tokenizer, turns, end_tokens, rows, output)
+    _check_reward(config, scored, output)
 
 
 def _check_configuration(config: PPOConfig, output: ReportOutput) -> None:
@@ -168,17 +93,10 @@ def _check_configuration(config: PPOConfig, output: ReportOutput) -> None:
     from verl.config.files import check_environment
     from verl.trainer.common.preflight import ppo_preflight
 
-    output.section("configuration")
     report = Report()
     check_environment(config, report)
     ppo_preflight(config, report)
-    checked_below = () if config.data.custom_cls.path else ("data.train_files", "data.val_files")
-    for problem in report.problems:
-        if problem.key not in (*_OTHER_MACHINE, *checked_below):
-            output.problem(str(problem))
-    for notice in (*config.notices, *report.notices):
-        output.line(f"note: {notice}")
-    output.line(f"{len(config.changed)} keys differ from their defaults")
+    output.configuration(config, report, () if config.data.custom_cls.path else ("data.train_files", "data.val_files"))
 
 
 def _check_end_tokens(config: PPOConfig, folder: str, tokenizer: Any, output: ReportOutput) -> EndTokens:
@@ -287,9 +205,8 @@ def _show_training_rows(
         prompt = encoder.encode([messages])[0] if turns is None else turns.chat.prompt_ids(messages)
         answer = tokenizer.encode(_sample_answer(config, row), add_special_tokens=False) + ends
         tool_turn = [] if turns is None else _tool_turn(turns.chat, turns.schemas)
-        _show_segments(
-            rows.where(number), [Segment(prompt, False), *tool_turn, Segment(answer, True)], tokenizer, output
-        )
+        segments = [Segment(prompt, NOT_TRAINED), *tool_turn, Segment(answer, TRAINED)]
+        output.segments(rows.where(number), segments, tokenizer)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in prompt:
             output.problem(f"{rows.where(number)}: the prompt has text that the tokenizer does not know.")
 
@@ -326,10 +243,10 @@ def _tool_turn(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> list[Segment
     before = chat.render([FIRST], generation_prompt=True)
     token_ids = chat.encode(chat.render([FIRST, answer], generation_prompt=False).removeprefix(before))
     end = next((place for place, token in enumerate(token_ids, start=1) if token in chat.end_ids), len(token_ids))
-    return [Segment(token_ids[:end], True), Segment(chat.suffix([result], token_ids[:end]), False)]
+    return [Segment(token_ids[:end], TRAINED), Segment(chat.suffix([result], token_ids[:end]), NOT_TRAINED)]
 
 
-def _check_reward(config: PPOConfig, options: Options, output: ReportOutput) -> None:
+def _check_reward(config: PPOConfig, scored: int, output: ReportOutput) -> None:
     """Try the reward function on rows of the training files."""
     from verl.trainer.data_check import check_reward_function
     from verl.trainer.data_check_command import show_report
@@ -341,69 +258,7 @@ def _check_reward(config: PPOConfig, options: Options, output: ReportOutput) -> 
     if uses_custom_agent_loop(config):
         output.line("not checked: the agent loop may return the score itself")
         return
-    report = check_reward_function(config.data.train_files, n=options.scored, config=config)
+    report = check_reward_function(config.data.train_files, n=scored, config=config)
     show_report(report, output.console)
     if report.failed:
         output.problem("the reward function cannot be trusted: see the table of its checks")
-
-
-# -------------------------------------------------------------------- supervised fine-tuning
-
-
-def check_sft(options: Options, output: ReportOutput) -> None:
-    """Check the configuration of `verl sft`: rows, trained tokens, lengths."""
-    from verl.config.sft import check_environment
-    from verl.trainer.common.preflight import supervised_preflight
-    from verl.trainer.supervised.sft import create_sft_dataset
-    from verl.utils import hf_tokenizer
-    from verl.utils.fs import resolve_model_path
-
-    config = load_config(options.file, options.overrides, check_files=False, root=SFTConfig)
-    output.section("configuration")
-    report = Report()
-    check_environment(config, report)
-    supervised_preflight(config, report)
-    for problem in report.problems:
-        if problem.key not in _OTHER_MACHINE:
-            output.problem(str(problem))
-    folder = resolve_model_path(config.model.path, "model.path")
-    tokenizer = hf_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-    dataset = create_sft_dataset(config.data, tokenizer, is_train=True)
-    output.section("rows as the model sees them")
-    for number in range(min(options.rows, len(dataset))):
-        _show_segments(f"row {number}", list(_runs(dataset[number])), tokenizer, output)
-    _show_lengths([dataset[number] for number in range(len(dataset))], config.data.max_length, output)
-
-
-def _runs(item: Any) -> Iterator[Segment]:
-    """Yield the runs of tokens with and without loss."""
-    ids, trained = item["input_ids"].tolist(), (item["loss_mask"] != 0).tolist()
-    start = 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or trained[place] != trained[start]:
-            yield Segment(ids[start:place], trained[start])
-            start = place
-
-
-def _show_lengths(items: Sequence[Any], limit: int, output: ReportOutput) -> None:
-    import numpy as np
-
-    output.section("lengths")
-    lengths = np.array([len(item["input_ids"]) for item in items])
-    trained = np.array([int((item["loss_mask"] != 0).sum()) for item in items])
-    for name, values in (("tokens", lengths), ("trained tokens", trained)):
-        quantiles = ", ".join(f"{share:.0%} ≤ {int(np.quantile(values, share))}" for share in _QUANTILES)
-        output.line(f"{name}: {quantiles}; {int(values.sum())} in {len(values)} rows")
-    output.line(f"data.max_length = {limit}")
-    if not trained.all():
-        output.problem(f"{int((trained == 0).sum())} rows have no trained token")
-
-
-def _show_segments(where: str, segments: Sequence[Segment], tokenizer: Any, output: ReportOutput) -> None:
-    table = Table("", "tokens", "text", title=escape(where), title_justify="left", show_lines=True)
-    for segment in segments:
-        text = tokenizer.decode(segment.token_ids, skip_special_tokens=False)
-        shown = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
-        label = "[green]trained[/]" if segment.trained else "not trained"
-        table.add_row(label, str(len(segment.token_ids)), escape(shown))
-    output.console.print(table)

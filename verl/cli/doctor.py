@@ -54,10 +54,12 @@ _MODULES = {"dashboard": "aiohttp_cors", "megatron": "megatron.core"}
 _OWN_ENVIRONMENT = ("vllm", "sglang", "megatron")
 _TRY_TORCH = """
 import json, torch
-found = torch.cuda.is_available()
-names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if found else []
-memory = [torch.cuda.get_device_properties(i).total_memory for i in range(len(names))]
-float((torch.ones(8, 8, device="cuda" if found else "cpu") @ torch.ones(8, 8, device="cuda" if found else "cpu")).sum())
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+names = [torch.cuda.get_device_name(i) for i in range(count)]
+memory = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+for device in [f"cuda:{i}" for i in range(count)] or ["cpu"]:
+    ones = torch.ones(8, 8, device=device)
+    float((ones @ ones).sum())
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "names": names, "memory": memory}))
 """
 
@@ -217,7 +219,7 @@ def check_limits() -> Iterator[Check]:
 
 
 def check_ports() -> Iterator[Check]:
-    """The loopback interface, and the ports of users' notes."""
+    """The loopback interface, and the default ports of servers."""
     from verl.utils.network import port_in_use
 
     section = "ports"

@@ -44,6 +44,8 @@ class Subcommand:
 
 LIST_KINDS = ("estimators", "losses", "rewards", "loops", "engines", "trackers")
 SHELLS = ("bash", "zsh", "fish")
+PROGRAMS = ("train", "sft", "rm")
+"""Programs whose runs `verl check` and `verl plan` examine."""
 
 SUBCOMMANDS = {
     subcommand.name: subcommand
@@ -59,8 +61,8 @@ SUBCOMMANDS = {
         Subcommand(
             "merge", "write a checkpoint as a Hugging Face model", "verl.cli.main:merge", choices=("merge", "test")
         ),
-        Subcommand("check", "check data, rewards, tools and template of a run", "verl.cli.check:main"),
-        Subcommand("plan", "memory and time of a run, without running it", "verl.cli.plan:main"),
+        Subcommand("check", "check data, reward, tools and template of a run", "verl.cli.check:main", choices=PROGRAMS),
+        Subcommand("plan", "memory and time of a run, without running it", "verl.cli.plan:main", choices=PROGRAMS),
         Subcommand("summary", "what improved in a run, and where its time went", "verl.cli.summary:main"),
         Subcommand("doctor", "check this machine and the installed packages", "verl.cli.doctor:main"),
         Subcommand("init", "create a starter project", "verl.cli.init:main"),

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.cli.run_config import YAML_FILES, add_run_arguments, compose_user_file, parse_run_arguments
+
 if TYPE_CHECKING:  # imported when arguments have been parsed, so that --help is immediate
     from verl.planning.gpus import GPU
     from verl.planning.report import PlannedRun
 
-# YAML file with the defaults of each program.
-_PROGRAMS = {"train": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer"}
 _DEFAULT_GPU = "h200"
 
 
@@ -50,9 +50,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "overrides", nargs="*", help="train (default), sft or rm, then overrides of the run: key=value, group=option"
-    )
+    add_run_arguments(parser)
     parser.add_argument(
         "--gpu",
         help=f"h200, h100-80g, a100-80g, a100-40g, l40s, 4090, or GB of memory (default: this machine's GPU, "
@@ -64,13 +62,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=_positive, help="mean prompt length, for times (default: the maximum)")
     parser.add_argument("--response-tokens", type=_positive, help="mean response length, for times")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config-path", "-cp", help="folder of your YAML file, as for the run")
-    parser.add_argument("--config-name", "-cn", help="name of your YAML file")
-    options = parser.parse_intermixed_args(list(arguments))
-    options.program = "train"
-    if options.overrides and options.overrides[0] in _PROGRAMS:
-        options.program = options.overrides.pop(0)
-    return options
+    return parse_run_arguments(parser, arguments)
 
 
 def _positive(text: str) -> int:
@@ -89,9 +81,9 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
     from verl.planning.report import PlannedRun
     from verl.planning.seconds import MeanLengths
 
-    root = next(root for root in ROOTS if root.yaml == _PROGRAMS[options.program])
+    root = next(root for root in ROOTS if root.yaml == YAML_FILES[options.program])
     gpu, notes = _gpu(options)
-    tree = _user_tree(options, root.yaml)
+    tree = compose_user_file(options)
     overrides = _overrides(options, tree, "cpu" if gpu is None else "cuda")
 
     def load(more: Sequence[str]) -> Any:
@@ -119,27 +111,6 @@ def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:
         total, name = local
         return gpu_of_device(name, total), []
     return find_gpu(_DEFAULT_GPU), [f"planned for the {_DEFAULT_GPU}, as this machine has no GPU. Set --gpu."]
-
-
-def _user_tree(options: argparse.Namespace, yaml: str) -> Any:
-    """Return the user's YAML file with the overrides, composed by Hydra as in the run; None without a YAML file."""
-    flags = {"--config-path": options.config_path, "--config-name": options.config_name}
-    selected = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-    if not selected:
-        return None
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-
-    from verl.config.command_line import hydra_arguments
-    from verl.config.compose import CONFIG_DIR
-
-    folder = Path(options.config_path or CONFIG_DIR).expanduser().absolute()
-    overrides = hydra_arguments([*selected, *options.overrides], yaml)[: -len(selected)]
-    try:
-        with initialize_config_dir(str(folder), version_base=None):
-            return compose((options.config_name or yaml).removesuffix(".yaml"), overrides)
-    except HydraException as error:
-        raise ValueError(f"--config-path, --config-name: {error}") from error
 
 
 def _overrides(options: argparse.Namespace, tree: Any, device: str) -> list[str]:

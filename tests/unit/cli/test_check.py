@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
-from verl.cli.check import Segment, _runs, main
+from verl.cli.check import main
+from verl.cli.check_report import NOT_TRAINED, TRAINED, Segment
+from verl.cli.check_supervised import labelled_segments
 from verl.cli.init import create_project
 from verl.utils.reward_score import registry
 
@@ -88,9 +93,10 @@ def test_a_configuration_file_with_some_blocks(project, monkeypatch, capsys):
     )
     assert main(["--config-path", str(project), "--config-name", "mine", "--rows", "1", "--scored", "4"]) == 0
     assert "ok: this reward distinguishes right from wrong" in capsys.readouterr().out
-    (project / "composed.yaml").write_text("defaults: [mine]\n")
-    assert main(["--config-name", "composed"]) == 1
-    assert "--cfg job" in capsys.readouterr().out
+    (project / "composed.yaml").write_text("defaults: [mine, _self_]\ncustom_reward_function: {path: absent.py}\n")
+    assert main(["--config-path", str(project), "--config-name", "composed", "--rows", "1"]) == 1
+    result = capsys.readouterr().out.partition("== result")[2]
+    assert result.count("custom_reward_function.path") == 1, "reported once"
 
 
 def test_supervised_rows_show_the_trained_tokens(project, monkeypatch, capsys):
@@ -99,11 +105,61 @@ def test_supervised_rows_show_the_trained_tokens(project, monkeypatch, capsys):
     assert main(["sft", *arguments, "data.train_batch_size=4", "--rows", "1"]) == 0
     report = capsys.readouterr().out
     assert "│ trained" in report
-    assert "in 20 rows" in report
+    assert "20 rows; data.max_length = 96" in report
 
 
 def test_runs_of_trained_tokens():
-    import torch
-
     item = {"input_ids": torch.arange(5), "loss_mask": torch.tensor([0, 0, 1, 1, 0])}
-    assert list(_runs(item)) == [Segment([0, 1], False), Segment([2, 3], True), Segment([4], False)]
+    expected = [Segment([0, 1], NOT_TRAINED), Segment([2, 3], TRAINED), Segment([4], NOT_TRAINED)]
+    assert list(labelled_segments(item)) == expected
+
+
+@pytest.fixture
+def pairs(project, monkeypatch):
+    """Overrides of a reward-model run; `write(rows)` writes its file of pairs."""
+    monkeypatch.chdir(project)
+
+    def write(rows):
+        pq.write_table(pa.Table.from_pylist(rows), "pairs.parquet")
+        return [
+            "rm",
+            "data.train_files=pairs.parquet",
+            "data.train_batch_size=1",
+            "data.max_length=16",
+            "model.path=model",
+        ]
+
+    return write
+
+
+def test_pairs_show_where_the_score_is_read(pairs, capsys):
+    rows = [
+        {"prompt": "Tom has 3 cups .", "chosen": "#### 3", "rejected": "#### 4 cups", "margin": 0.5},
+        {"prompt": "Tom has 3 cups .", "chosen": "#### 3", "rejected": "4", "margin": 0.0},
+        {"prompt": "Ana has 2 pens .", "chosen": "#### 2 pens", "rejected": "5", "margin": 0.0},
+    ]
+    assert main([*pairs(rows), "--rows", "1"]) == 0
+    report = capsys.readouterr().out
+    assert "prompt 0 (3 responses, 2 pairs): chosen (preference 1, margin 0.5, weight 1)" in report
+    table = report.partition(": chosen (")[2].partition(": rejected (")[0]
+    cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in table.splitlines() if "│" in line]
+    # <|user|> Tom has 3 cups . <|assistant|> | #### 3 | <|end|>
+    assert cells == [
+        ["prompt", "7", "<|user|> Tom has 3 cups . <|assistant|>"],
+        ["response", "2", "#### 3"],
+        ["scored", "1", "<|end|>"],
+    ]
+    assert "3 pairs of 2 prompts: 0 ties, 0 with equal responses" in report
+    assert "tokens of chosen responses: 50% ≤ 3, 90% ≤ 3, 99% ≤ 3, 100% ≤ 4; 10 in total" in report
+    assert "the chosen response is longer in 67% of pairs" in report
+    assert "do not end with an end token" not in report
+
+
+def test_problems_of_pairs(pairs, capsys):
+    row = {"prompt": "Tom has 3 cups .", "chosen": "#### 3", "rejected": "#### 3"}
+    assert main(pairs([row])) == 1
+    assert "both responses are equal in all pairs" in capsys.readouterr().out
+    assert main([*pairs([{**row, "rejected": "4"}]), "data.max_length=9", "data.truncation=right"]) == 0
+    assert "note: 1 of 2 responses do not end with an end token" in capsys.readouterr().out
+    assert main(pairs([{**row, "rejected": None}, row])) == 1
+    assert "'rejected'" in capsys.readouterr().out

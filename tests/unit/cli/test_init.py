@@ -52,6 +52,15 @@ def test_an_empty_folder_is_used(tmp_path):
     assert (tmp_path / "run.sh").is_file()
 
 
+def test_the_run_script_needs_a_python_with_verl(project):
+    environment = {**os.environ, "PYTHON": "false"}
+    done = subprocess.run(
+        ["bash", str(project / "run.sh")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "activate the environment that has verl" in done.stderr
+
+
 def test_every_command_of_the_run_script_composes(project, tmp_path):
     """With a `python` that records its arguments."""
     recorder = tmp_path / "python"
@@ -61,7 +70,8 @@ def test_every_command_of_the_run_script_composes(project, tmp_path):
     environment = {**os.environ, "PYTHON": str(recorder)}
     subprocess.run(["bash", str(project / "run.sh"), "data.seed=7"], env=environment, check=True)
     subprocess.run(["bash", str(project / "run.sh"), "check"], env=environment, check=True)
-    prepare, sft, train, _, _, check = record.read_text().splitlines()
+    calls = [line for line in record.read_text().splitlines() if line != "-c import verl"]
+    prepare, sft, train, _, _, check = calls
     assert prepare == "prepare.py"
     assert compose_config(["-m", "verl.trainer.main_sft", *sft.split()[3:]]).trainer.total_training_steps == 300
     config = compose_config(["-m", "verl.trainer.main_ppo", *train.split()[3:]])

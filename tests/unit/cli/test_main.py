@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pkgutil import resolve_name
@@ -25,21 +24,17 @@ def _keep_argv(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pytest"])
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["train", "--help", "actor.optim"], ["serve", "--help"]])
-def test_help_is_quick_and_imports_nothing_heavy(arguments):
+@pytest.mark.parametrize(
+    "arguments", [["train", "--help"], ["train", "--help", "actor.optim"], ["serve", "--help"], ["plan", "--help"]]
+)
+def test_help_imports_nothing_heavy(arguments):
     program = f"""
-import atexit, sys, time
+import atexit, sys
 from verl.cli.main import main
-atexit.register(lambda: print(time.process_time(), [name for name in {HEAVY!r} if name in sys.modules]))
+atexit.register(lambda: print([name for name in {HEAVY!r} if name in sys.modules]))
 sys.exit(main({arguments!r}))"""
-    outputs = []
-    for _ in range(3):  # the best of three: other processes share the caches
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        outputs.append(done.stdout.splitlines()[-1].split(maxsplit=1))
-        assert outputs[-1][1] == "[]"
-        if float(outputs[-1][0]) < 0.5:
-            break
-    assert min(float(seconds) for seconds, _ in outputs) < 0.5
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_installed_command_prints_usage_keys_and_version():
@@ -79,7 +74,6 @@ def test_a_program_runs_with_its_arguments(capsys):
         (["list", "los"], "'losses'"),
         (["completion", "bsh"], "'bash'"),
         (["train", "--help", "actr.optim"], "actor_rollout_ref.actor.optim"),
-        (["check", "trian", "data.train_files=a"], "'train'"),
     ],
 )
 def test_unknown_names_suggest_the_closest(arguments, suggestion, capsys):
@@ -87,11 +81,16 @@ def test_unknown_names_suggest_the_closest(arguments, suggestion, capsys):
     assert f"Did you mean {suggestion}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("subcommand", ["check", "plan"])
+def test_an_unknown_program_suggests_the_closest(subcommand, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([subcommand, "trian", "data.train_files=a"])
+    assert exit_.value.code == 2
+    assert "Did you mean 'train'" in capsys.readouterr().err
+
+
 def test_every_subcommand_exists():
     for subcommand in SUBCOMMANDS.values():
-        module = subcommand.import_path.split(":")[0]
-        if subcommand.name == "plan" and importlib.util.find_spec(module) is None:
-            continue  # written on another branch
         assert callable(resolve_name(subcommand.import_path))
 
 

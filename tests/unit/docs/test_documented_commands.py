@@ -143,7 +143,7 @@ def verl_problem(words: list[str], arguments: list[str], whole: bool) -> str | N
     if subcommand.config is not None:
         return module_problem(subcommand.import_path.split(":")[0], arguments[1:], whole)
     if subcommand.name == "check" and any("=" in word for word in arguments):
-        kind = "sft" if "sft" in arguments else "ppo"
+        kind = arguments[1] if arguments[1] in ("sft", "rm") else "ppo"
         overrides = [word for word in arguments[1:] if "=" in word]
         return configuration_problem(("-m", f"verl.trainer.main_{kind}", *overrides))
     options = [word for word in arguments if word.startswith("--") and word != "--help"]

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # bash run.sh [key=value …]         create the data and the tiny model, warm-start it, train it with GRPO
 # bash run.sh check [key=value …]   check data, reward, tool and chat template of that training, without training
+# bash run.sh plan [key=value …]    memory and time of that training, e.g. on other hardware: --gpu h100-80g --gpus 8
 set -euo pipefail
 cd "$(dirname "$0")"
 action=train
 case "${1:-}" in train | check | plan) action=$1 && shift ;; esac
 python="${PYTHON:-python}"
+"$python" -c "import verl" || { echo "run.sh: activate the environment that has verl, or set PYTHON." >&2 && exit 1; }
 export RAY_ADDRESS="${RAY_ADDRESS:-local}" # starts an own Ray, also if another one runs on this machine
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the model is tiny; delete this line for a real one
 

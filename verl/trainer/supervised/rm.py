@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verl.algos.preference import Pairs, preference_loss, preference_metrics, score_gradients, validation_metrics
 from verl.config import RMConfig
+from verl.config.rm import RMDataConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.supervised.preference_dataset import PreferenceDataset
@@ -57,27 +58,10 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         super().__init__(config)
         model = self.config.model
         hf_config = read_config(resolve_model_path(model.path), model.trust_remote_code, model.override_config)
-        if "pad_token_id" in model.override_config and hf_config.pad_token_id is not None:
-            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(hf_config.pad_token_id)
-        else:
-            self.tokenizer.pad_token = padding_token(
-                self.tokenizer,
-                hf_config.get_text_config().vocab_size,
-                self.config.data.apply_chat_template_kwargs,
-            )
-            model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
-        self.tokenizer.init_kwargs[SCORED_AT_END] = True
+        prepare_tokenizer(self.config, hf_config, self.tokenizer)
 
     def create_dataset(self, is_train: bool) -> Any:
-        data = self.config.data
-        files = data.train_files if is_train else data.val_files
-        limit = data.train_max_samples if is_train else data.val_max_samples
-        custom = data.custom_cls
-        if custom.path is not None and custom.name is not None:
-            names = ("data_files", "tokenizer", "config", "max_samples")
-            cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
-            return cls(data_files=files, tokenizer=self.tokenizer, config=data, max_samples=limit)
-        return PreferenceDataset(files, self.tokenizer, data, limit, split="train" if is_train else "validation")
+        return create_rm_dataset(self.config.data, self.tokenizer, is_train)
 
     def collate_fn(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
         return partial(collate_comparisons, pad_token_id=self.tokenizer.pad_token_id)
@@ -122,6 +106,33 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
             weight = float(pairs.weight.sum())
             gradients = score_gradients(scores, pairs[is_split[pairs.chosen]], self.config.centering_coef, weight)
         return gradients
+
+
+def prepare_tokenizer(config: RMConfig, hf_config: Any, tokenizer: Any) -> None:
+    """Set the padding token, in the tokenizer and in `model.override_config`; record that scores are read at the end.
+
+    Raises ValueError if the vocabulary of the model has no token for it.
+    """
+    model = config.model
+    if "pad_token_id" in model.override_config and hf_config.pad_token_id is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(hf_config.pad_token_id)
+    else:
+        vocab_size = hf_config.get_text_config().vocab_size
+        tokenizer.pad_token = padding_token(tokenizer, vocab_size, config.data.apply_chat_template_kwargs)
+        model.override_config["pad_token_id"] = tokenizer.pad_token_id
+    tokenizer.init_kwargs[SCORED_AT_END] = True
+
+
+def create_rm_dataset(config: RMDataConfig, tokenizer: Any, is_train: bool) -> Any:
+    """Return the dataset of `data.train_files` or `data.val_files`: of `data.custom_cls`, or a PreferenceDataset."""
+    files = config.train_files if is_train else config.val_files
+    limit = config.train_max_samples if is_train else config.val_max_samples
+    custom = config.custom_cls
+    if custom.path is not None and custom.name is not None:
+        names = ("data_files", "tokenizer", "config", "max_samples")
+        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
+        return cls(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
+    return PreferenceDataset(files, tokenizer, config, limit, split="train" if is_train else "validation")
 
 
 # -------------------------------------------------------------------- batches
