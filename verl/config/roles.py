@@ -52,7 +52,10 @@ class ActorConfig(Block):
     )
     clip_ratio_low: float = key("Lower clip distance.", follows="actor_rollout_ref.actor.clip_ratio", min=0)
     clip_ratio_high: float = key("Upper clip distance.", follows="actor_rollout_ref.actor.clip_ratio", min=0)
-    clip_ratio_c: float = key("Dual clip: bound of the ratio for negative advantages.", above=1)
+    clip_ratio_c: float = key(
+        "Dual clip (arXiv 1912.09729): for a negative advantage, the loss is at most clip_ratio_c × |advantage|.",
+        above=1,
+    )
     loss_agg_mode: str = key(
         "Aggregation of token losses.",
         null="the default of the policy loss (vanilla: token-mean)",
