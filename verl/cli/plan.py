@@ -239,7 +239,9 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         file = Path(folders.get(path, path)) / "config.json"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{key}: no model can be built from {file}: {reason}") from error
+        raise ValueError(
+            f"{key}: no model can be built from {file}: {reason} Use another model, or another version of transformers."
+        ) from error
     if "actor" not in shapes:
         raise ValueError(f"{key}: the config.json of {path} is not that of a language model. Use another model.")
     return shapes, notes

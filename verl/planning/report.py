@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.schema import set_path
+from verl.config.schema import get_path, set_path
 from verl.planning.advice import UNCERTAINTY, MemoryChange, cheapest_changes
 from verl.planning.gpus import GPU, MEASURED_GPU
 from verl.planning.host import HostMemory
@@ -272,7 +272,19 @@ def _changes_text(report: PlanReport) -> list[str]:
         lines.append(f"     costs: {change.remedy.cost}")
     if not report.fits_with_changes:
         lines.append("  Use more or larger devices, a host with more memory, or a smaller model.")
+        lines += _lora_hint(report)
     return lines
+
+
+def _lora_hint(report: PlanReport) -> list[str]:
+    """Return the override that trains adapters; nothing if they are trained, or the engine does not support them."""
+    config = report.run.config
+    is_ppo = isinstance(config, PPOConfig)
+    block = "actor_rollout_ref.model" if is_ppo else "model"
+    strategy = config.actor_rollout_ref.actor.strategy if is_ppo else config.strategy
+    if get_path(config, f"{block}.lora_rank") or strategy == "megatron":
+        return []
+    return [f"  Or train adapters only (LoRA, which changes the training): {block}.lora_rank=32."]
 
 
 def _largest_text(report: PlanReport) -> list[str]:

@@ -61,6 +61,10 @@ def test_7b_on_two_4090s_does_not_fit_and_lists_what_would(capsys):
     assert report["largest"]["batch"]["value"] is None
     assert report["largest"]["model"]["as_configured"] == "Qwen2.5-1.5B"
     assert not any(phase["measured"] for phase in report["seconds"].values())
+    assert main(arguments) == 1
+    assert "actor_rollout_ref.model.lora_rank=32" in capsys.readouterr().out
+    with_lora = [*arguments, "actor_rollout_ref.model.lora_rank=32", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    assert report_of(capsys, *with_lora)["fits"]
 
 
 def test_changes_make_a_run_fit_and_are_those_of_auto_memory(capsys):
