@@ -50,8 +50,8 @@ _FEATURES = {
 }
 # Modules that show whether an extra is installed, where its requirements do not.
 _MODULES = {"dashboard": "aiohttp_cors", "megatron": "megatron.core"}
-# Engines that have a target of the Makefile.
-_OWN_ENVIRONMENT = ("vllm", "sglang", "megatron")
+# Engines that pin torch, so each needs a separate environment.
+_CHOOSE_TORCH = ("vllm", "sglang")
 _TRY_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -294,9 +294,11 @@ def check_features() -> Iterator[Check]:
 def _install_command(extra: str, requirements: Sequence[Any]) -> str:
     """Return the command that installs an extra: in a checkout by its name, elsewhere by its requirements."""
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
-        return "pip install " + " ".join(f'"{item.name}{item.specifier}"' for item in requirements)
+        packages = (str(item).partition(";")[0].strip() for item in requirements)
+        command = "pip install " + " ".join(f'"{package}"' for package in packages)
+        return f"{command} (in a separate environment: it chooses torch)" if extra in _CHOOSE_TORCH else command
     command = f'pip install -e ".[{extra}]"'
-    return f"make setup-{extra}, or {command}" if extra in _OWN_ENVIRONMENT else command
+    return f"make setup-{extra}, or {command}" if extra in (*_CHOOSE_TORCH, "megatron") else command
 
 
 def _verdict(passed: bool, remedy: str) -> tuple[Status, str]:

@@ -69,6 +69,13 @@ def test_missing_extras_name_feature_and_command(monkeypatch):
     assert lora.remedy == 'pip install -e ".[lora]"'
 
 
+def test_outside_of_a_checkout_the_command_installs_the_requirements_of_the_extra(monkeypatch):
+    monkeypatch.setattr(doctor.Path, "is_file", lambda path: False)
+    commands = {extra: doctor._install_command(extra, doctor._requirements(extra)) for extra in ("dashboard", "vllm")}
+    assert commands["dashboard"] == 'pip install "ray[default]>=2.50"'
+    assert "separate environment" in commands["vllm"]
+
+
 def test_a_full_disk_fails(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     usage = type("Usage", (), {"free": 10})
