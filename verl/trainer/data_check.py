@@ -8,12 +8,14 @@ when they are needed.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +49,7 @@ REWARD_ROWS = 64
 NO_MODEL = "unused"
 """Model path in configurations of which only the data and reward keys are used."""
 # How the rows of a data source without a reward function are scored.
-REWARD_MODEL, AGENT = "a reward model", "its agent"
+REWARD_MODEL, AGENT, CUSTOM = "a reward model", "its agent", "custom"
 
 _MAX_SAMPLE_CHARACTERS = 700
 _START_ROWS = 8
@@ -69,7 +71,7 @@ class SourceReward:
 
     rows: int
     function: str | None
-    """The reward function, REWARD_MODEL or AGENT; None: nothing scores them."""
+    """The file of the reward function, REWARD_MODEL, AGENT or CUSTOM; None: nothing scores them."""
     tried: int = 0
     """Number of ground truths that were scored as if they were the response, in the expected format."""
     correct: int = 0
@@ -165,6 +167,9 @@ def check_data(
     prompts_are_valid = not find_problems(rows, rules[:1])
     report.problems += find_problems(rows, rules)
     report.sources = _source_rewards(rows, reward_fn_key, ground_truth_key, scored_rows)
+    if any_source:
+        for source in report.sources.values():
+            source.function = source.function or CUSTOM
     report.notices += [
         f"rows of {name} are for a reward model: set reward_model.enable=True and reward_model.path, or"
         " custom_reward_function.path."
@@ -218,7 +223,7 @@ def _source_rewards(rows: Rows, key: str, truth_key: str, scored_rows: int) -> d
         row = rows[numbers[0]]
         function = REWARD_MODEL if uses_reward_model(row) else AGENT if is_scored_by_agent(row) else None
         if matching(name, known_data_sources()) is not None:
-            function = score_function(name).compute.__module__.rpartition(".")[2]
+            function = Path(inspect.getfile(score_function(name).compute)).stem
             spread = np.linspace(0, len(numbers) - 1, min(len(numbers), scored_rows)).astype(int)
             chosen[np.array(numbers)[spread]] = True
         sources[name] = SourceReward(len(numbers), function)

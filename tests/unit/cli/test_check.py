@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,7 +59,7 @@ def test_the_report_of_a_run_with_a_tool(overrides, capsys):
     report = capsys.readouterr().out
     assert "<|end|> = 1" in report
     assert "calculate(expression): Evaluate an arithmetic expression." in report
-    assert "64/64" in report, "every ground truth scores 1"
+    assert re.search(r"my_task +│ 64 +│ reward +│ 64/64", report), "every ground truth scores 1"
     trained = [line for line in report.splitlines() if line.startswith("│ trained")]
     assert ["<tool_call>" in line for line in trained] == [True, False]
     assert "####" in trained[1]
@@ -72,7 +73,8 @@ def test_problems_are_listed_and_the_exit_code_is_1(overrides, project, capsys):
     )
     arguments = [*overrides, "custom_reward_function.path=always.py", "data.val_files=nothing.parquet", "--scored", "4"]
     assert main(arguments) == 1
-    result = capsys.readouterr().out.partition("== result")[2]
+    report, _, result = capsys.readouterr().out.partition("== result")
+    assert re.search(r"my_task +│ 64 +│ custom", report)
     assert "nothing.parquet" in result
     assert "reward function cannot be trusted" in result
 
