@@ -94,7 +94,14 @@ def _largest(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
-    return LargestValue(key, now, values[low] if low >= 0 else None, values[-1], reason)
+    if low < 0:
+        return LargestValue(key, now, None, values[-1], reason)
+    if low + 1 < len(values):
+        try:
+            load([f"{key}={values[low + 1]}"])
+        except ConfigError as error:  # not memory, but another key limits the value
+            return LargestValue(key, now, values[low], values[low], error.problems[0].key)
+    return LargestValue(key, now, values[low], values[-1], reason)
 
 
 def largest_model(

@@ -228,3 +228,10 @@ def test_suggested_sizes_divide_the_heads(capsys):
     sizes = {key: value for key, value in changes.items() if key.endswith("parallel_size")}
     assert sizes
     assert all(28 % value == 0 for value in sizes.values())
+
+
+def test_another_key_limits_the_largest_length(capsys):
+    arguments = [f"{MODEL}=Qwen/Qwen2.5-0.5B", "data.max_prompt_length=64", "data.max_response_length=64"]
+    arguments += [f"{ROLLOUT}.max_model_len=192", "algorithm=grpo", "--gpu", "h200"]
+    length = report_of(capsys, *arguments)["largest"]["length"]
+    assert (length["value"], length["limit"], length["reason"]) == (128, 128, f"{ROLLOUT}.max_model_len")

@@ -29,7 +29,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the model is tiny; delete this 
     trainer.total_training_steps=300 \
     trainer.default_local_dir=sft \
     trainer.tracking_dir=sft \
-    trainer.logger=[console,file]
+    trainer.logger=[file]
 
 # 3. Reinforcement learning. README.md explains which values to change for a real model.
 rollout=actor_rollout_ref.rollout

@@ -9,6 +9,8 @@ from __future__ import annotations
 from reward import compute_score, right_answer
 from tools import calculate
 
+from verl.tools.base_tool import ToolError
+
 
 def test_the_right_answer_scores_1() -> None:
     assert compute_score("my_task", right_answer("12"), "12") == 1.0
@@ -27,6 +29,12 @@ def test_a_response_without_an_answer_scores_0() -> None:
 
 def test_the_calculator() -> None:
     assert calculate("(17 - 5) * 2") == "24"
+    for expression in ("17 -", "print(1)", "1 / 0"):
+        try:
+            calculate(expression)
+        except ToolError:
+            continue
+        raise AssertionError(expression)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The tool: a calculator. Every decorated function of this file is a tool; more are added in the same way.
 
 Name, description and types of the arguments come from the signature and the docstring. What the function returns is
-appended to the conversation; an exception is returned to the model as text.
+appended to the conversation; an exception is returned to the model as text. `ToolError` is for mistakes of the model:
+other exceptions are also logged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 
+from verl.tools.base_tool import ToolError
 from verl.tools.function_tool import function_tool
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -27,6 +29,9 @@ def calculate(expression: str) -> str:
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
             return OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"cannot evaluate {expression!r}: use numbers, + - * / and parentheses")
+        raise ValueError("use numbers, + - * / and parentheses")
 
-    return f"{value(ast.parse(expression.strip(), mode='eval').body):.10g}"
+    try:
+        return f"{value(ast.parse(expression.strip(), mode='eval').body):.10g}"
+    except (ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
+        raise ToolError(f"cannot evaluate {expression!r}: {error}") from error
