@@ -25,11 +25,15 @@ def task(tmp_path_factory) -> dict[str, str]:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-def assert_same_training(one, other) -> None:
+# Metrics that depend on time.
+TIMES = ("timing", "perf", "checkpoint/", "reward/scored_while_generating", "memory")
+ASYNC_TIMES = ("agent_loop/", "async/", "rollouter/", "trainer/")
+
+
+def assert_same_training(one, other, ignored: tuple[str, ...] = TIMES) -> None:
     for name, value in one.final_weights.items():
         assert torch.equal(value, other.final_weights[name]), name
     for mine, theirs in zip(one.history, other.history, strict=True):
-        ignored = ("timing", "perf", "checkpoint/", "reward/scored_while_generating", "memory")
         names = {name for name in mine.keys() | theirs.keys() if not name.startswith(ignored)}
         for name in sorted(names):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), (mine["step"], name)
@@ -57,6 +61,18 @@ def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_sa
     for row in plain.history:
         assert "timing_s/old_log_prob" in row
         assert "reward/scored_while_generating" not in row
+
+
+def test_stale_responses_are_weighted_by_the_update_as_by_a_separate_pass(task, tmp_path):
+    """With one_step_off, the second and third step train responses of an older policy."""
+    stale = ("trainer.mode=one_step_off", f"{ACTOR}.optim.lr=0.01", "trainer.total_training_steps=3")
+    runs = {}
+    for name, more in (("own", ()), ("separate", SEPARATE)):
+        runs[name] = run_training(overrides(task, tmp_path / name, *GRPO, *ONE_STEP, *stale, *more))
+    assert_same_training(runs["own"], runs["separate"], TIMES + ASYNC_TIMES)
+    assert ["timing_s/old_log_prob" in row for row in runs["own"].history] == [False] * 3
+    assert ["timing_s/old_log_prob" in row for row in runs["separate"].history] == [True] * 3
+    assert all(row["rollout_corr/log_prob_diff"] > 0.01 for row in runs["own"].history[1:]), "stale tokens differ"
 
 
 def test_data_columns_with_internal_names_change_nothing(task, tmp_path, flowing):

@@ -77,6 +77,8 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
         report.problem("algorithm.use_kl_in_reward", True, why, fix, ("algorithm.adv_estimator",))
 
 
+_CORRECTION = "algorithm.rollout_correction"
+
 # Old log-probs need a separate forward pass only if the update cannot provide them.
 _OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
 
@@ -84,8 +86,9 @@ _OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
 def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
     """Return the reasons why the update cannot provide old log-probs.
 
-    With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1. The
-    remaining conflicts are consumers of old log-probs before the update.
+    With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1, and the
+    update can compute importance weights from its own log-probs. The remaining conflicts are consumers of old log-probs
+    before the update.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -102,9 +105,10 @@ def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
         reasons.append("distillation.distillation_loss.as_reward = True reads them before the update")
     if correction.bypass_mode:
         reasons.append("algorithm.rollout_correction.bypass_mode = True uses the rollout's")
-    for name in ("rollout_is", "rollout_rs"):
-        if correction[name] is not None:
-            reasons.append(f"algorithm.rollout_correction.{name} = {correction[name]} reads them before the update")
+    if correction.rollout_rs is not None:
+        reasons.append(f"{_CORRECTION}.rollout_rs = {correction.rollout_rs} masks tokens before the update")
+    if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+        reasons.append(f"{_CORRECTION}.rollout_is_batch_normalize = True needs the weights of the whole batch")
     return reasons
 
 
@@ -115,7 +119,6 @@ def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:
         report.problem(_OLD_LOG_PROB_FROM_UPDATE, True, "; ".join(reasons), "Leave it out, or change these keys")
 
 
-_CORRECTION = "algorithm.rollout_correction"
 # Policy gradient -A × log π per token.
 _PLAIN_GRADIENT = "gpg"
 
@@ -134,9 +137,8 @@ def resolve_correction(config: PPOConfig, report: Report) -> None:
 
 
 def _resolve_auto_weights(config: PPOConfig, report: Report) -> None:
-    rule, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    excluded = rule.bypass_mode or actor.old_log_prob_from_update
-    stale = _trains_on_stale_responses(config) and not excluded and _resolve_denominator(config)
+    rule = config.algorithm.rollout_correction
+    stale = _trains_on_stale_responses(config) and not rule.bypass_mode and _resolve_denominator(config)
     rule.rollout_is_from_auto, rule.rollout_is = stale, "token" if stale or rule.computes_weights_in_loss else None
     if stale:
         report.notice(

@@ -118,6 +118,8 @@ _TABLE = (
            "returns: targets of the critic"),
     Column("rollout_is_weights", RESPONSE, "float32", 0, "correction", ("update_actor",),
            "importance weight of each token, for the mismatch between rollout and trainer"),
+    Column("denominator_log_probs", RESPONSE, "float32", 0, "correction", ("update_actor",),
+           "log-probs of the rollout in the importance ratio, if the update computes the weights; NaN: unknown"),
     Column("trajectory_tokens", ROW, "int64", None, "trainer", _UPDATES,
            "tokens with mask 1 in the row's whole trajectory"),
     Column("uid", OBJECT, "str", None, "dataset", ("generate", "advantage", "metrics", "dump"),

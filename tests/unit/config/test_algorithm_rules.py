@@ -228,14 +228,7 @@ def test_ratios_are_taken_to_what_the_engine_reports_unless_that_was_asked_other
 
 
 def test_what_was_asked_for_goes_before_what_comes_by_itself():
-    """Old log-probs from the update leave nothing to weigh by; teachers alone have no policy loss to weigh."""
-    one_step = (
-        "actor_rollout_ref.actor.ppo_mini_batch_size=512",
-        "actor_rollout_ref.actor.old_log_prob_from_update=True",
-    )
-    config = load("algorithm=grpo", "trainer.mode=async", *one_step)
-    assert config.algorithm.rollout_correction.rollout_is is None
-    assert any(f"Set {CORRECTION}.rollout_is=token" in notice for notice in config.notices)
+    """A run that only learns from teachers has no policy loss to weight."""
     taught = ("distillation.enabled=True", "distillation.distillation_loss.use_task_rewards=False", TEACHER)
     config = load("algorithm=grpo", "trainer.mode=async", *taught)
     assert config.algorithm.rollout_correction.rollout_is is None

@@ -24,14 +24,29 @@ def test_one_optimizer_step_per_batch_takes_them_from_the_update(loss):
     assert not old_log_probs_from_update(load(f"{KEY}=False"))
 
 
+WEIGHTS = "algorithm.rollout_correction.rollout_is"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_are_computed_by_the_update_unless_their_mean_is_needed(level):
+    assert old_log_probs_from_update(load(f"{WEIGHTS}={level}"))
+    assert not old_log_probs_from_update(load(f"{WEIGHTS}={level}", f"{WEIGHTS}_batch_normalize=True"))
+
+
+def test_asynchronous_runs_need_no_separate_pass():
+    config = load("trainer.mode=async", "trainer.max_staleness=2")
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert old_log_probs_from_update(config)
+    assert load("trainer.mode=async", f"{KEY}=True").algorithm.rollout_correction.rollout_is == "token"
+
+
 @pytest.mark.parametrize(
     ("override", "why"),
     [
         (f"{ACTOR}.ppo_mini_batch_size=16", "take 2 optimizer steps per batch"),
         (f"{ACTOR}.ppo_epochs=3", "take 3 optimizer steps per batch"),
         ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward = True reads them"),
-        ("algorithm.rollout_correction.rollout_is=token", "rollout_correction.rollout_is = token reads them"),
-        ("algorithm.rollout_correction.rollout_rs=sequence", "rollout_correction.rollout_rs = sequence reads them"),
+        ("algorithm.rollout_correction.rollout_rs=sequence", "rollout_correction.rollout_rs = sequence masks tokens"),
         ("algorithm.rollout_correction.bypass_mode=True", "uses the rollout's"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from verl.config import RolloutCorrectionConfig, as_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.mismatch import RolloutMismatch, is_on_policy
+from verl.trainer.ppo.mismatch import RolloutMismatch
 
 
 def columns(ratios: list[float]) -> DataProto:
@@ -159,16 +159,6 @@ def test_an_agent_without_log_probs_trains_uncompared_and_that_is_said_once(capl
     assert [record.getMessage()[:40] for record in caplog.records] == ["rollout and training are not compared: t"]
 
 
-def test_a_batch_is_of_a_version_where_every_token_that_counts_is():
-    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])})
-    assert is_on_policy(batch, 3), "a rollout that gives no versions"
-    batch.batch["rollout_versions"] = torch.tensor([[3, 3, -1], [2, -1, -1]])
-    assert is_on_policy(batch, 3)
-    assert not is_on_policy(batch, 2)
-    batch.batch["rollout_versions"][0, 0] = 2
-    assert not is_on_policy(batch, 3)
-
-
 def with_unknown(ratios: list[float], unknown: list[int]) -> DataProto:
     batch = columns(ratios)
     batch.batch["rollout_log_probs"][0, unknown] = math.nan
@@ -200,14 +190,6 @@ def test_with_bypass_the_trainer_computes_what_the_rollout_does_not_know():
     expected = torch.full((40, 2), -1.0)
     expected[7, 1] = rows.batch["old_log_probs"][7, 1]
     torch.testing.assert_close(found, expected)
-
-
-def test_a_token_without_a_version_is_stale():
-    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0]])})
-    batch.batch["rollout_versions"] = torch.tensor([[3, -1, -1]])
-    assert not is_on_policy(batch, 3)
-    batch.batch["response_mask"] = torch.tensor([[1, 0, 0]])
-    assert is_on_policy(batch, 3)
 
 
 def test_an_engine_that_does_not_know_what_it_drew_from_is_compared_by_its_whole_distribution():

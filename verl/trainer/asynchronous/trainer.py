@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import names
+from verl.config.algorithm_rules import old_log_prob_conflicts
 from verl.config.asynchronous import async_settings
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
@@ -42,6 +43,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self.state.stream = self.stream
         self._length_evenness: list[float] = []
         """Per step: mean response length divided by the longest one."""
+        if reasons := old_log_prob_conflicts(self.config):
+            logger.info("Every step has a separate forward pass for old log-probs: %s.", "; ".join(reasons))
 
     def _train(self) -> None:
         self.stream.utilization.begin()

@@ -56,6 +56,8 @@ def add_advantage_columns(
         batch.batch[name] = local.batch[name]
     if compares and "old_log_probs" in local.batch.keys():
         metrics |= mismatch.correct(batch, local)
+    elif compares:
+        mismatch.add_denominator(batch, local)
     if algorithm.truncated_responses == "mask":
         batch.batch["response_mask"] = batch.batch["response_mask"] * ~truncated_rows(local)[:, None]
     local.meta_info |= {

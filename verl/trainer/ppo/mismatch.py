@@ -80,14 +80,8 @@ class RolloutMismatch:
 
         A sequence is a whole trajectory. No effect if the rollout reported no log-probs and no key needs them.
         """
-        trajectories, drawn = Trajectories.of(columns), _reported(columns, "rollout_drawn_log_probs")
-        full, keys = _reported(columns, "rollout_log_probs"), [name for name in _CORRECTION_KEYS if self._config[name]]
-        # Some engines only report log-probs of the truncated distribution.
-        only_drawn = full is None and drawn is not None and (self._config.denominator == "drawn" or not keys)
-        if only_drawn:
-            full, drawn = drawn, None
+        trajectories, (full, drawn, only_drawn) = Trajectories.of(columns), self._rollout_log_probs(columns)
         if full is None:
-            self._handle_missing_log_probs(keys)
             return {}
         correction = correct_rollout(
             trajectories.join(columns.batch["old_log_probs"]),
@@ -104,11 +98,37 @@ class RolloutMismatch:
             self._warn_if_large(correction.metrics)
         return correction.metrics | {alias: correction.metrics[name] for alias, name in _METRIC_ALIASES.items()}
 
+    def add_denominator(self, batch: DataProto, columns: DataProto) -> None:
+        """Add the column with which the update computes importance weights from its own log-probs, if configured and
+        the rollout has reported its log-probs. `columns`: the same rows, on the controller."""
+        full, drawn, _ = self._rollout_log_probs(columns)
+        if self._config.rollout_is is None or full is None:
+            return
+        denominator = drawn if drawn is not None and self._config.denominator == "drawn" else full
+        unknown = full.isnan() if drawn is None else full.isnan() | drawn.isnan()
+        batch.batch["denominator_log_probs"] = denominator.masked_fill(unknown, torch.nan)
+
+    def _rollout_log_probs(self, columns: DataProto) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+        """Return the rollout's log-probs under the full and under the truncated distribution, where reported, and
+        whether those of the truncated one replace the full ones. Raises ValueError if a configured key needs them."""
+        full, drawn = (_reported(columns, name) for name in ("rollout_log_probs", "rollout_drawn_log_probs"))
+        keys = [name for name in _CORRECTION_KEYS if self._config[name]]
+        # Some engines only report log-probs of the truncated distribution.
+        if full is None and drawn is not None and (self._config.denominator == "drawn" or not keys):
+            return drawn, None, True
+        if full is None:
+            self._handle_missing_log_probs(keys)
+        return full, drawn, False
+
+    def has_weights_by_row(self, batch: DataProto) -> bool:
+        """Return whether the importance weights of a row depend on this row only: not for the ratios of sequences with
+        several rows."""
+        return self._config.rollout_is != "sequence" or Trajectories.of(batch).one_row_each
+
     def require_one_row_each(self, batch: DataProto) -> None:
         """Raise ValueError if the update computes sequence weights (`bypass_mode`), but trajectories have several rows:
         the update processes rows separately."""
-        over_sequences = self._config.computes_weights_in_loss and self._config.rollout_is == "sequence"
-        if over_sequences and not Trajectories.of(batch).one_row_each:
+        if self._config.computes_weights_in_loss and not self.has_weights_by_row(batch):
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
                 " but its ratio cannot be computed from a single row. Set it to token, or bypass_mode=False."
@@ -180,14 +200,3 @@ def _reported(batch: DataProto, name: str) -> torch.Tensor | None:
     if column is None or (column.isnan().any() and column[batch.batch["response_mask"].bool()].isnan().all()):
         return None
     return column
-
-
-def is_on_policy(batch: DataProto, version: int) -> bool:
-    """Return whether all unmasked tokens were sampled with this version of the weights.
-
-    Tokens of unknown version are stale. A batch without the column `rollout_versions` is assumed to be on-policy.
-    """
-    if "rollout_versions" not in batch.batch.keys():
-        return True
-    mask = batch.batch["response_mask"].bool()
-    return bool((batch.batch["rollout_versions"] == version)[mask].all())

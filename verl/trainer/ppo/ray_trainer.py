@@ -29,7 +29,7 @@ from verl.trainer.ppo.advantage import (
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, PromptSource
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
-from verl.trainer.ppo.mismatch import RolloutMismatch, is_on_policy
+from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
 from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
@@ -329,10 +329,10 @@ class RayPPOTrainer(TrainerAttributes):
         return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
     def _update_computes_old_log_probs(self, batch: DataProto) -> bool:
-        """Return whether the forward pass of the update also computes the old log-probs and the entropy: if the update
-        is one optimizer step, and the current policy has sampled the batch."""
+        """Return whether the forward pass of the update also computes the old log-probs, the importance weights and the
+        entropy."""
         return (
-            self._updates_actor and old_log_probs_from_update(self.config) and is_on_policy(batch, self.policy_version)
+            self._updates_actor and old_log_probs_from_update(self.config) and self.mismatch.has_weights_by_row(batch)
         )
 
     def _sync_weights(self) -> None:

@@ -303,8 +303,9 @@ class WorkerGroups:
         }
         if role == "actor" and self._config.distillation.enabled:
             sent.meta_info["distillation"] = self._config.distillation.loss
-        if role == "actor" and self._config.algorithm.rollout_correction.computes_weights_in_loss:
-            sent.meta_info["correction"] = self._config.algorithm.rollout_correction
+        correction = self._config.algorithm.rollout_correction
+        if role == "actor" and (correction.computes_weights_in_loss or "denominator_log_probs" in batch.batch.keys()):
+            sent.meta_info["correction"] = correction
         result = method(sent)
         metrics = reduce_metrics(result.meta_info["metrics"])
         if role == "actor" and ranks > 1:

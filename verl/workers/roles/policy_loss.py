@@ -26,7 +26,8 @@ class PolicyLoss:
     - `own_old_log_probs`: the update is one optimizer step, so the old policy is the current one. Its log-probs are
       used as old log-probs and recorded by the column `ROW`; the entropy is measured, too.
     - `distillation`: adds the KL to the teachers, or replaces the policy loss by it (`use_task_rewards`).
-    - `correction`: weights tokens by their ratio to the rollout policy, whose log-probs are the old log-probs.
+    - `correction`: weights tokens by their ratio to the rollout policy, whose log-probs are in the column
+      `denominator_log_probs` or, without this column, are the old log-probs.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class PolicyLoss:
         columns, mask = data.batch, data.batch["response_mask"]
         if self.correction is None or self.correction.rollout_is is None:
             return columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None
-        return importance_weights(output["log_probs"].detach() - old_log_prob, mask, self.correction)[0]
+        rollout = columns["denominator_log_probs"] if "denominator_log_probs" in columns.keys() else old_log_prob
+        log_ratio = torch.where(rollout.isnan(), 0.0, output["log_probs"].detach() - rollout)
+        return importance_weights(log_ratio, mask, self.correction)[0]
 
     def _token_metrics(self, output: dict[str, torch.Tensor], data: DataProto) -> dict[str, Any]:
         """Return metrics per token that are not part of the loss."""

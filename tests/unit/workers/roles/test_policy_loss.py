@@ -11,6 +11,7 @@ from verl.algos.registry import POLICY_LOSSES
 from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
 from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
+from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.workers.engine.base import Counts
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
 
@@ -225,3 +226,50 @@ def test_reinforce_weighs_by_the_policy_of_the_update_itself(correction, weights
     parts = [reinforce(slice(row, row + 1), Counts(tokens=5, sequences=3), **correction) for row in range(3)]
     assert sum(loss for loss, _ in parts) == pytest.approx(everything[0]), "micro-batches make no difference"
     assert [row for _, rows in parts for row in rows] == everything[1]
+
+
+def stale_batch() -> DataProto:
+    """Three responses; the rollout's log-prob of one token is unknown, and sampling was truncated."""
+    generator = torch.Generator().manual_seed(3)
+    full = -torch.rand(3, 4, generator=generator) * 3
+    full[1, 2] = math.nan
+    tensors = {
+        "rollout_log_probs": full,
+        "rollout_drawn_log_probs": full * 0.7,
+        "advantages": torch.randn(3, 4, generator=generator),
+        "response_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]),
+        ROW: torch.arange(3),
+    }
+    return DataProto.from_dict(tensors)
+
+
+def loss_and_gradient(mode: str, data: DataProto, log_probs: torch.Tensor, correction, own: bool) -> tuple:
+    loss_fn = PolicyLoss(as_config(ActorConfig, {"policy_loss": {"loss_mode": mode}}), own, correction=correction)
+    values, gradients = [], []
+    for rows in (slice(0, 2), slice(2, 3)):  # two micro-batches
+        leaf = log_probs[rows].clone().requires_grad_()
+        output = {"log_probs": leaf, "entropy": torch.zeros_like(leaf)}
+        loss, _ = loss_fn(output, data[rows], Counts(tokens=8, sequences=3))
+        loss.backward()
+        values.append(loss.detach())
+        gradients.append(leaf.grad)
+    return torch.stack(values), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("denominator", ["full", "drawn"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", sorted(POLICY_LOSSES))
+def test_weights_of_stale_tokens_are_the_same_from_the_update_as_from_a_separate_pass(mode, level, denominator):
+    settings = {"rollout_is": level, "rollout_is_threshold": 1.5, "denominator": denominator}
+    correction = as_config(RolloutCorrectionConfig, settings)
+    log_probs = -torch.rand(3, 4, generator=torch.Generator().manual_seed(4)) * 3
+    separate, own = stale_batch(), stale_batch()
+    separate.batch["old_log_probs"] = log_probs
+    RolloutMismatch(correction).correct(separate, separate.select())
+    assert separate.batch["rollout_is_weights"].unique().numel() > 2, "otherwise nothing is weighted"
+    RolloutMismatch(correction).add_denominator(own, own.select())
+    expected = loss_and_gradient(mode, separate, log_probs, None, own=False)
+    torch.testing.assert_close(loss_and_gradient(mode, own, log_probs, correction, own=True), expected)
+    del own.batch["denominator_log_probs"]
+    unweighted = loss_and_gradient(mode, own, log_probs, None, own=True)
+    assert not torch.allclose(unweighted[1], expected[1])
