@@ -26,4 +26,4 @@ def test_six_faults_cost_no_saved_step_no_prompt_and_no_bit(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     faults = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert len(faults) == 6
-    assert {fault["how"] for fault in faults} >= {"restarted", "went on"}
+    assert {fault["reaction"] for fault in faults} >= {"restarted", "continued"}

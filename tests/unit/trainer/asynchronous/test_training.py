@@ -69,9 +69,8 @@ class Timing(AsyncPPOTrainer):
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, overlap: bool):
-    """Also where the engine stands still while training works on its devices. Old log-probs come from the update only
-    where the batch is of its own policy, if nothing is weighed by them. A step does not wait for what a validation
-    waits for."""
+    """Also if the engine is idle while training uses its devices. Old log-probs come from the update. A step does not
+    wait for what a validation waits for."""
     one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8")
     plain = "algorithm.rollout_correction.rollout_is=null"
     given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", "trainer.test_freq=2", plain, *one_update)
@@ -79,7 +78,7 @@ def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path,
     assert trained.added == (0.0, 0.0)
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
-    assert ["timing_s/old_log_prob" in step for step in trained.history] == [False, True, True]
+    assert not any("timing_s/old_log_prob" in step for step in trained.history), "the update computes them"
 
 
 def test_stale_answers_are_weighed_by_what_drew_them(task, tmp_path: Path):
