@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from verl.utils.console.lines import HEADLINE, LINE, format_value, step_line
-from verl.utils.disk import atomic_write
+from verl.utils.json_lines import JsonLines, to_json
 from verl.utils.logging_setup import collect_step_notes, take_step_notes
 from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
@@ -105,9 +104,9 @@ class JsonFiles(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         directory, first_step = run.directory, run.first_step
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(_json(run.config, indent=2) + "\n", encoding="utf-8")
-        self._metrics = _JsonLines(directory / "metrics.jsonl")
-        self._generations = _JsonLines(directory / "generations.jsonl")
+        (directory / "config.json").write_text(to_json(run.config, indent=2) + "\n", encoding="utf-8")
+        self._metrics = JsonLines(directory / "metrics.jsonl")
+        self._generations = JsonLines(directory / "generations.jsonl")
         if first_step is not None:
             self._metrics.supersede(first_step)
             self._generations.supersede(first_step)
@@ -129,60 +128,6 @@ class JsonFiles(Tracker):
     @classmethod
     def folder(cls, run: TrackedRun) -> Path | None:
         return run.directory
-
-
-class _JsonLines:
-    """Appends objects to a file that is created with the first one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any = None
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._file is None:
-            # Unbuffered: one record is one write.
-            self._file = self._path.open("ab", buffering=0)
-            self._terminate_last_line()
-        for row in rows:
-            self._file.write((_json(row) + "\n").encode())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def supersede(self, first_step: int) -> None:
-        """Move records of this step and later ones, and lines that are no records, to the superseded file."""
-        if not self._path.is_file():
-            return
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
-        if len(kept) < len(lines):
-            old = self._path.with_name(f"{self._path.stem}.superseded{self._path.suffix}")
-            with old.open("ab") as file:
-                file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if line not in kept)
-            self._rewrite(kept)
-
-    def merge_into_last(self, record: Mapping[str, Any]) -> bool:
-        """Add the data to the last record if that is of the same step; return whether it is."""
-        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
-        if not lines or _step_of(lines[-1]) != record["step"]:
-            return False
-        last = json.loads(lines[-1])
-        last["data"] |= record["data"]
-        self.close()
-        self._rewrite([*lines[:-1], (_json(last) + "\n").encode()])
-        return True
-
-    def _rewrite(self, lines: Sequence[bytes]) -> None:
-        with atomic_write(self._path) as stream:
-            stream.writelines(lines)
-
-    def _terminate_last_line(self) -> None:
-        """Terminate an incomplete last line of a killed run: otherwise the next record would continue it."""
-        with self._path.open("rb") as file:
-            if file.seek(0, 2) and file.seek(-1, 2) is not None and file.read(1) != b"\n":
-                self._file.write(b"\n")
 
 
 @register_tracker("tensorboard", package="tensorboard")
@@ -225,26 +170,3 @@ def _plain_lines(headline: list[str], rest: Mapping[str, str]) -> list[str]:
 def _one_line(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= _SAMPLE_CHARS else flat[: _SAMPLE_CHARS - 1] + "…"
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a record; None for an incomplete line."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_to_json_value(value), ensure_ascii=False, allow_nan=False, default=str, indent=indent)
-
-
-def _to_json_value(value: Any) -> Any:
-    """The value with non-finite floats as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _to_json_value(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json_value(entry) for entry in value]
-    return value
