@@ -66,6 +66,7 @@ bench: setup
 docs: setup
 	$(BIN)/python -m verl.config.docs > docs/config.md
 	$(BIN)/python -m verl.types.schema > docs/columns.md
+	$(BIN)/python -m verl.recording.docs > docs/recording.md
 
 setup: $(STAMP)
 

@@ -25,6 +25,7 @@ LAYERS: list[list[str]] = [
     ["verl.protocol", "verl.types"],
     [
         "verl.config",
+        "verl.recording",
         "verl.sandbox",
         "verl.utils.reward_score",
         "verl.utils",
@@ -46,6 +47,9 @@ ALLOWED = {
     ("verl.sandbox", "verl.utils"),
     ("verl.sandbox", "verl.config"),
     ("verl.utils", "verl.types.schema"),
+    ("verl.recording", "verl.config"),
+    ("verl.recording", "verl.utils"),
+    ("verl.recording", "verl.version"),
     ("verl", "verl.version"),
     ("verl.__main__", "verl.cli"),
     ("verl.config", "verl.version"),

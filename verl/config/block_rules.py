@@ -160,6 +160,12 @@ def run_rules(trainer: RunConfig, report: Report) -> None:
             f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
             f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
         )
+    for pattern in trainer.record.redact:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            why = f"is no regular expression: {error}"
+            report.problem("trainer.record.redact", pattern, why, "Correct it, e.g. escape special characters")
 
 
 def _check_folder_name(key: str, name: str, report: Report) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from verl.config.extensions import ExtensionTable, Traits
 
+RECORD_FOLDER = "record"
+"""Name of a run's recording in `trainer.default_local_dir`."""
+
 
 @dataclass(frozen=True)
 class EstimatorTraits(Traits):

@@ -9,6 +9,19 @@ from verl.config.schema import Block, key
 
 
 @dataclass(kw_only=True, slots=True)
+class RecordConfig(Block):
+    enable: bool = key("Record the run in default_local_dir/record (docs/monitoring.md), for verl view.")
+    max_mb_per_step: float = key(
+        "Megabytes of trajectories recorded per step, before compression; of larger steps a sample of groups.", min=0
+    )
+    max_gb: float = key(
+        "Gigabytes of the whole recording; beyond it, trajectories of evenly spaced steps are deleted.", above=0
+    )
+    texts: bool = key("Record texts and token ids; False: numbers only.")
+    redact: list[str] = key("Regular expressions; matches in recorded and dumped texts are replaced.", null="none")
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig(Block):
     """Keys of the run that all training programs have."""
 
@@ -60,6 +73,7 @@ class RunConfig(Block):
         null="per phase: five times its recent duration, at least 300; 1800 at first",
         above=0,
     )
+    record: RecordConfig = key("Recording of the run: metrics, phases, groups, trajectories, events.")
 
 
 @dataclass(kw_only=True, slots=True)

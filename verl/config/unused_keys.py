@@ -248,6 +248,11 @@ RULES: tuple[ReadRule, ...] = (
         "the search agent is off; do_search=True enables it",
     ),
     ReadRule(
+        ("trainer.record.max_mb_per_step", "trainer.record.max_gb", "trainer.record.texts"),
+        _is_set("trainer.record.enable"),
+        "trainer.record.enable is False",
+    ),
+    ReadRule(
         ("trainer.max_staleness", "trainer.staleness_strategy", "trainer.partial_rollout"),
         _is("trainer.mode", "async"),
         "only trainer.mode=async reads it",

@@ -1,0 +1,335 @@
+"""Writer and reader of recordings: budgets, redaction, attempts, crashes, versions, documentation."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl import recording
+from verl.recording import schema
+from verl.recording.docs import render
+from verl.recording.redaction import Redaction
+from verl.recording.sampling import groups_within, step_to_drop
+from verl.recording.writer import RecordWriter
+
+ROOT = Path(__file__).parents[3]
+
+
+def open_writer(folder: Path, first_step: int = 0, run_id: str = "one", **settings: Any) -> RecordWriter:
+    writer = RecordWriter(folder / "record", {"program": "ppo"}, first_step, run_id=run_id, **settings)
+    writer.event("start" if first_step == 0 else "resume", max(0, first_step - 1), data={"first_step": first_step})
+    return writer
+
+
+def write_step(writer: RecordWriter, step: int, values: list[float], uids: list[str] | None = None) -> None:
+    columns = {"step": [step] * len(values), "score": values, "uid": uids or [f"p{i}" for i in range(len(values))]}
+    assert writer.submit(lambda: writer.write_table("trajectories", step, columns))
+    finish(writer)
+
+
+def finish(writer: RecordWriter) -> None:
+    """Wait until everything is written, and raise its errors."""
+    done = threading.Event()
+    while not writer.submit(done.set):
+        done.wait(0.01)
+    assert done.wait(30)
+    writer.raise_error()
+
+
+def log(writer: RecordWriter, step: int, **data: float) -> None:
+    writer.line("metrics", {"step": step, "time": 1.0, "data": data})
+
+
+# -------------------------------------------------------------------- contents
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    writer = open_writer(tmp_path)
+    columns = {
+        "step": [3, 3],
+        "uid": ["a", "b"],
+        "turns": [[{"source": "model", "tokens": 2, "text": "hé", "name": None, "reward": None}], []],
+        "token_ids": [[1, 2], []],
+        "rollout_log_probs": [[-0.1, float("nan")], []],
+        "rewards": [{"acc": 1.0, "format": 0.5}, {}],
+    }
+    writer.submit(lambda: writer.write_table("trajectories", 3, columns, {"groups": 2}))
+    writer.close()
+    run = recording.read(tmp_path)
+    assert run.trajectories.steps == [3]
+    assert run.trajectories.metadata(3) == {"attempt": 1, "schema": 1, "groups": 2}
+    first, second = run.trajectories.table(step=3).to_pylist()
+    assert first["turns"] == columns["turns"][0]
+    assert dict(first["rewards"]) == {"acc": 1.0, "format": 0.5}
+    assert first["rollout_log_probs"][0] == np.float32(-0.1)
+    assert np.isnan(first["rollout_log_probs"][1])
+    assert second["token_ids"] == []
+    assert second["advantages"] is None, "not written"
+    assert run.trajectories.to_pandas(step=3, columns=["uid", "rewards"])["rewards"][0] == {"acc": 1.0, "format": 0.5}
+
+
+def test_the_rows_of_a_prompt_are_found_in_any_row_group(tmp_path):
+    writer = open_writer(tmp_path)
+    uids = [f"p{number // 8}" for number in range(1000)]
+    write_step(writer, 1, [float(number) for number in range(1000)], uids)
+    writer.close()
+    stream = recording.read(tmp_path).trajectories
+    for uid in ("p0", "p15", "p16", "p124"):  # p15 ends the first row group of 128 rows
+        rows = stream.table(step=1, uid=uid, columns=["score", "uid"]).to_pylist()
+        assert rows == [{"score": float(i), "uid": uid} for i in range(1000) if uids[i] == uid]
+    assert len(stream.table(step=1, uid="unknown")) == 0
+
+
+def test_metrics_are_a_column_each_and_not_finite_numbers_survive(tmp_path):
+    writer = open_writer(tmp_path)
+    log(writer, 1, loss=0.5)
+    log(writer, 2, loss=float("inf"), kl=-1.0)
+    writer.close()
+    table = recording.read(tmp_path).metrics.table()
+    assert table.column_names == ["step", "time", "attempt", "loss", "kl"]
+    assert table["loss"].to_pylist() == [0.5, float("inf")]
+    assert table["kl"].to_pylist() == [None, -1.0]
+
+
+def test_a_reader_follows_a_run_that_is_writing(tmp_path):
+    writer = open_writer(tmp_path)
+    run = recording.read(tmp_path)
+    assert run.metrics.table()["step"].to_pylist() == []
+    for step in (1, 2, 3):
+        log(writer, step, loss=0.0)
+        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+        finish(writer)
+        assert run.metrics.table()["step"].to_pylist() == list(range(1, step + 1))
+        assert run.phases.table(["step", "lane"])["step"].to_pylist() == list(range(1, step + 1))
+    writer.close()
+
+
+# -------------------------------------------------------------------- attempts and crashes
+
+
+def test_a_resumed_run_supersedes_repeated_steps_only(tmp_path):
+    writer = open_writer(tmp_path)
+    for step in (1, 2, 3, 4):
+        log(writer, step, loss=float(step))
+        write_step(writer, step, [float(step)])
+    writer.close()
+    writer = open_writer(tmp_path, first_step=3, run_id="another command")
+    log(writer, 2, accuracy=0.75)  # validation before training, of the step that was loaded
+    log(writer, 3, loss=-3.0)
+    write_step(writer, 3, [-3.0])
+    writer.close()
+    run = recording.read(tmp_path)
+    assert [(a.number, a.first_step) for a in run.attempts] == [(1, 0), (2, 3)]
+    table = run.metrics.table()
+    assert table["step"].to_pylist() == [1, 2, 3]
+    assert table["loss"].to_pylist() == [1.0, 2.0, -3.0]
+    assert table["accuracy"].to_pylist() == [None, 0.75, None]
+    assert run.trajectories.steps == [1, 2, 3], "step 4 is of the first attempt"
+    assert run.trajectories.table(["score"])["score"].to_pylist() == [1.0, 2.0, -3.0]
+
+
+def test_a_restart_from_the_beginning_continues_the_recording_and_another_command_moves_it(tmp_path):
+    open_writer(tmp_path, run_id="one").close()
+    writer = open_writer(tmp_path, run_id="one")
+    assert writer.attempt == 2
+    writer.close()
+    writer = open_writer(tmp_path, run_id="two")
+    assert writer.attempt == 1
+    writer.close()
+    (aside,) = tmp_path.glob("record_before_*")
+    assert len(recording.read(aside).attempts) == 2
+
+
+def test_a_truncated_last_record_is_ignored_and_the_next_attempt_appends_after_it(tmp_path):
+    writer = open_writer(tmp_path)
+    for step in (1, 2):
+        log(writer, step, loss=0.5)
+        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+    writer.close()
+    for name in ("metrics", "phases", "events"):
+        path = tmp_path / f"record/{name}.jsonl"
+        whole = path.read_bytes()
+        path.write_bytes(whole + whole.splitlines()[-1][:20])
+    assert recording.read(tmp_path).metrics.table()["step"].to_pylist() == [1, 2]
+    writer = open_writer(tmp_path, first_step=3)
+    log(writer, 3, loss=0.5)
+    writer.line("phases", {"step": 3, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+    writer.close()
+    run = recording.read(tmp_path)
+    assert run.metrics.table()["step"].to_pylist() == [1, 2, 3]
+    assert run.phases.table()["step"].to_pylist() == [1, 2, 3]
+    assert [attempt.number for attempt in run.attempts] == [1, 2]
+
+
+def test_a_killed_writer_leaves_no_partial_step(tmp_path):
+    """A file appears under its name only when it is complete; what a killed process leaves is not read."""
+    writer = open_writer(tmp_path)
+    write_step(writer, 1, [1.0])
+    folder = tmp_path / "record/trajectories"
+    (folder / ".00000002.parquet.abc.partial").write_bytes(b"PAR1")
+    writer.close()
+    assert recording.read(tmp_path).trajectories.steps == [1]
+
+
+def test_errors_of_the_disk_are_raised_later_and_do_not_stop_the_writer(tmp_path):
+    writer = open_writer(tmp_path)
+    (tmp_path / "record/trajectories").write_text("a file where the folder should be")
+    writer.submit(lambda: writer.write_table("trajectories", 1, {"step": [1]}))
+    log(writer, 1, loss=1.0)
+    writer.close()
+    with pytest.raises(OSError, match="trajectories"):
+        writer.raise_error()
+    writer.raise_error()
+    assert len(recording.read(tmp_path).metrics.table()) == 1
+
+
+def test_jobs_are_refused_while_earlier_ones_wait(tmp_path):
+    writer = open_writer(tmp_path)
+    release = threading.Event()
+    assert writer.submit(lambda: release.wait(30) and None)
+    assert writer.submit(lambda: None)
+    assert not writer.submit(lambda: None), "memory is bounded"
+    release.set()
+    writer.close()
+
+
+# -------------------------------------------------------------------- budgets
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(0, 2000), st.integers(0, 10))
+def test_groups_fit_into_the_budget_and_none_is_left_out_without_need(sizes, budget, seed):
+    chosen = groups_within(sizes, budget, seed)
+    assert chosen == sorted(set(chosen))
+    assert sum(sizes[i] for i in chosen) <= budget
+    if sum(sizes) <= budget:
+        assert chosen == list(range(len(sizes)))
+    assert chosen == groups_within(sizes, budget, seed), "reproducible"
+
+
+def test_groups_are_sampled_uniformly():
+    counts = np.zeros(10)
+    for seed in range(2000):
+        counts[groups_within([10] * 10, 30, seed)] += 1
+    assert counts.sum() == 3 * 2000
+    # Standard deviation of a count: sqrt(2000 × 0.3 × 0.7) = 20.5.
+    assert np.abs(counts - 600).max() < 5 * 20.5
+
+
+def test_removed_steps_leave_evenly_spaced_ones():
+    steps = list(range(1, 18))
+    while len(steps) > 5:
+        step = step_to_drop(steps)
+        assert step is not None
+        steps.remove(step)
+    assert steps[0] == 1
+    assert steps[-1] == 17
+    assert max(np.diff(steps)) <= 2 * min(np.diff(steps))
+    assert step_to_drop([1, 17]) is None
+
+
+def test_the_recording_stays_within_its_budget_and_names_what_was_deleted(tmp_path):
+    noise = np.random.default_rng(0)
+    writer = open_writer(tmp_path, max_bytes=200_000)
+    for step in range(1, 31):
+        values = pa.array([noise.standard_normal(4000).astype(np.float32)], pa.list_(pa.float32()))
+        columns = {"step": [step], "uid": ["a"], "advantages": values}
+        writer.submit(lambda step=step, columns=columns: writer.write_table("trajectories", step, columns))
+        finish(writer)
+        assert sum(file.stat().st_size for file in (tmp_path / "record").rglob("*.*")) < 205_000
+    writer.close()
+    run = recording.read(tmp_path)
+    kept = run.trajectories.steps
+    assert 4 < len(kept) < 16
+    assert kept[0] == 1
+    assert kept[-1] == 30
+    thinned = [json.loads(e["data"]) for e in run.events.table().to_pylist() if e["kind"] == "thinned"]
+    dropped = [step for event in thinned for step in event["steps"]]
+    assert sorted(dropped + kept) == list(range(1, 31))
+
+
+def test_recording_stops_if_small_streams_alone_exceed_the_budget(tmp_path):
+    writer = open_writer(tmp_path, max_bytes=2000)
+    for step in range(200):
+        log(writer, step, loss=0.5)
+        finish(writer)
+    writer.close()
+    assert sum(file.stat().st_size for file in (tmp_path / "record").iterdir()) < 3000
+    assert recording.read(tmp_path).events.table()["kind"].to_pylist()[-1] == "stopped"
+
+
+# -------------------------------------------------------------------- redaction
+
+
+def test_matches_are_replaced_in_every_text_of_a_record(tmp_path):
+    redact = Redaction([r"sk-\w+", "(?i)secret"])
+    writer = open_writer(tmp_path, redaction=redact)
+    writer.event("warning", 1, "key sk-abc123 of a SECRET", {"nested": [{"sk-1": "Secret"}]})
+    writer.close()
+    event = recording.read(tmp_path).events.table().to_pylist()[-1]
+    assert event["message"] == "key [redacted] of a [redacted]"
+    assert json.loads(event["data"]) == {"nested": [{"[redacted]": "[redacted]"}]}
+    assert not any("sk-" in file.read_text() for file in (tmp_path / "record").glob("*.json*"))
+
+
+# -------------------------------------------------------------------- folders and versions
+
+
+def test_other_folders_are_rejected_in_one_sentence(tmp_path):
+    for folder, why in ((tmp_path, "has no recording"), (tmp_path / "missing", "is no folder")):
+        with pytest.raises(recording.RecordingError, match=why):
+            recording.read(folder)
+    (tmp_path / "run.json").write_text("not json")
+    with pytest.raises(recording.RecordingError, match="is no JSON"):
+        recording.read(tmp_path)
+
+
+def test_an_empty_recording_has_empty_tables(tmp_path):
+    RecordWriter(tmp_path / "record", {}).close()
+    run = recording.read(tmp_path)
+    for name, stream in run.streams.items():
+        table = stream.table()
+        assert len(table) == 0, name
+        assert name == "metrics" or table.schema == schema.arrow_schema(name)
+
+
+def test_a_newer_version_is_rejected_and_unknown_fields_are_ignored(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.line("phases", {"step": 1, "lane": "engine/0", "phase": "x", "start": 0.0, "end": 1.0, "new": [1, {"a": 2}]})
+    writer.close()
+    (tmp_path / "record/new_stream.jsonl").write_text("{}\n")
+    assert recording.read(tmp_path).phases.table()["lane"].to_pylist() == ["engine/0"]
+    file = tmp_path / "record/run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": schema.VERSION + 1}))
+    with pytest.raises(recording.RecordingError, match="newer verl"):
+        recording.read(tmp_path)
+
+
+def test_a_damaged_step_is_named(tmp_path):
+    writer = open_writer(tmp_path)
+    write_step(writer, 1, [1.0])
+    writer.close()
+    file = tmp_path / "record/trajectories/00000001.parquet"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(recording.RecordingError, match=r"00000001\.parquet is damaged"):
+        recording.read(tmp_path).trajectories.table(step=1)
+
+
+def test_the_page_of_fields_is_current():
+    page = (ROOT / "docs/recording.md").read_text()
+    assert page == render(), "run: python -m verl.recording.docs > docs/recording.md"
+
+
+def test_every_field_has_one_line_of_meaning():
+    for stream in schema.STREAMS.values():
+        for field in stream.fields:
+            assert field.meaning, field.name
+            assert "\n" not in field.meaning
+            assert "|" not in field.meaning, "would break the table"

@@ -1,0 +1,316 @@
+"""`read(folder)`: the recorded streams of a run as lazily loaded Arrow tables, also while the run is writing them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+import pyarrow.parquet as pq
+
+from verl.recording import schema
+
+__all__ = ["Attempt", "Recording", "RecordingError", "Stream", "read"]
+
+_ATTEMPT_EVENTS = ("start", "resume")
+
+
+class RecordingError(ValueError):
+    """The folder is no recording that this version can read."""
+
+
+class Attempt(NamedTuple):
+    """One start of the program: its number, its first step and its time."""
+
+    number: int
+    first_step: int
+    time: float
+
+
+def read(folder: str | Path) -> Recording:
+    """Return the recording of a run. `folder`: the run's folder (`trainer.default_local_dir`), or `record` in it.
+
+        run = verl.recording.read("checkpoints/gsm8k/grpo")
+        run.metrics.to_pandas()["reward/mean"]
+        run.groups.table(step=12)
+        run.trajectories.table(step=12, uid=uid, columns=["turns", "advantages"])
+
+    Fields: docs/recording.md. Raises RecordingError for other folders and for recordings of a newer version.
+    """
+    return Recording(folder)
+
+
+class Recording:
+    """The streams of a run are attributes: `metrics`, `phases`, `engines`, `devices`, `events`, `groups`,
+    `trajectories`, `validation` and `tokens`. Every access to a stream reads what was recorded until then."""
+
+    metrics: Stream
+    phases: Stream
+    engines: Stream
+    devices: Stream
+    events: Stream
+    groups: Stream
+    trajectories: Stream
+    validation: Stream
+    tokens: Stream
+
+    def __init__(self, folder: str | Path) -> None:
+        given = Path(folder).expanduser()
+        candidates = (given / schema.FOLDER, given)
+        found = next((path for path in candidates if (path / schema.RUN_FILE).is_file()), None)
+        if found is None:
+            why = "has no recording" if given.is_dir() else "is no folder"
+            raise RecordingError(f"{given} {why} (no {schema.FOLDER}/{schema.RUN_FILE}). Pass the folder of a run.")
+        self.folder = found
+        self._check_version()
+        for stream in schema.STREAMS.values():
+            kind = {"lines": LineStream, "steps": StepStream, "file": FileStream}[stream.layout]
+            setattr(self, stream.name, (MetricStream if stream.name == "metrics" else kind)(self, stream))
+
+    def __repr__(self) -> str:
+        return f"Recording({str(self.folder)!r})"
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The contents of `run.json`: program, names, version and configuration of the run."""
+        try:
+            content = json.loads((self.folder / schema.RUN_FILE).read_bytes())
+        except ValueError as error:
+            raise RecordingError(f"{self.folder / schema.RUN_FILE} is no JSON: {error}.") from error
+        if not isinstance(content, dict):
+            raise RecordingError(f"{self.folder / schema.RUN_FILE} is not a JSON object.")
+        return content
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """The streams by name."""
+        return {name: getattr(self, name) for name in schema.STREAMS}
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The starts of the program, in order."""
+        events = self.events.table()
+        if not len(events):
+            return []
+        starts = events.filter(pc.field("kind").isin(_ATTEMPT_EVENTS)).to_pylist()
+        return [Attempt(e["attempt"], int(json.loads(e["data"])["first_step"]), e["time"]) for e in starts]
+
+    def is_superseded(self, step: int, attempt: int, attempts: Sequence[Attempt]) -> bool:
+        """Return whether a later attempt started at or before the step."""
+        return any(later.number > attempt and later.first_step <= step for later in attempts)
+
+    def _check_version(self) -> None:
+        version = self.run.get("schema")
+        if not isinstance(version, int) or version < 1:
+            raise RecordingError(f"{self.folder}: {schema.RUN_FILE} has no valid `schema` ({version!r}).")
+        if version > schema.VERSION:
+            raise RecordingError(
+                f"{self.folder}: recorded with schema {version}; this version of verl reads up to {schema.VERSION}."
+                " Install a newer verl."
+            )
+
+
+class Stream:
+    """One stream. `table()` returns its rows; fields that a recording lacks are null."""
+
+    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+        self._recording, self.declared = recording, declared
+        self._path = recording.folder / declared.path
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the rows, with these columns (None: all)."""
+        raise NotImplementedError
+
+    def to_pandas(self, **selection: Any) -> Any:
+        """Return `table(**selection)` as a pandas.DataFrame; pandas must be installed."""
+        return self.table(**selection).to_pandas(maps_as_pydicts="lossy")
+
+    def _selected(self, table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+        return table if columns is None else table.select(list(columns))
+
+
+class LineStream(Stream):
+    """JSON lines. Lines that are already parsed are not read again; an incomplete last line is ignored."""
+
+    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+        super().__init__(recording, declared)
+        self._offset, self._parts = 0, [schema.arrow_schema(declared.name).empty_table()]
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        content = self._new_lines()
+        if content:
+            self._parts.append(self._parse(content))
+        if len(self._parts) > 2:
+            self._parts = [pa.concat_tables(self._parts).combine_chunks()]
+        return self._selected(pa.concat_tables(self._parts), columns)
+
+    def _new_lines(self) -> bytes:
+        """Return the complete lines that were appended since the last call."""
+        if not self._path.is_file():
+            return b""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        self._offset += len(content)
+        return content
+
+    def _parse(self, content: bytes) -> pa.Table:
+        fields = schema.arrow_schema(self.declared.name)
+        options = pj.ParseOptions(explicit_schema=fields, unexpected_field_behavior="ignore")
+        try:
+            block = pj.ReadOptions(block_size=max(1 << 20, len(content) // 8 + 1))
+            return pj.read_json(io.BytesIO(content), block, options).select(fields.names)
+        except pa.ArrowInvalid:  # a line of a killed run, or a value of another type
+            records = [{name: record.get(name) for name in fields.names} for record in _objects(content)]
+            return pa.Table.from_pylist(records, schema=fields)
+
+
+class MetricStream(LineStream):
+    """Metrics as a table with a column per metric, besides `step`, `time` and `attempt`; one row per step."""
+
+    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+        super().__init__(recording, declared)
+        self._records: list[dict[str, Any]] = []
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        self._records += _objects(self._new_lines())
+        attempts = self._recording.attempts
+        steps: dict[int, dict[str, Any]] = {}
+        for record in self._records:
+            match record:
+                case {"step": int(step), "attempt": int(attempt), "data": dict(data)}:
+                    if not self._recording.is_superseded(step, attempt, attempts):
+                        # Two records of one step: validation before training, after a resume.
+                        row = steps.setdefault(step, {"step": step})
+                        row |= {"time": record.get("time"), "attempt": attempt, **data}
+        rows = [steps[step] for step in sorted(steps)]
+        own = {"step": pa.int64(), "time": pa.float64(), "attempt": pa.int32()}
+        names = dict.fromkeys(name for row in rows for name in row)
+        arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in own.items()}
+        for name in names:
+            if name not in own:
+                arrays[name] = pa.array([_number(row.get(name)) for row in rows], pa.float64())
+        return self._selected(pa.table(arrays), columns)
+
+
+class StepStream(Stream):
+    """A parquet file per step."""
+
+    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+        super().__init__(recording, declared)
+        self._attempts: dict[int, tuple[int, int]] = {}
+        """By step: modification time of its file, and the attempt that wrote it."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The recorded steps, in order, without those that a later attempt has superseded."""
+        paths = {step: path for path in self._path.glob("*.parquet") if (step := schema.step_of_file(path)) is not None}
+        attempts = self._recording.attempts
+        from_step = min((attempt.first_step for attempt in attempts[1:]), default=None)
+        return [
+            step
+            for step in sorted(paths)
+            # The metadata of a file is read only if its step may be superseded.
+            if from_step is None
+            or step < from_step
+            or not self._recording.is_superseded(step, self._attempt(step, paths[step]), attempts)
+        ]
+
+    def table(
+        self, columns: Sequence[str] | None = None, *, step: int | None = None, uid: str | None = None
+    ) -> pa.Table:
+        """Return the rows of a step (None: of all steps, which may be large), or only those of a prompt `uid`."""
+        if step is not None:
+            return self._read(step, columns, uid)
+        parts = [self._read(number, columns, uid) for number in self.steps]
+        return pa.concat_tables(parts) if parts else self._selected(self._empty, columns)
+
+    def iterate(self, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (step, rows) for every step, one in memory at a time."""
+        for step in self.steps:
+            yield step, self._read(step, columns, None)
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Return facts about a step: `attempt`; of trajectories also `groups`, `recorded` and `seed` of the sample."""
+        with self._open(step) as file:
+            return json.loads((file.schema_arrow.metadata or {}).get(b"verl", b"{}"))
+
+    def _attempt(self, step: int, path: Path) -> int:
+        """The attempt that wrote a step."""
+        written = path.stat().st_mtime_ns
+        if self._attempts.get(step, (None, 0))[0] != written:
+            self._attempts[step] = (written, int(self.metadata(step).get("attempt", 1)))
+        return self._attempts[step][1]
+
+    @cached_property
+    def _empty(self) -> pa.Table:
+        return schema.arrow_schema(self.declared.name).empty_table()
+
+    def _open(self, step: int) -> pq.ParquetFile:
+        path = self._recording.folder / schema.step_file(self.declared.name, step)
+        if not path.is_file():
+            raise RecordingError(f"{self.declared.name}: step {step} is not recorded in {self._recording.folder}.")
+        try:
+            return pq.ParquetFile(path, memory_map=True)
+        except pa.ArrowInvalid as error:
+            raise RecordingError(f"{path} is damaged: {error}") from error
+
+    def _read(self, step: int, columns: Sequence[str] | None, uid: str | None) -> pa.Table:
+        names = list(self._empty.column_names if columns is None else columns)
+        with self._open(step) as file:
+            present = set(file.schema_arrow.names)
+            wanted = [name for name in names if name in present]
+            table = file.read(wanted) if uid is None else self._read_prompt(file, wanted, uid)
+        table = table.replace_schema_metadata(None)
+        for name in names:
+            if name not in present:
+                table = table.append_column(name, pa.nulls(len(table), self._empty.schema.field(name).type))
+        return table.select(names)
+
+    @staticmethod
+    def _read_prompt(file: pq.ParquetFile, columns: list[str], uid: str) -> pa.Table:
+        """Read the rows of a prompt, which are adjacent: only their row groups."""
+        rows = [number for number, value in enumerate(file.read(["uid"])["uid"].to_pylist()) if value == uid]
+        if not rows:
+            return file.schema_arrow.empty_table().select(columns)
+        size = file.metadata.row_group(0).num_rows
+        first, last = rows[0] // size, rows[-1] // size
+        table = file.read_row_groups(list(range(first, last + 1)), columns)
+        return table.take([number - first * size for number in rows])
+
+
+class FileStream(Stream):
+    """One parquet file; empty if it was not recorded."""
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        if not self._path.is_file():
+            return self._selected(schema.arrow_schema(self.declared.name).empty_table(), columns)
+        return pq.read_table(self._path, columns=None if columns is None else list(columns))
+
+
+def _objects(content: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of these lines; other lines, such as the truncated one of a killed run, are left out."""
+    records = []
+    for line in content.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _number(value: Any) -> float | None:
+    """A metric as a number; non-finite values are recorded as texts. None: not a number."""
+    try:
+        return None if value is None or isinstance(value, Mapping | list) else float(value)
+    except ValueError:
+        return None
