@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, MeshPlace, register
 from verl.single_controller.base.errors import CallCancelled
 from verl.utils.device import memory_in_use
+from verl.utils.nvml import DeviceUsage, device_usage
 from verl.utils.progress import Progress, record_progress
+from verl.utils.spans import Span, span, take_spans
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,22 @@ class RankInfo:
             master_port=int(get("MASTER_PORT", "29500")),
             device_name="cuda" if torch.cuda.is_available() else "cpu",
         )
+
+
+@dataclass(frozen=True)
+class RankUsage:
+    """What a process did since the last report, and what it uses now, for the recording of the run."""
+
+    host: str
+    pid: int
+    spans: list[Span]
+    """Compute calls, and times in which its engine generated. Colocated roles share them: the first report has all."""
+    device: DeviceUsage | None
+    """None without a GPU, or if NVML is not available."""
+    tensor_bytes: int
+    """Device memory that torch has allocated in this process."""
+    load: Any = None
+    """`Load` of the rank's inference engine; None if it has none."""
 
 
 def collective_timeout(hang_timeout: float | None) -> float:
@@ -223,6 +242,20 @@ class Worker:
         peak, current = memory_in_use(self.device, reset=True)
         return peak / 2**30, current / 2**30
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def rank_usage(self) -> RankUsage:
+        """Compute calls since the last report, and current use of the device and of the engine."""
+        device, tensor_bytes = None, 0
+        # A query must not create a CUDA context: loop workers have none.
+        if self.device.type == "cuda" and torch.cuda.is_initialized():
+            device = device_usage(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            tensor_bytes = memory_in_use(self.device)[1]
+        return RankUsage(socket.gethostname(), os.getpid(), take_spans(), device, tensor_bytes, self._engine_load())
+
+    def _engine_load(self) -> Any:
+        """The load of the inference engine that this rank leads; None if there is none."""
+        return None
+
     def check_cancelled(self) -> None:
         """Raise `CallCancelled` if the call was cancelled. Long compute methods call this regularly."""
         if self._cancel_requested.is_set():
@@ -236,7 +269,7 @@ class Worker:
         # A new counter per call: threads left over from an earlier call must not count here.
         self._progress = Progress(share)
         try:
-            with record_progress(self._progress):
+            with record_progress(self._progress), span(method):
                 yield
         finally:
             self._computing, self._progress = None, Progress()

@@ -278,6 +278,12 @@ class BatchRef(DataProto):
     def __setstate__(self, state: dict[str, Any]) -> None:
         BatchRef.__init__(self, state["columns"], state["rows"], state["meta_info"])
 
+    def __copy__(self) -> BatchRef:
+        """A batch of the same columns, for another thread; nothing is stored or fetched."""
+        copied = BatchRef(dict(self._columns), len(self), dict(self.meta_info))
+        copied._local = dict(self._local)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRef:
         return BatchRef(self._stored(), len(self), dict(self.meta_info))
 

@@ -30,7 +30,7 @@ from verl.workers.roles.training import (
     start_engine,
     update_micro_batching,
 )
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.base import BaseRollout, Load
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
@@ -224,6 +224,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def _release_kv(self) -> None:
         if self.config.rollout.free_cache_engine and "actor" in self.parts:
             self.rollout.release(["kv_cache"])
+
+    def _engine_load(self) -> Load | None:
+        if self.rollout is None or not self.rollout.is_leader:
+            return None
+        with suppress(EngineDiedError):  # the call that needs the engine reports it
+            return self.rollout.load()
+        return None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def overrides_generate_sequences(self) -> bool:

@@ -20,6 +20,7 @@ from verl.types.trajectory import Trajectory, Turn
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.liveness import StoppedProcess, stopped_helper
 from verl.utils.progress import pulse_count
+from verl.utils.spans import GENERATING, BusySpans
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
@@ -84,6 +85,7 @@ class EngineHost(LoopHost):
         self._error: BaseException | None = None
         self._futures: dict[str, Future[Output]] = {}
         """Unfinished requests of rows and clients."""
+        self._busy = BusySpans(GENERATING)
         self._requests: dict[RolloutTask, Request] = {}
         """Requests of unfinished rows."""
         self._outputs: dict[str, list[RequestOutput]] = defaultdict(list)
@@ -112,6 +114,7 @@ class EngineHost(LoopHost):
         else:
             with self._changed:
                 self._futures |= {request.id: future for request, future in zip(requests, futures, strict=True)}
+                self._busy.set(len(self._futures))
                 for request in requests:
                     resumed_tokens = len(request.resume_from.token_ids) if request.resume_from else 0
                     self._reported[client][request.id] = resumed_tokens
@@ -166,6 +169,7 @@ class EngineHost(LoopHost):
         """Called by the engine's thread."""
         with self._changed:
             self._futures.pop(request_id, None)
+            self._busy.set(len(self._futures))
             has_client = self._reported[client].pop(request_id, None) is not None
         if future.cancelled():
             return
@@ -209,6 +213,7 @@ class EngineHost(LoopHost):
             return
         with self._changed:
             self._futures |= {request.id: future for (_, request), future in zip(requests, futures, strict=True)}
+            self._busy.set(len(self._futures))
             self._requests |= dict(requests)
             late = [task for task, _ in requests if task.cancelled or self._closed]
         started = time.monotonic()
@@ -239,6 +244,7 @@ class EngineHost(LoopHost):
         """Called by the engine's thread."""
         with self._changed:
             self._futures.pop(request_id, None)
+            self._busy.set(len(self._futures))
             self._requests.pop(task, None)
             if future.cancelled():
                 return
