@@ -41,7 +41,7 @@ CONFIGURED = {
     "verl.trainer.main_eval": ["data.path=a.parquet"],
 }
 # Modules of ours that take no options, so have no --help.
-WITHOUT_OPTIONS = {"verl.config.docs", "verl.types.schema"}
+WITHOUT_OPTIONS = {"verl.config.docs", "verl.recording.docs", "verl.types.schema"}
 # Not ours, and not to be run by a test: why each may stand in a document.
 KNOWN = {
     "export": "sets a variable of the reader's shell",

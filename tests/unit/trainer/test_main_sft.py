@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import save_tiny_model, tiny_tokenizer
+from verl import recording
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
 from verl.trainer.common.training_health import NonFiniteError
@@ -218,6 +219,16 @@ def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, fi
     losses = [data["train/loss"] for _, data in steps]
     assert losses[0] > 5
     assert losses[-1] < 0.2
+    run = recording.read(files / "steps")
+    assert run.run["program"] == "sft"
+    assert run.metrics.table()["train/loss"].to_pylist()[1:] == losses
+    assert run.validation.steps == [0, 60]
+    answers = run.validation.table(step=60).to_pylist()
+    assert [(row["answer"], row["sample_index"]) for row in answers] == [
+        (row["response"], number) for row in ROWS[:4] for number in (0, 1)
+    ]
+    assert all(row["correct"] and ROWS[i // 2]["prompt"] in row["prompt"] for i, row in enumerate(answers))
+    assert {"sft/0"} <= set(run.phases.table()["lane"].to_pylist())
     folder = resolve_model_path(files / "steps" / "global_step_60")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": ROWS[1]["prompt"]}]
@@ -349,7 +360,7 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
         engine = trainer.worker_group._host._workers["SFTWorker"].engine
         for name, weight in engine.model.hf.named_parameters():
             assert torch.equal(weight.full_tensor().nan_to_num(), model.get_parameter(name).nan_to_num()), name
-    assert {path.name for path in (files / "steps").glob("[!.]*")} == {"debug_step_1.pt", "debug_step_2.pt"}
+    assert {path.name for path in (files / "steps").glob("[!.]*")} == {"debug_step_1.pt", "debug_step_2.pt", "record"}
 
 
 def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):

@@ -82,6 +82,8 @@ class Saver:
         """The newest step that is saved or being saved, or that the run resumed from."""
         self.last_save_seconds: float | None = None
         """Duration of the last successful save."""
+        self.on_end: Callable[[SaveResult], None] = lambda save: None
+        """Called in the thread of the save when it is complete or failed."""
         self.model_files: dict[str, bytes] = {}
         """Additional files to write into the folder of every exported model, by name."""
 
@@ -219,6 +221,7 @@ class Saver:
             self.last_save_seconds = save.seconds
         elif self.newest_step == save.step:
             self.newest_step = None
+        self.on_end(save)
         self._done.append(save)
 
     def _abandon(self, error: Exception, step: int, pending_parts: Sequence[Callable[[], Any]] = ()) -> Exception:

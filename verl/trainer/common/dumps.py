@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
+from verl.recording.redaction import Redaction
 from verl.types.schema import selected_for
 from verl.utils.dataset.problems import ground_truth_of
 from verl.utils.disk import atomic_write
@@ -31,7 +32,7 @@ def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
     return path
 
 
-def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
+def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int, redaction: Redaction | None = None) -> Path:
     """Write `N.jsonl` with a line per trajectory: prompt, response, ground truth (`gts`), score, outputs of the reward
     function, and the turns of agents."""
     texts, trajectories = response_texts(batch, tokenizer), Trajectories.of(batch)
@@ -42,7 +43,7 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
         {"step": step, **text, "gts": truth, "score": score, **{k: v[i] for k, v in extras.items()}}
         for i, (text, truth, score) in enumerate(zip(texts, truths, scores, strict=True))
     )
-    return write_jsonl(rows, Path(folder) / f"{step}.jsonl")
+    return write_jsonl(rows, Path(folder) / f"{step}.jsonl", redaction)
 
 
 def extra_fields(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,21 +79,40 @@ def response_texts(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _turns(batch: DataProto, tokenizer: Any, row: int) -> list[dict[str, Any]]:
-    tokens, end, turns = batch.batch["responses"][row].tolist(), 0, []
-    for source, count, name, reward in batch.non_tensor_batch["agent_turns"][row]:
-        start, end = end, end + count
-        turns.append({"by": name or source, "text": decode(tokenizer, [tokens[start:end]])[0]})
-        if reward is not None:
-            turns[-1]["reward"] = reward
-    return turns
+    described = [
+        {"by": name or source, "tokens": count, "reward": reward}
+        for source, count, name, reward in batch.non_tensor_batch["agent_turns"][row]
+    ]
+    tokens = batch.batch["responses"][row : row + 1].numpy()
+    texts = response_turns(tokenizer, tokens, [tokens.shape[1]], [described])[0]
+    return [
+        {"by": turn["by"], "text": text} | ({} if turn["reward"] is None else {"reward": turn["reward"]})
+        for turn, text in zip(described, texts, strict=True)
+    ]
 
 
-def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
+def response_turns(
+    tokenizer: Any, responses: np.ndarray, lengths: Sequence[int], turns: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[list[str]]:
+    """Return the text of every turn. `responses` [rows, width]; `turns`: the turns of each row, whose `tokens` is the
+    number of their tokens. A turn may end after `lengths`, the number of tokens of each row: it is truncated."""
+    pieces = []
+    for row, length, parts in zip(responses, lengths, turns, strict=True):
+        ids, end = row[:length].tolist(), 0
+        for turn in parts:
+            start, end = end, end + turn["tokens"]
+            pieces.append(ids[start:end])
+    texts = iter(decode(tokenizer, pieces))
+    return [[next(texts) for _ in parts] for parts in turns]
+
+
+def write_jsonl(rows: Iterable[dict[str, Any]], path: Path, redaction: Redaction | None = None) -> Path:
     """Write one JSON object per line atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         for row in rows:
-            line = json.dumps(_finite(row), ensure_ascii=False, default=_plain).translate(_LINE_BREAKS)
+            value = plain_value(row) if redaction is None else redaction.value(plain_value(row))
+            line = json.dumps(value, ensure_ascii=False, default=str).translate(_LINE_BREAKS)
             stream.write(f"{line}\n".encode())
     return path
 
@@ -102,16 +122,14 @@ def decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+def plain_value(value: Any) -> Any:
+    """Return nested values of numpy as Python values; NaN and infinity, which JSON does not have, as None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(value: Any) -> Any:
+        return [plain_value(item) for item in value]
     if isinstance(value, np.ndarray):
-        return _finite(value.tolist())
-    return _finite(value.item()) if isinstance(value, np.generic) else str(value)
+        return plain_value(value.tolist())
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from verl.utils.console.lines import PHASE_NAMES
 from verl.utils.console.startup import current_startup_phase
 from verl.utils.exceptions import annotate_error
 from verl.utils.progress import Progress, record_progress
+from verl.utils.spans import Span
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_TIMEOUT_S = 1.0
 _MEMORY_TIMEOUT_S = 10.0
+_MAX_SPANS = 2000
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class RunStatus:
         self.activity: str | None = None
         self.starting = False
         self.on_phase_end: Callable[[str, float], None] = lambda name, seconds: None
+        self.spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        """Phases that have ended, for the recording of the run."""
         self._counts_ranks = True
 
     @contextmanager
@@ -91,6 +96,7 @@ class RunStatus:
         attributes `phase` and `step`.
         """
         outer, self.current_phase = self.current_phase, Phase(name, groups)
+        start = time.time()
         try:
             with record_progress(self.current_phase.progress):
                 yield
@@ -100,6 +106,7 @@ class RunStatus:
             raise
         finally:
             self.current_phase = outer
+            self.spans.append(Span(name, start, time.time()))
 
     def step_done(self) -> None:
         """Count a completed step."""

@@ -69,6 +69,8 @@ class Generator:
         devices_busy = self._has_reward_model or judge_shares_devices(config)
         self._overlap = RewardOverlap(config.reward_model.overlap and not devices_busy)
         self._failed_in_a_row = 0
+        self.reward_names: dict[str, None] = {}
+        """Columns that reward functions have returned so far."""
         self._tool_use = ToolUseCheck(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:
@@ -182,6 +184,7 @@ class Generator:
         batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, base_scores.sum(-1)
         if not torch.equal(mask, local.batch["response_mask"]):
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored are masked
+        self.reward_names |= dict.fromkeys(extra)
         for name, values in extra.items():
             batch.non_tensor_batch[name] = object_array(list(values))
         if self._needs_greedy:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -33,7 +32,8 @@ from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
 from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.state import RunRecord, TrainerAttributes, TrainerState
+from verl.trainer.ppo.run_record import RunRecord
+from verl.trainer.ppo.state import TrainerAttributes, TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.utils import POLICY_ROLES, Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
@@ -122,7 +122,7 @@ class RayPPOTrainer(TrainerAttributes):
         config, tokenizer = self.config, self.tokenizer
         self.failures = NonFatalFailures()
         self.mismatch = RolloutMismatch(config.algorithm.rollout_correction)
-        self.record = RunRecord(config, tokenizer, self.failures)
+        self.record = RunRecord(config, tokenizer, self.failures, self.status)
         self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
@@ -131,8 +131,11 @@ class RayPPOTrainer(TrainerAttributes):
         probe = EngineProbe(config, tokenizer, groups, self.rollouts)
         self.weight_sync = WeightSync(groups, probe, config.trainer.partial_kv)
         self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
+        recorder = self.record.recorder
+        self.recovery.on_restart, self.state.saver.on_end = partial(recorder.event, "recovery"), recorder.saved
         self.generator = Generator(config, tokenizer, groups, self.rollouts, reward_fn, self._infer)
-        self.validator = Validator(config, tokenizer, groups, self.generator.add_rm_scores, self.failures)
+        add_rm_scores, record = self.generator.add_rm_scores, self.record.validation
+        self.validator = Validator(config, tokenizer, groups, add_rm_scores, self.failures, record)
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
         self.dynamic_sampling = DynamicSampling(config, tokenizer.pad_token_id)
@@ -192,6 +195,7 @@ class RayPPOTrainer(TrainerAttributes):
         trainer = self.config.trainer
         tracking = self.tracking
         try:
+            self.record.open(self.state.check_start(), self.groups.by_role)
             with add_memory_advice(self.config):
                 with startup_phase("checkpoint"):
                     self._load_checkpoint()
@@ -200,12 +204,12 @@ class RayPPOTrainer(TrainerAttributes):
                     with self.status.phase("testing"), self._weight_check.explain_errors(self.global_steps):
                         validate = partial(self.preemption.unless_given_up, self._validate)
                         metrics = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
-                        self.record.summary.add(self.global_steps, metrics or {}, time.monotonic())
-                        self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
+                        self._report_metrics(metrics or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
                     self._log_summary()
         finally:
+            self.record.close(self.global_steps, sys.exc_info()[1])
             tracking.close()
             if isinstance(self.val_dataloader, BatchLoader):
                 self.val_dataloader.close()
@@ -237,7 +241,7 @@ class RayPPOTrainer(TrainerAttributes):
             self.state.restore_snapshot()
             self._end_step.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
             return True
-        self._weight_check.check(metrics, step, self._log_metrics, self.state.saver.wait)
+        self._weight_check.check(metrics, step, self._report_metrics, self.state.saver.wait)
         end_metrics, stopping = self._end_step(
             step,
             self._save_checkpoint,
@@ -251,8 +255,8 @@ class RayPPOTrainer(TrainerAttributes):
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
-        self.record.summary.add(step, metrics, time.monotonic())
-        self._log_metrics(metrics, step)
+        metrics |= self.record.end_step(step)
+        self._report_metrics(metrics, step)
         self.status.step_done()
         self._snapshot_state()
         self._update_check.check(metrics, getattr(self.reward_fn, "last_failure", None))
@@ -291,6 +295,7 @@ class RayPPOTrainer(TrainerAttributes):
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """Run one training step on a batch of prompts; return its metrics."""
         metrics: dict[str, float] = {}
+        self._trained_version = self.policy_version
         with self.phases("update_weights", self.actor_wg):
             self._sync_weights()
         batch = self._collect_rollouts(batch, metrics)
@@ -416,13 +421,14 @@ class RayPPOTrainer(TrainerAttributes):
         )
 
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Update the sampler and write the dumps of the step."""
+        """Update the sampler, record the step and write its dumps."""
         self._last_batch = batch
         if self._old_log_probs_from_update:
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes batches to the sampler
             self.state.prompts.update_sampler(batch)
-        self.record.dump(batch, self.global_steps, self._update_check.has_bad_update(metrics))
+        is_bad = self._update_check.has_bad_update(metrics)
+        self.record.dump(batch, self.global_steps, self._trained_version, self.generator.reward_names, is_bad)
 
     # ---------------------------------------------------------------- checkpoints and logs
 
@@ -444,3 +450,8 @@ class RayPPOTrainer(TrainerAttributes):
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the metrics of a step to the trackers."""
         self.tracking.log(without_nan(metrics), step)
+
+    def _report_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Send the metrics of a step to the trackers, and record them."""
+        self._log_metrics(metrics, step)
+        self.record.log(without_nan(metrics), step)

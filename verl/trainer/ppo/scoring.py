@@ -191,20 +191,36 @@ def correct_responses(
     response is left out. Responses that could not be scored (None) are left out, too. The response of an `unfinished`
     agent counts as wrong; with `scores_are_degrees`, only if other responses of its source are counted.
     """
+    flags = correct_flags(sources, scores, accuracies, scores_are_degrees, unfinished)
     correct: Correctness = defaultdict(list)
-    failed: Counter[str] = Counter()
-    samples = zip(sources, scores, accuracies or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
-    for source, score, acc, is_unfinished in samples:
+    for source, flag in zip(sources, flags, strict=True):
+        if flag is not None:
+            correct[source].append(flag)
+    return dict(correct)
+
+
+def correct_flags(
+    sources: Sequence[str],
+    scores: Sequence[float | None],
+    accuracies: Sequence[Any] | None,
+    scores_are_degrees: bool,
+    unfinished: Sequence[bool] | None = None,
+) -> list[bool | None]:
+    """Return whether each response is correct; None if it is left out. Arguments: see `correct_responses`."""
+    flags: list[bool | None] = []
+    is_failed = unfinished or [False] * len(scores)
+    for score, acc, is_unfinished in zip(scores, accuracies or [None] * len(scores), is_failed, strict=True):
         if is_unfinished:
-            failed[source] += 1
+            flags.append(None)
         elif isinstance(acc, bool | int | float | np.number | np.bool_):
-            correct[source].append(bool(acc >= 1.0))
-        elif not scores_are_degrees and score is not None:
-            correct[source].append(score >= 1.0)
-    for source, count in failed.items():
-        if source in correct or not scores_are_degrees:
-            correct[source] += [False] * count
-    return {source: correct[source] for source in dict.fromkeys(sources) if source in correct}
+            flags.append(bool(acc >= 1.0))
+        else:
+            flags.append(None if scores_are_degrees or score is None else score >= 1.0)
+    counted = {source for source, flag in zip(sources, flags, strict=True) if flag is not None}
+    return [
+        False if failed and (source in counted or not scores_are_degrees) else flag
+        for source, flag, failed in zip(sources, flags, is_failed, strict=True)
+    ]
 
 
 def log_accuracy(correct: Correctness, step: int | None = None) -> None:

@@ -1,7 +1,6 @@
 """TrainerState: progress of a run and contents of its checkpoints (actor, critic, prompts, KL controller, version).
 
-TrainerAttributes: public attributes of the trainer with values of its collaborators. RunRecord: dumps of batches and
-responses, and the share of time per phase.
+TrainerAttributes: public attributes of the trainer with values of its collaborators.
 """
 
 from __future__ import annotations
@@ -9,23 +8,18 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
-from verl.protocol import DataProto
 from verl.trainer.asynchronous.group_state import saved_prompts
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
-from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.run_summary import RunSummary
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.trainer.ppo.worker_groups import WorkerGroups
-from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.generator import Generator
@@ -260,23 +254,3 @@ class TrainerAttributes:
     @kl_ctrl_in_reward.setter
     def kl_ctrl_in_reward(self, controller: Any) -> None:
         self.state.kl_controller = controller
-
-
-class RunRecord:
-    """Writes dumps and collects the summary of the run. A file that cannot be written is a non-fatal failure."""
-
-    def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures) -> None:
-        self._trainer, self._tokenizer, self._failures = config.trainer, tokenizer, failures
-        self.summary = RunSummary()
-
-    def dump(self, batch: DataProto, step: int, has_bad_update: bool) -> None:
-        """Write the batch if `trainer.dump_steps` contains the step or `has_bad_update` is set; write the responses if
-        `trainer.rollout_data_dir` is set."""
-        if step in self._trainer.dump_steps or has_bad_update:
-            folder = self._trainer.default_local_dir
-            dumped = self._failures.dump(FOLDER, folder, step, partial(dump_batch, batch, folder, step))
-            if dumped is not None:
-                logger.info("batch of step %d written to %s", step, dumped)
-        if (responses_folder := self._trainer.rollout_data_dir) is not None:
-            write = partial(dump_rows, batch, self._tokenizer, responses_folder, step)
-            self._failures.dump("trainer.rollout_data_dir", responses_folder, step, write)

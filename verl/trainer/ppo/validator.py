@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
+from verl.recording.redaction import Redaction
 from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.agent_columns import unfinished_agents
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
-    correct_responses,
+    Correctness,
+    correct_flags,
     error_metrics,
     log_accuracy,
     response_scores,
@@ -34,7 +38,10 @@ Samples = dict[str, list[Any]]
 """Columns of scored responses."""
 
 # Columns that describe a sample; all other columns are scores.
-_DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score")
+_DESCRIPTIONS = (
+    *("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score"),
+    *("sample_index", "length", "finish_reason"),
+)
 # Column with 1.0 for agents that failed or were aborted; only in batches with `agent_metrics`.
 _UNFINISHED = "agent_failed"
 # Statistics under `val-core`; spread and bounds are under `val-aux`.
@@ -54,10 +61,12 @@ class Validator:
         groups: WorkerGroups,
         add_rm_scores: BatchToBatch,
         failures: NonFatalFailures,
+        record: Callable[[Samples, int], None] = lambda samples, step: None,
     ) -> None:
-        """`add_rm_scores` adds the scores of the reward model to a batch, if the run has one."""
+        """`add_rm_scores` adds the scores of the reward model to a batch, if the run has one. `record(samples, step)`
+        records scored responses."""
         self._config, self._tokenizer, self._groups = config, tokenizer, groups
-        self._add_rm_scores, self._failures = add_rm_scores, failures
+        self._add_rm_scores, self._failures, self._record = add_rm_scores, failures, record
 
     def run(
         self,
@@ -75,7 +84,9 @@ class Validator:
         batches = (DataProto.from_single_dict(rows) for rows in loader)
         samples = join_samples([self._generate_and_score(batch, generate, reward_fn, status) for batch in batches])
         self.show(samples, step, tracking)
-        return sample_metrics(samples, scores_are_degrees=scored_by_model(self._config))
+        scores_are_degrees = scored_by_model(self._config)
+        self._record(samples | {"correct": sample_correctness(samples, scores_are_degrees)}, step)
+        return sample_metrics(samples, scores_are_degrees)
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
         """Log sampled responses to the trackers; write all of them to JSONL if a folder is set."""
@@ -93,7 +104,8 @@ class Validator:
             dumped = [
                 {"step": step, **row, **texts, **fields} for row, texts, fields in zip(rows, more, extra, strict=True)
             ]
-            write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
+            redaction = Redaction(config.record.redact)
+            write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl", redaction)
             if config.val_only:  # writing the files is the purpose of the run: a failure is fatal
                 write()
             else:
@@ -129,10 +141,19 @@ class Validator:
             "data_source": columns[key][rows].tolist() if key in columns else ["unknown"] * len(trajectories),
             "reward": rewards,
             "answer_score": response_scores(base_scores.sum(-1), trajectories, extra.get(FAILED_COLUMN)),
+            "sample_index": columns["sample_index"][rows].tolist() if "sample_index" in columns else [0] * len(rows),
+            "length": trajectories.sum(_response_lengths(local)).tolist(),
         }
+        if "finish_reason" in columns:
+            samples["finish_reason"] = columns["finish_reason"][rows].tolist()
         if "agent_metrics" in columns:
             samples |= with_unfinished(samples, unfinished_agents(local, trajectories), scored_by_model(self._config))
         return samples
+
+
+def _response_lengths(batch: DataProto) -> torch.Tensor:
+    """Number of response tokens [batch], including those of tools and environments."""
+    return batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1)
 
 
 def _rows(columns: Samples) -> list[dict[str, Any]]:
@@ -180,8 +201,16 @@ def sample_metrics(samples: Samples, scores_are_degrees: bool) -> dict[str, floa
             for name, value in values.items():
                 core = variable == main and name.startswith(_CORE) and not name.endswith(_BOUNDS)
                 metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
-    unfinished = [bool(failed) for failed in samples.get(_UNFINISHED, ())]
-    scores = samples.get("answer_score", samples["reward"])
-    correct = correct_responses(samples["data_source"], scores, samples.get("acc"), scores_are_degrees, unfinished)
+    correct: Correctness = defaultdict(list)
+    for source, flag in zip(samples["data_source"], sample_correctness(samples, scores_are_degrees), strict=True):
+        if flag is not None:
+            correct[source].append(flag)
     log_accuracy(correct)
     return metrics | {f"val/{source}/accuracy": sum(flags) / len(flags) for source, flags in correct.items()}
+
+
+def sample_correctness(samples: Samples, scores_are_degrees: bool) -> list[bool | None]:
+    """Return whether each response is correct; None if it does not count (see `correct_responses`)."""
+    unfinished = [bool(failed) for failed in samples.get(_UNFINISHED, ())]
+    scores = samples.get("answer_score", samples["reward"])
+    return correct_flags(samples["data_source"], scores, samples.get("acc"), scores_are_degrees, unfinished)

@@ -131,6 +131,11 @@ class WorkerGroups:
         if self.agents is not None:
             self.agents.query_ranks("close", self._config.actor_rollout_ref.rollout.multi_turn.tool_timeout + _CLOSE_S)
 
+    def by_role(self) -> dict[str, Any]:
+        """Return the running groups by the name of their role; {} before `start`. Thread-safe."""
+        groups = {str(role): group for role, group in dict(getattr(self, "_groups", {})).items()}
+        return groups | ({} if self.agents is None else {str(Role.Agents): self.agents})
+
     @property
     def frees_weights(self) -> bool:
         """Whether engines free their weights during training; only engines in the trainer's processes do."""

@@ -47,6 +47,8 @@ class WorkerRecovery:
         self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
         self._step, self._restarts_in_step = 0, 0
         self._counts: Counter[str] = Counter()
+        self.on_restart: Callable[[int, str], None] = lambda step, cause: None
+        """Called with the step and the cause of every restart."""
 
     def retry_on_worker_loss(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -110,6 +112,7 @@ class WorkerRecovery:
             logger.error("step %d: %d restarts in place did not help.", step, MAX_RESTARTS_PER_STEP)
             raise error
         self._counts.update(_METRIC_NAMES[role] for role in roles)
+        self.on_restart(step, f"{error.role} rank {error.rank} was lost in {error.method}: {error.summary}")
         logger.warning(
             "step %d: %s rank %d on %s was lost in %s (%s). Its %s is restarted and the call is retried; the state of"
             " the trainer is kept (restart %d of at most %d in this step).",

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from verl.config.names import RECORD_FOLDER
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.trainer.recovery.signals import SignalForwarder
 from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
 from verl.utils.checkpoint.manifest import MANIFEST
 from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
 from verl.utils.fs import expand_path
+from verl.utils.json_lines import JsonLines
 from verl.utils.process_tree import adopt_orphans, children, with_descendants
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class Supervisor(Generic[C]):
         logger.warning(
             "restart %d of %d in %.0f s: %s; %s", decision.number, limit, decision.delay, failure.cause, resume
         )
+        record_restart(self._saved.root, failure.cause, process.step)
         forwarder.wait(decision.delay)
         self._stopped_in_delay = forwarder.received is not None
         return not self._stopped_in_delay
@@ -132,6 +135,16 @@ class Supervisor(Generic[C]):
             lines = [f"{failure.cause[0].upper()}{failure.cause[1:]}. {resume[0].upper()}{resume[1:]}."]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.exit(code if code >= 0 else 1)
+
+
+def record_restart(run_folder: Path, cause: str, step: int | None) -> None:
+    """Append an event to the recording of the run, if there is one. The process that writes the recording has ended."""
+    if (folder := run_folder / RECORD_FOLDER).is_dir():
+        event = {"time": round(time.time(), 3), "step": step, "kind": "restart", "message": cause}
+        try:
+            JsonLines(folder / "events.jsonl").append([event])
+        except OSError as error:
+            logger.warning("the restart could not be recorded in %s: %s", folder, error)
 
 
 @dataclass(frozen=True)
@@ -184,12 +197,12 @@ class SavedSteps:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._root = Path(expand_path(trainer.default_local_dir)).absolute()
-        self._existing = {_manifest_id(folder) for folder in newest_first(self._root)}
+        self.root = Path(expand_path(trainer.default_local_dir)).absolute()
+        self._existing = {_manifest_id(folder) for folder in newest_first(self.root)}
 
     def newest(self) -> Path | None:
         """Return the newest complete step."""
-        own = (folder for folder in newest_first(self._root) if _manifest_id(folder) not in self._existing)
+        own = (folder for folder in newest_first(self.root) if _manifest_id(folder) not in self._existing)
         return next(filter(has_expected_sizes, own), None)
 
     def newest_id(self) -> str | None:
@@ -215,7 +228,7 @@ class SavedSteps:
         the last attempt failed, if known."""
         newest, mode = self.newest(), self._trainer.resume_mode
         if newest is None and mode == "auto":
-            newest = next(filter(has_expected_sizes, newest_first(self._root)), None)
+            newest = next(filter(has_expected_sizes, newest_first(self.root)), None)
         elif newest is None and mode == "resume_path":
             newest = Path(str(self._trainer.resume_from_path))
         step = 0 if newest is None else step_of(newest.name)

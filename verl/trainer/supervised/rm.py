@@ -52,6 +52,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
     """Trains a reward model. `data.train_batch_size` is a number of prompts, each with all its pairs."""
 
     worker_class = RewardTrainingWorker
+    program = "rm"
     row_name = "prompts"
 
     def __init__(self, config: RMConfig) -> None:

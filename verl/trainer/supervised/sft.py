@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.config import SFTConfig, SFTDataConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
+from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
-from verl.trainer.ppo.validator import sample_metrics
+from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
+from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.trainer import SupervisedTrainer
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
@@ -46,6 +48,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
     """
 
     worker_class = SFTWorker
+    program = "sft"
 
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
@@ -61,7 +64,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
         metrics = super()._validate()
         if self._generation is None or (self.stop_requested.is_set() and self.config.trainer.save_within is not None):
             return metrics
-        return metrics | self._generation.run(self.worker_group, self.global_steps, self.tracking)
+        return metrics | self._generation.run(self.worker_group, self.global_steps, self.tracking, self.recorder)
 
     def create_dataset(self, is_train: bool) -> Any:
         return create_sft_dataset(self.config.data, self.tokenizer, is_train)
@@ -164,8 +167,9 @@ class GenerativeValidation:
         self._check_lengths()
         self._end_tokens = response_end_tokens(config.model, config.rollout, tokenizer, data.apply_chat_template_kwargs)
 
-    def run(self, group: Any, step: int, tracking: Tracking) -> dict[str, float]:
-        """Sync the weights, generate and score; return the same metrics as PPO's validation, and log some samples."""
+    def run(self, group: Any, step: int, tracking: Tracking, recorder: Recorder) -> dict[str, float]:
+        """Sync the weights, generate and score; return the same metrics as PPO's validation, log some samples and
+        record all."""
         try:
             group.begin_answers(step)
             output = group.answer(self._batch())
@@ -181,7 +185,25 @@ class GenerativeValidation:
         uids = [self._prompts.uid(index // val_n) for index in range(len(texts))]
         columns |= {"uid": uids, "data_source": [sample.data_source for sample in samples]}
         columns[ERROR_COLUMN] = [score.kind for score in scores]
-        return sample_metrics(columns | {"reward": [score.value for score in scores]}, scores_are_degrees=False)
+        columns["reward"] = [score.value for score in scores]
+        described = columns | {
+            "prompt": self._prompt_texts,
+            "answer": texts,
+            "gts": [sample.ground_truth for sample in samples],
+            "sample_index": [index % val_n for index in range(len(texts))],
+            "length": [len(ids) for ids in output.non_tensor_batch["answer"]],
+            "correct": sample_correctness(columns, scores_are_degrees=False),
+        }
+        record = recorder.settings
+        options = RowOptions(None, recorder.redaction, record.texts, int(record.max_mb_per_step * 1e6))
+        recorder.submit(partial(record_validation, described, step, options), step)
+        return sample_metrics(columns, scores_are_degrees=False)
+
+    @cached_property
+    def _prompt_texts(self) -> list[str]:
+        """The prompt of every response, as text."""
+        numbers = [row for row in range(self._count) for _ in range(self._config.data.val_n)]
+        return self._tokenizer.batch_decode([self._prompts.tokens[row] for row in numbers], skip_special_tokens=True)
 
     def _batch(self) -> DataProto:
         """Return `val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,6 +23,7 @@ from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.loader import BatchLoader
+from verl.trainer.common.recorder import KEY, Recorder
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.run_status import Phases, RunStatus
 from verl.trainer.common.run_summary import RunSummary
@@ -49,11 +53,13 @@ class SupervisedTrainer(Generic[Config]):
     """The constructor reads the data; `start()` starts the ranks and loads the model; `fit()` trains; `close()` ends
     the ranks.
 
-    A subclass defines `worker_class` (a `CheckpointedWorker` with `init_model`, `train_batch` and `evaluate`),
+    A subclass defines `program`, `worker_class` (`CheckpointedWorker` with `init_model`, `train_batch`, `evaluate`),
     `create_dataset`, `collate_fn` and `batch_metrics`. It may override `balance_ranks` and `validation_metrics`.
     """
 
     worker_class: ClassVar[type]
+    program: ClassVar[str]
+    """Name of the program in the recording."""
     row_name: ClassVar[str] = "rows"
     """Unit of `data.train_batch_size`, for messages."""
 
@@ -82,6 +88,8 @@ class SupervisedTrainer(Generic[Config]):
         self._ranks: Ranks | None = None
         self.status = RunStatus(self.total_training_steps)
         self.status.starting = True
+        self.recorder = Recorder(trainer, self.program, self.status)
+        self.saver.on_end = self.recorder.saved
         self.hang_detector = HangDetector(self.status, trainer.hang_timeout, raise_in_main_thread())
 
     def start(self) -> None:
@@ -166,17 +174,34 @@ class SupervisedTrainer(Generic[Config]):
             trainer.console,
             self.total_training_steps,
         )
-        with self.hang_detector, tracking as self.tracking, add_memory_advice(self.config):
+        with self.hang_detector, tracking as self.tracking, add_memory_advice(self.config), self._recording():
             self._load_checkpoint()
             self.status.step = self.global_steps
             with show_status(self.status.snapshot, trainer.console):
                 if trainer.val_before_train and self.validates:
                     metrics = self.failures.attempt(VALIDATION, self.global_steps, self._validate)
-                    self.summary.add(self.global_steps, metrics or {}, time.monotonic())
-                    self.tracking.log(metrics or self.failures.metrics(), self.global_steps)
+                    self._log(metrics or self.failures.metrics(), self.global_steps)
                 self._train()
         if trainer.console == LINE:
             logger.info("%s", self.summary.render())
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record the run in the block."""
+        start, recorder = self.run_start, self.recorder
+        groups = {self.program: self.worker_group}
+        act = partial(recorder.open, start.first_step, self.config.to_dict(), lambda: groups, start.resume_from)
+        self.failures.dump(KEY, str(recorder.folder), start.step, act)
+        try:
+            yield
+        finally:
+            recorder.close(self.global_steps, sys.exc_info()[1])
+
+    def _log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Send the metrics of a step to the trackers, record them and add them to the summary."""
+        self.summary.add(step, metrics, time.monotonic())
+        self.tracking.log(metrics, step)
+        self.recorder.log(metrics, step)
 
     def _train(self) -> None:
         self.status.starting = False
@@ -217,8 +242,11 @@ class SupervisedTrainer(Generic[Config]):
         metrics |= self.batch_metrics(batch)
         metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | end_metrics
         metrics |= self.hang_detector.step_done(seconds)
-        self.summary.add(step, metrics, time.monotonic())
-        self.tracking.log(metrics, step)
+        if self.recorder.is_open:
+            self.recorder.step_ended(step)
+            self.failures.dump(KEY, str(self.recorder.folder), step, self.recorder.raise_error)
+            metrics["timing_s/record"] = self.recorder.take_seconds()
+        self._log(metrics, step)
         self.status.step_done()
         self._check_finite(batch, metrics)
         if stopping or step >= self.total_training_steps:

@@ -10,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
+from verl.config.names import RECORD_FOLDER
 from verl.utils.checkpoint.manifest import LATEST, MANIFEST, Manifest, damaged_files, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def move_aside(root: Path) -> Path | None:
     """
     if not newest_first(root):
         return None
-    names = (LATEST, ITERATION, FETCHED)
+    names = (LATEST, ITERATION, FETCHED, RECORD_FOLDER)
     # The steps last: after an interruption, the next call finds the remaining ones.
     paths = [
         *(root / name for name in names if (root / name).exists()),

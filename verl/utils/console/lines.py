@@ -20,7 +20,7 @@ PHASE_NAMES = {
 # Phases after the step, which its seconds do not include.
 AFTER_STEP = ("testing", "save_checkpoint")
 # `timing_s/*` that is not the time of a phase.
-_NO_PHASES = frozenset({"step", "waiting_for_one_rank", *AFTER_STEP})
+_NO_PHASES = frozenset({"step", "waiting_for_one_rank", "record", *AFTER_STEP})
 
 # The most important metrics, in this order, under the short names of the documentation.
 HEADLINE = {

@@ -1,0 +1,225 @@
+"""Recorder: records metrics, phases, events and samples of a run for `verl.recording`, outside of the critical path."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config import RunConfig
+from verl.recording import schema
+from verl.recording.redaction import Redaction
+from verl.recording.writer import RecordWriter
+from verl.trainer.common.checkpoint import SaveResult
+from verl.trainer.common.rank_poll import Groups, RankPoll
+from verl.trainer.common.run_status import RunStatus
+from verl.utils.fs import expand_path
+
+__all__ = ["KEY", "Recorder"]
+
+KEY = "trainer.record"
+# Events per kind of log message: a warning in every step must not fill the recording.
+_MAX_WARNINGS = 20
+_CONTROLLER = "controller"
+# Seconds to write the last records at the end of a run; after a second stop signal, which must not wait.
+_CLOSE_TIMEOUT_S, _KILLED_TIMEOUT_S = 60.0, 2.0
+
+
+class Recorder:
+    """Open between `open` and `close`; otherwise, or with `trainer.record.enable=False`, nothing is recorded.
+
+    Its methods only put records into a queue. The seconds that they take are counted (`take_seconds`).
+    """
+
+    def __init__(self, config: RunConfig, program: str, status: RunStatus) -> None:
+        """`program`: ppo, sft or rm. `status`: its phases are recorded."""
+        self._config, self._program, self._status = config, program, status
+        self.settings = config.record
+        self.redaction = Redaction(self.settings.redact)
+        self.folder = Path(expand_path(config.default_local_dir)).absolute() / schema.FOLDER
+        self._writer: RecordWriter | None = None
+        self._poll: RankPoll | None = None
+        self._handler: _WarningHandler | None = None
+        self._seconds = 0.0
+        self._totals: dict[str, float] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records are written."""
+        return self._writer is not None
+
+    def open(
+        self,
+        first_step: int,
+        config: Mapping[str, Any],
+        groups: Groups,
+        resumed_from: Path | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Begin to record an attempt. The caller owns the run's folder.
+
+        `tokenizer`: its vocabulary is recorded; it must not be used by another thread.
+        """
+        if not self.settings.enable or self._writer is not None:
+            return
+        self._status.spans.clear()
+        settings, trainer = self.settings, self._config
+        run = {
+            "program": self._program,
+            "project": trainer.project_name,
+            "experiment": trainer.experiment_name,
+            "budget": {"max_mb_per_step": settings.max_mb_per_step, "max_gb": settings.max_gb},
+            "texts": settings.texts,
+            "config": config,
+        }
+        run_id = os.environ.get("VERL_RUN")
+        writer = RecordWriter(self.folder, run, first_step, int(settings.max_gb * 1e9), self.redaction, run_id)
+        self._writer = writer
+        place = {"first_step": first_step, "host": socket.gethostname(), "pid": os.getpid()}
+        kind, source = ("start", None) if resumed_from is None else ("resume", str(resumed_from))
+        self.event(kind, max(0, first_step - 1), data=place | ({} if source is None else {"folder": source}))
+        self._handler = _WarningHandler(writer, self._status, settings.texts)
+        logging.getLogger("verl").addHandler(self._handler)
+        self._poll = RankPoll(groups, writer, max(0, first_step - 1))
+        if settings.texts and tokenizer is not None and not (self.folder / schema.TOKENS_FILE).exists():
+            writer.submit(lambda: writer.write_tokens(vocabulary(tokenizer)))
+
+    def close(self, step: int, error: BaseException | None = None) -> None:
+        """Write everything that was recorded, and end the attempt; safe to call twice. `error`: why the run ends."""
+        if self._writer is None:
+            return
+        self._record_phases(step)
+        if self._poll is not None:
+            self._poll.close(poll=error is None)
+        logging.getLogger("verl").removeHandler(self._handler)  # type: ignore[arg-type]
+        message = "" if error is None else f"{type(error).__name__}: {error}".strip()
+        self.event("end", step, message if self.settings.texts else message.partition(":")[0])
+        writer, self._writer = self._writer, None
+        is_killed = error is not None and not isinstance(error, Exception)
+        writer.close(_KILLED_TIMEOUT_S if is_killed else _CLOSE_TIMEOUT_S)
+
+    def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
+        """Record an event of a kind of `schema.EVENTS`. Thread-safe."""
+        if self._writer is not None:
+            self._writer.event(kind, step, message, data)
+
+    def saved(self, save: SaveResult) -> None:
+        """Record a complete checkpoint. Thread-safe."""
+        if save.error is None:
+            facts = {"seconds": round(save.seconds, 3), "gigabytes": save.gigabytes, "path": str(save.path)}
+            self.event("checkpoint", save.step, data=facts)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Record the metrics of a step, the phases that have ended, and events that follow from the metrics."""
+        if self._writer is None:
+            return
+        with self.timed():
+            data = {name: _plain(value) for name, value in metrics.items()}
+            self._writer.line("metrics", {"step": step, "time": round(time.time(), 3), "data": data})
+            for kind, counts in events_of(data, self._totals).items():
+                self.event(kind, step, data=counts)
+            self._totals = {name: value for name, value in data.items() if name.startswith("training/failed_")}
+            self._record_phases(step)
+
+    def step_ended(self, step: int) -> None:
+        """Collect the calls of the ranks in this step, in the background."""
+        if self._poll is not None:
+            with self.timed():
+                self._poll.step_ended(step)
+
+    def submit(self, job: Callable[[RecordWriter], None], step: int) -> None:
+        """Run `job(writer)` in the writer's thread. If it is busy with earlier jobs, the job is skipped, with an
+        event."""
+        if self._writer is not None and not self._writer.submit(partial(job, self._writer)):
+            self.event("skipped", step)
+
+    def raise_error(self) -> None:
+        """Raise an error of the writer's thread that was not raised yet."""
+        if self._writer is not None:
+            self._writer.raise_error()
+
+    def take_seconds(self) -> float:
+        """Return the seconds that recording has taken in the trainer's thread since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block to `take_seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def _record_phases(self, step: int) -> None:
+        writer, spans = self._writer, self._status.spans
+        assert writer is not None
+        host, pid = socket.gethostname(), os.getpid()
+        for span in [spans.popleft() for _ in range(len(spans))]:
+            record = {"step": step, "lane": _CONTROLLER, "phase": span.name, "host": host, "pid": pid}
+            writer.line("phases", record | {"start": round(span.start, 4), "end": round(span.end, 4)})
+
+
+class _WarningHandler(logging.Handler):
+    """Records warnings and errors of the log as events."""
+
+    def __init__(self, writer: RecordWriter, status: RunStatus, texts: bool) -> None:
+        super().__init__(logging.WARNING)
+        self._writer, self._status, self._texts = writer, status, texts
+        self._counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        template = str(record.msg)
+        self._counts[template] += 1
+        if self._counts[template] <= _MAX_WARNINGS:
+            # The arguments may contain texts of the model.
+            message = record.getMessage() if self._texts else template
+            self._writer.event(
+                "warning", self._status.step, message, {"level": record.levelname, "logger": record.name}
+            )
+
+
+def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return events that follow from the metrics of a step: kind → counts. `totals`: failures until the step before."""
+    dropped = {
+        name: value
+        for name, value in metrics.items()
+        if (name.startswith("async/dropped/") or name == "async/rejected") and value
+    }
+    errors = {
+        name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("reward/errors/") and value
+    }
+    failed = {
+        name.removeprefix("training/failed_"): value - totals.get(name, 0)
+        for name, value in metrics.items()
+        if name.startswith("training/failed_") and value > totals.get(name, 0)
+    }
+    events = {"dropped_groups": dropped, "failed_rewards": errors, "failed": failed}
+    return {kind: counts for kind, counts in events.items() if counts}
+
+
+def vocabulary(tokenizer: Any) -> dict[str, list[Any]]:
+    """Return the columns of the stream `tokens`."""
+    ids = list(range(len(tokenizer)))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+    return {
+        "id": ids,
+        "piece": tokenizer.convert_ids_to_tokens(ids),
+        "text": tokenizer.batch_decode([[token] for token in ids]),
+        "special": [token in special for token in ids],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) or hasattr(value, "item") else value

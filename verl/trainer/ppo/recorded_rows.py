@@ -1,0 +1,401 @@
+"""Rows of the recording from a trained batch or a validation: groups, trajectories, validation answers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from verl.algos.trajectories import Trajectories
+from verl.protocol import DataProto
+from verl.recording.redaction import Redaction
+from verl.recording.sampling import groups_within
+from verl.recording.writer import RecordWriter
+from verl.trainer.common.dumps import ground_truths, plain_value, response_turns
+from verl.types.schema import selected_for
+from verl.utils.json_lines import to_json
+from verl.workers.reward_manager.naive import FAILED_COLUMN
+
+__all__ = ["RecordedStep", "RowOptions", "record_validation"]
+
+# Field of the recording → column of the batch, for values per response token.
+_TOKEN_COLUMNS = {
+    "mask": "response_mask",
+    "rollout_log_probs": "rollout_log_probs",
+    "trainer_log_probs": "old_log_probs",
+    "ref_log_probs": "ref_log_prob",
+    "teacher_log_probs": "teacher_log_prob",
+    "entropy": "entropys",
+    "values": "values",
+    "advantages": "advantages",
+    "weights": "rollout_is_weights",
+    "versions": "rollout_versions",
+    "token_scores": "token_level_scores",
+}
+_ARROW_TYPES = {"mask": pa.uint8(), "versions": pa.int32()}
+# Object columns with a field of their own; all other columns of a dump are in `extra`.
+_OWN_COLUMNS = {
+    *("uid", "sample_index", "trajectory", "finish_reason", "num_turns", "agent_metrics", "data_source"),
+    *("reward_model", "ground_truth", "index"),
+}
+# Estimated bytes of text per token.
+_TEXT_BYTES = 4
+_PREVIEW_CHARS = 200
+_FINISHED = "finished"
+
+
+class RowOptions(NamedTuple):
+    """How rows are recorded."""
+
+    tokenizer: Any
+    """Used only by the writer's thread."""
+    redaction: Redaction
+    texts: bool
+    max_bytes: int
+    """Bytes of the trajectories of a step, before compression."""
+
+
+class RecordedStep:
+    """The trajectories of a step. Columns are fetched and texts decoded in the writer's thread."""
+
+    def __init__(
+        self, batch: DataProto, step: int, version: int, reward_names: Collection[str], options: RowOptions
+    ) -> None:
+        """`version`: of the policy that the batch trains. `reward_names`: columns that the reward function returned."""
+        self._batch, self.step, self._version = copy.copy(batch), step, version
+        self._reward_names, self._options = frozenset(reward_names), options
+
+    def write(self, writer: RecordWriter) -> None:
+        """Write groups and trajectories; record an event if only a sample of the groups fits into the budget."""
+        self._fetch()
+        chosen = groups_within(self._group_bytes(), self._options.max_bytes, seed=self.step)
+        rows = np.flatnonzero(np.isin(self._group_of_row, chosen))
+        facts = {"groups": len(self._uids), "recorded": len(chosen), "seed": self.step}
+        if len(chosen) < len(self._uids):
+            writer.event("sampled", self.step, data=facts)
+        writer.write_table("groups", self.step, self._groups(set(chosen)))
+        if len(rows):
+            # Rows of a group are adjacent, so that readers find them in few row groups.
+            rows = rows[np.argsort(self._group_of_row[rows], kind="stable")]
+            writer.write_table("trajectories", self.step, self._trajectories(rows), facts)
+
+    # ---------------------------------------------------------------- columns
+
+    def _fetch(self) -> None:
+        batch = self._batch
+        tensors = {"prompts", "responses", *_TOKEN_COLUMNS.values()} & set(batch.batch.keys())
+        lengths = getattr(batch, "lengths", None)  # of a BatchRef: known without fetching the mask
+        if lengths is None:
+            tensors.add("attention_mask")
+        objects = list(batch.non_tensor_batch)
+        self._local = local = (
+            batch.fetch(sorted(tensors), objects) if hasattr(batch, "fetch") else batch.select(sorted(tensors), objects)
+        )
+        width = local.batch["responses"].shape[1]
+        if lengths is None:
+            mask = local.batch["attention_mask"]
+            self._prompt_lengths = mask[:, :-width].sum(-1).cpu().numpy()
+            self._lengths = mask[:, -width:].sum(-1).cpu().numpy()
+        else:
+            self._prompt_lengths, self._lengths = np.array(lengths.prompt), np.array(lengths.response)
+        self._objects = local.non_tensor_batch
+        self._trajectories_of_batch = Trajectories.of(local)
+        uids = [str(uid) for uid in self._objects["uid"]] if "uid" in self._objects else _numbers(len(local))
+        self._uids = list(dict.fromkeys(uids))
+        number = {uid: index for index, uid in enumerate(self._uids)}
+        self._group_of_row = np.array([number[uid] for uid in uids], dtype=np.int64)
+
+    def _group_bytes(self) -> list[int]:
+        per_token = 4 * sum(column in self._local.batch.keys() for column in _TOKEN_COLUMNS.values()) + 4 + _TEXT_BYTES
+        sizes = self._lengths * per_token + self._prompt_lengths * (4 + _TEXT_BYTES)
+        return np.bincount(self._group_of_row, sizes, len(self._uids)).astype(np.int64).tolist()
+
+    def _column(self, name: str, rows: np.ndarray, default: Any = None) -> list[Any]:
+        """Values of an object column in these rows; `default` if the batch lacks it."""
+        if name not in self._objects:
+            return [default] * len(rows)
+        return [plain_value(value) for value in self._objects[name][rows]]
+
+    def _statuses(self, rows: np.ndarray) -> list[str]:
+        return [(item or {}).get("status", _FINISHED) for item in self._column("agent_metrics", rows)]
+
+    def _scores(self) -> list[float | None]:
+        """Score per trajectory; None if it could not be scored."""
+        trajectories = self._trajectories_of_batch
+        if "token_level_scores" not in self._local.batch.keys():
+            return [None] * len(trajectories)
+        scores = trajectories.sum(self._local.batch["token_level_scores"].sum(-1)).tolist()
+        failed = self._column(FAILED_COLUMN, trajectories.last_rows, 0.0)
+        return [None if flag else score for score, flag in zip(scores, failed, strict=True)]
+
+    # ---------------------------------------------------------------- groups
+
+    def _groups(self, recorded: set[int]) -> dict[str, list[Any]]:
+        trajectories, options = self._trajectories_of_batch, self._options
+        rows, scores = trajectories.last_rows, self._scores()
+        group_of = self._group_of_row[rows]
+        members: list[list[int]] = [[] for _ in self._uids]
+        for number, group in enumerate(group_of):
+            members[group].append(number)
+        lengths = trajectories.sum(torch.from_numpy(np.asarray(self._lengths, dtype=np.int64))).tolist()
+        per_answer = {
+            "samples": self._column("sample_index", rows),
+            "scores": scores,
+            "lengths": lengths,
+            "turns": self._column("num_turns", rows, 1),
+            "finish_reasons": self._column("finish_reason", rows),
+            "statuses": self._statuses(rows),
+        }
+        first_rows = trajectories.first_rows[[group[0] for group in members]] if members else np.array([], int)
+        known = [[score for i in group if (score := scores[i]) is not None] for group in members]
+        columns: dict[str, list[Any]] = {
+            "step": [self.step] * len(members),
+            "uid": self._uids,
+            "data_source": _texts(self._column("data_source", first_rows)),
+            "prompt_tokens": self._prompt_lengths[first_rows].tolist(),
+            **{name: [[values[i] for i in group] for group in members] for name, values in per_answer.items()},
+            "score_mean": [float(np.mean(values)) if values else None for values in known],
+            "score_std": [float(np.std(values)) if values else None for values in known],
+            "length_mean": [float(np.mean([lengths[i] for i in group])) for group in members],
+            "staleness": self._staleness(),
+            "recorded": [group in recorded for group in range(len(members))],
+        }
+        if options.texts:
+            texts = self._decode("prompts", first_rows)
+            columns["prompt"] = [options.redaction.text(text)[:_PREVIEW_CHARS] for text in texts]
+        return columns
+
+    def _staleness(self) -> list[int | None]:
+        """Per group: version of the policy minus the oldest version that sampled a token; None if unknown."""
+        if "rollout_versions" not in self._local.batch.keys():
+            return [None] * len(self._uids)
+        versions = self._local.batch["rollout_versions"]
+        largest = torch.iinfo(versions.dtype).max
+        oldest_of_row = torch.where(versions >= 0, versions, largest).amin(-1).cpu().numpy()
+        oldest = np.full(len(self._uids), largest)
+        np.minimum.at(oldest, self._group_of_row, oldest_of_row)
+        return [None if version == largest else int(self._version - version) for version in oldest]
+
+    # ---------------------------------------------------------------- trajectories
+
+    def _trajectories(self, rows: np.ndarray) -> dict[str, Any]:
+        trajectories, options = self._trajectories_of_batch, self._options
+        number_of, last_rows = trajectories.of_row[rows], trajectories.last_rows
+        # Values of a trajectory are those of its last row.
+        ends, scores = last_rows[number_of], self._scores()
+        columns: dict[str, Any] = {
+            "step": [self.step] * len(rows),
+            "uid": [self._uids[group] for group in self._group_of_row[rows]],
+            "sample_index": self._column("sample_index", rows),
+            "part": _parts(trajectories.of_row)[rows].tolist(),
+            "data_source": _texts(self._column("data_source", rows)),
+            "score": [scores[number] for number in number_of],
+            "finish_reason": self._column("finish_reason", rows),
+            "status": self._statuses(rows),
+            "rewards": [self._rewards(row, _is_number) for row in ends],
+        }
+        index = torch.from_numpy(rows)
+        for name, column in _TOKEN_COLUMNS.items():
+            if column in self._local.batch.keys():
+                values = self._local.batch[column].index_select(0, index).cpu().numpy()
+                columns[name] = ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
+        columns["turns"] = self._turns(rows)
+        if options.texts:
+            columns |= self._text_columns(rows, ends, columns["turns"])
+        return columns
+
+    def _turns(self, rows: np.ndarray) -> list[list[dict[str, Any]]]:
+        described = self._objects.get("agent_turns")
+        turns: list[list[dict[str, Any]]] = []
+        for row in rows:
+            parts = [("model", int(self._lengths[row]), None, None)] if described is None else described[row]
+            turns.append([{"source": s, "tokens": n, "name": name, "reward": r} for s, n, name, r in parts])
+        return turns
+
+    def _text_columns(self, rows: np.ndarray, ends: np.ndarray, turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        """Columns with texts and token ids; also adds the texts of `turns`."""
+        redact, batch = self._options.redaction, self._local.batch
+        index = torch.from_numpy(rows)
+        prompts, responses = (
+            batch[name].index_select(0, index).cpu().numpy().copy() for name in ("prompts", "responses")
+        )
+        texts = self._decode("prompts", rows)
+        clean = [redact.text(text) for text in texts]
+        prompts[[old != new for old, new in zip(texts, clean, strict=True)]] = -1
+        for number, parts in enumerate(response_turns(self._options.tokenizer, responses, self._lengths[rows], turns)):
+            for turn, text in zip(turns[number], parts, strict=True):
+                turn["text"] = redact.text(text)
+                if turn["text"] != text:
+                    responses[number] = -1
+        truths = ground_truths(self._local)
+        numbers = self._trajectories_of_batch.of_row[rows]
+        extra = [
+            name
+            for name in selected_for("dump", self._objects)
+            if name not in _OWN_COLUMNS and name not in self._reward_names
+        ]
+        columns: dict[str, Any] = {
+            "prompt": clean,
+            "prompt_ids": ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
+            "token_ids": ragged(responses, self._lengths[rows], pa.int32()),
+            "ground_truth": [self._text(truths[number]) for number in numbers],
+            "reward_info": [self._json(self._rewards(row, lambda value: not _is_number(value))) for row in ends],
+            "messages": [self._json(self._messages(row)) for row in rows],
+            "agent": [self._json(item) for item in self._column("agent_metrics", rows)],
+            "extra": [self._json({name: self._objects[name][row] for name in extra}) for row in ends],
+        }
+        return columns
+
+    def _rewards(self, row: int, is_kept: Callable[[Any], bool]) -> dict[str, Any]:
+        """Values of the reward function by name."""
+        names = [name for name in self._objects if name in self._reward_names and name != FAILED_COLUMN]
+        values = {name: plain_value(self._objects[name][row]) for name in names}
+        return {name: value for name, value in values.items() if value is not None and is_kept(value)}
+
+    def _messages(self, row: int) -> Any:
+        """The conversation, if known: with the turns of an agent, or the prompt only."""
+        for name in ("agent_messages", "raw_prompt"):
+            if name in self._objects and self._objects[name][row] is not None:
+                return self._objects[name][row]
+        return None
+
+    def _decode(self, column: str, rows: np.ndarray) -> list[str]:
+        """Texts without special tokens. Equal rows, such as the prompts of a group, are decoded once."""
+        values = self._local.batch[column].index_select(0, torch.from_numpy(rows)).cpu().numpy()
+        lengths = self._prompt_lengths[rows]
+        unique: dict[bytes, list[int]] = {}
+        keys = []
+        for value, length in zip(values, lengths, strict=True):
+            ids = value[len(value) - length :]
+            keys.append(ids.tobytes())
+            unique.setdefault(keys[-1], ids.tolist())
+        decoded = self._options.tokenizer.batch_decode(list(unique.values()), skip_special_tokens=True)
+        text_of = dict(zip(unique, decoded, strict=True))
+        return [text_of[key] for key in keys]
+
+    def _json(self, value: Any) -> str | None:
+        return json_text(value, self._options.redaction)
+
+    def _text(self, value: Any) -> str | None:
+        return self._options.redaction.text(value) if isinstance(value, str) else self._json(value)
+
+
+# -------------------------------------------------------------------- validation
+
+
+def record_validation(
+    samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions, writer: RecordWriter
+) -> None:
+    """Write the scored responses to the validation prompts; a sample of the prompts if they exceed the budget."""
+    numbers: dict[str, list[int]] = {}
+    for index, uid in enumerate(samples["uid"]):
+        numbers.setdefault(str(uid), []).append(index)
+    sizes = [len(samples["prompt"][i]) + len(samples["answer"][i]) for i in range(len(samples["uid"]))]
+    groups = list(numbers.values())
+    # The same seed in all steps: the same prompts are recorded over time.
+    chosen = groups_within([sum(sizes[i] for i in group) for group in groups], options.max_bytes, seed=0)
+    rows = [i for number in chosen for i in groups[number]]
+    facts = {"groups": len(groups), "recorded": len(chosen), "seed": 0}
+    if len(chosen) < len(groups):
+        writer.event("sampled", step, data=facts | {"stream": "validation"})
+    if rows:
+        selected = {name: [values[i] for i in rows] for name, values in samples.items()}
+        writer.write_table("validation", step, validation_columns(selected, step, options), facts)
+
+
+def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
+    """Columns of the stream `validation`. `samples`: see `Validator`; columns that it lacks are null."""
+    count, redact = len(samples["uid"]), options.redaction
+    described = {*("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score", "correct"),
+                 *("length", "finish_reason", "sample_index", "reward")}  # fmt: skip
+    names = [name for name in samples if name not in described and name != FAILED_COLUMN]
+    values = [{name: plain_value(samples[name][i]) for name in names} for i in range(count)]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * count,
+        "uid": [str(uid) for uid in samples["uid"]],
+        "data_source": _texts(samples["data_source"]),
+        "score": [plain_value(value) for value in samples["reward"]],
+        "rewards": [{name: value for name, value in row.items() if _is_number(value)} for row in values],
+    }
+    for name in ("correct", "length", "finish_reason", "sample_index"):
+        if name in samples:
+            columns[name] = [plain_value(value) for value in samples[name]]
+    more = samples.get("more", [{}] * count)
+    columns["status"] = [item.get("status", _FINISHED) for item in more]
+    if options.texts:
+        columns |= {
+            "prompt": [redact.text(text) for text in samples["prompt"]],
+            "answer": [redact.text(text) for text in samples["answer"]],
+            "turns": [_dumped_turns(item.get("turns"), redact) for item in more],
+            "ground_truth": [
+                redact.text(truth) if isinstance(truth, str) else json_text(truth, redact) for truth in samples["gts"]
+            ],
+            "reward_info": [
+                json_text({k: v for k, v in row.items() if v is not None and not _is_number(v)}, redact)
+                for row in values
+            ],
+        }
+    return columns
+
+
+def _dumped_turns(turns: Sequence[Mapping[str, Any]] | None, redact: Redaction) -> list[dict[str, Any]] | None:
+    if turns is None:
+        return None
+    return [
+        {
+            "source": "model" if turn["by"] == "model" else "environment",
+            "name": None if turn["by"] in ("model", "environment") else turn["by"],
+            "text": redact.text(turn["text"]),
+            "reward": turn.get("reward"),
+        }
+        for turn in turns
+    ]
+
+
+# -------------------------------------------------------------------- values
+
+
+def ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_right: bool = False) -> pa.Array:
+    """Return a list array of the first (`align_right`: the last) `lengths` values of each row [rows, width]."""
+    position = np.arange(values.shape[1])
+    limits = np.asarray(lengths).reshape(-1, 1)
+    kept = position >= values.shape[1] - limits if align_right else position < limits
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flat = np.ascontiguousarray(values[kept], dtype=kind.to_pandas_dtype())
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind), pa.list_(kind))
+
+
+def json_text(value: Any, redaction: Redaction) -> str | None:
+    """Return the value as JSON; None for None and for empty dicts."""
+    value = plain_value(value)
+    return None if value is None or value == {} else to_json(redaction.value(value), default=_as_text)
+
+
+def _as_text(value: Any) -> Any:
+    return plain_value(value) if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _texts(values: Sequence[Any]) -> list[str | None]:
+    return [None if value is None else str(value) for value in values]
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def _parts(of_row: np.ndarray) -> np.ndarray:
+    """Number of each row among those of its trajectory, from 0."""
+    seen: dict[int, int] = {}
+    parts = np.zeros(len(of_row), dtype=np.int64)
+    for row, number in enumerate(of_row.tolist()):
+        parts[row] = seen.get(number, 0)
+        seen[number] = parts[row] + 1
+    return parts

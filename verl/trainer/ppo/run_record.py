@@ -1,0 +1,93 @@
+"""RunRecord: the recording of an RL run, its summary, and dumps of batches and responses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from verl.config import PPOConfig
+from verl.protocol import DataProto
+from verl.trainer.common.dumps import dump_batch, dump_rows
+from verl.trainer.common.rank_poll import Groups
+from verl.trainer.common.recorder import KEY, Recorder
+from verl.trainer.common.run_start import RunStart
+from verl.trainer.common.run_status import RunStatus
+from verl.trainer.common.run_summary import RunSummary
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation
+from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
+
+__all__ = ["RunRecord"]
+
+logger = logging.getLogger(__name__)
+
+_RESPONSES = "trainer.rollout_data_dir"
+
+
+class RunRecord:
+    """Records the run, collects its summary and writes dumps. A file that cannot be written is a non-fatal failure."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures, status: RunStatus) -> None:
+        self._config, self._tokenizer, self._failures = config, tokenizer, failures
+        self._trainer = config.trainer
+        self.recorder = Recorder(config.trainer, "ppo", status)
+        self._options: RowOptions | None = None
+        self.summary = RunSummary()
+
+    def open(self, start: RunStart, groups: Groups) -> None:
+        """Begin to record. A run that only validates is not recorded: it does not own its folder."""
+        if self._trainer.val_only or not self._trainer.record.enable:
+            return
+        record = self._trainer.record
+        # A tokenizer cannot be used by two threads at the same time.
+        tokenizer = copy.deepcopy(self._tokenizer)
+        budget = int(record.max_mb_per_step * 1e6)
+        self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
+        act = partial(
+            self.recorder.open, start.first_step, self._config.to_dict(), groups, start.resume_from, tokenizer
+        )
+        self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
+
+    def close(self, step: int, error: BaseException | None) -> None:
+        """Write everything that was recorded. `error`: the exception that ends the run, if any."""
+        self.recorder.close(step, error)
+
+    def dump(self, batch: DataProto, step: int, version: int, rewards: Collection[str], has_bad_update: bool) -> None:
+        """Record the groups and trajectories of a step; write the batch if `trainer.dump_steps` contains the step or
+        `has_bad_update` is set; write the responses if `trainer.rollout_data_dir` is set.
+
+        `version`: of the policy that the step has trained. `rewards`: columns that the reward function returned.
+        """
+        if step in self._trainer.dump_steps or has_bad_update:
+            folder = self._trainer.default_local_dir
+            dumped = self._failures.dump(FOLDER, folder, step, partial(dump_batch, batch, folder, step))
+            if dumped is not None:
+                logger.info("batch of step %d written to %s", step, dumped)
+        if self._options is not None:
+            with self.recorder.timed():
+                self.recorder.submit(RecordedStep(batch, step, version, rewards, self._options).write, step)
+        if (responses_folder := self._trainer.rollout_data_dir) is not None:
+            write = partial(dump_rows, batch, self._tokenizer, responses_folder, step, self.recorder.redaction)
+            self._failures.dump(_RESPONSES, responses_folder, step, write)
+
+    def validation(self, samples: Mapping[str, Sequence[Any]], step: int) -> None:
+        """Record scored responses to the validation prompts."""
+        if self._options is not None:
+            with self.recorder.timed():
+                self.recorder.submit(partial(record_validation, samples, step, self._options), step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step, and add them to the summary."""
+        self.summary.add(step, metrics, time.monotonic())
+        self.recorder.log(metrics, step)
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Collect the calls of the ranks in this step, in the background; return the seconds that recording took."""
+        if not self.recorder.is_open:
+            return {}
+        self.recorder.step_ended(step)
+        self._failures.dump(KEY, str(self.recorder.folder), step, self.recorder.raise_error)
+        return {"timing_s/record": self.recorder.take_seconds()}
