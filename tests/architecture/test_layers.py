@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # From the top layer down. Packages of one layer do not import each other.
 LAYERS: list[list[str]] = [
     ["verl.cli", "verl.__main__"],
-    ["verl.trainer", "verl.model_merger"],
+    ["verl.trainer", "verl.viewer", "verl.model_merger"],
     ["verl.agent"],
     ["verl.tools", "verl.interactions"],
     ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles"],

@@ -50,15 +50,15 @@ class Recording:
     """The streams of a run are attributes: `metrics`, `phases`, `engines`, `devices`, `events`, `groups`,
     `trajectories`, `validation` and `tokens`. Every access to a stream reads what was recorded until then."""
 
-    metrics: Stream
-    phases: Stream
-    engines: Stream
-    devices: Stream
-    events: Stream
-    groups: Stream
-    trajectories: Stream
-    validation: Stream
-    tokens: Stream
+    metrics: MetricStream
+    phases: LineStream
+    engines: LineStream
+    devices: LineStream
+    events: LineStream
+    groups: StepStream
+    trajectories: StepStream
+    validation: StepStream
+    tokens: FileStream
 
     def __init__(self, folder: str | Path) -> None:
         given = Path(folder).expanduser()
@@ -178,9 +178,17 @@ class MetricStream(LineStream):
     def __init__(self, recording: Recording, declared: schema.Stream) -> None:
         super().__init__(recording, declared)
         self._records: list[dict[str, Any]] = []
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics."""
+        self._load()
+        return list(self._names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        self._records += _objects(self._new_lines())
+        """Return the rows, with these columns (None: all); a metric that was not recorded is null."""
+        self._load()
         attempts = self._recording.attempts
         steps: dict[int, dict[str, Any]] = {}
         for record in self._records:
@@ -192,12 +200,19 @@ class MetricStream(LineStream):
                         row |= {"time": record.get("time"), "attempt": attempt, **data}
         rows = [steps[step] for step in sorted(steps)]
         own = {"step": pa.int64(), "time": pa.float64(), "attempt": pa.int32()}
-        names = dict.fromkeys(name for row in rows for name in row)
+        names = self._names if columns is None else columns
         arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in own.items()}
         for name in names:
             if name not in own:
                 arrays[name] = pa.array([_number(row.get(name)) for row in rows], pa.float64())
         return self._selected(pa.table(arrays), columns)
+
+    def _load(self) -> None:
+        records = _objects(self._new_lines())
+        self._records += records
+        for record in records:
+            if isinstance(data := record.get("data"), dict):
+                self._names |= dict.fromkeys(data)
 
 
 class StepStream(Stream):
@@ -246,7 +261,11 @@ class StepStream(Stream):
         """The attempt that wrote a step."""
         written = path.stat().st_mtime_ns
         if self._attempts.get(step, (None, 0))[0] != written:
-            self._attempts[step] = (written, int(self.metadata(step).get("attempt", 1)))
+            try:
+                attempt = int(self.metadata(step).get("attempt", 1))
+            except RecordingError:  # a damaged file: it is listed, and reading it raises the error
+                attempt = self._recording.attempts[-1].number
+            self._attempts[step] = (written, attempt)
         return self._attempts[step][1]
 
     @cached_property

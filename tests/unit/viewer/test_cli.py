@@ -1,0 +1,80 @@
+"""`verl view`: errors before anything is served or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.recordings import write_run
+from verl.cli.main import main as verl
+from verl.viewer.cli import main
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("verl view: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "is no folder"),
+        ({}, "has no recording"),
+        ({"record/run.json": "{"}, "is no JSON"),
+        ({"record/run.json": "[]"}, "is not a JSON object"),
+        ({"record/run.json": json.dumps({"schema": 99})}, "Install a newer verl"),
+        ({"record/run.json": "{}"}, "no valid `schema`"),
+    ],
+)
+def test_other_folders_are_rejected(tmp_path, capsys, content, reason):
+    folder = tmp_path / "run"
+    for name, text in (content or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    if content == {}:
+        folder.mkdir()
+    before = files(tmp_path)
+    assert main([str(folder)]) == 2
+    assert reason in one_sentence(capsys)
+    assert files(tmp_path) == before
+
+
+def test_a_used_port_is_rejected(tmp_path, capsys):
+    write_run(tmp_path, 1)
+    before = files(tmp_path)
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        assert main([str(tmp_path), "--port", str(used.getsockname()[1])]) == 2
+    assert "Choose another" in one_sentence(capsys)
+    assert files(tmp_path) == before
+
+
+def test_an_export_that_cannot_be_written_is_rejected(tmp_path, capsys):
+    write_run(tmp_path / "run", 1)
+    assert verl(["view", str(tmp_path / "run"), "--export", str(tmp_path / "none" / "run.html")]) == 2
+    assert "none" in one_sentence(capsys)
+
+
+@pytest.mark.processes
+def test_a_public_address_gets_a_token(tmp_path):
+    write_run(tmp_path, 1)
+    command = [sys.executable, "-m", "verl.viewer", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_API_KEY"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.terminate()
+    assert "/?token=" in line

@@ -1,0 +1,116 @@
+"""RunTables: what the health rules read of a recording, as arrays. `load` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl.recording.reader import Recording
+
+__all__ = ["RunTables", "load"]
+
+_MAX_GROUP_STEPS = 80
+_MAX_TEXTS = 256
+# Beginnings of the names of metrics that rules read.
+_METRICS = ("actor/", "critic/score/", "kl/", "response_length/", "reward/", "rollout", "timing_s/", "train/", "val")
+
+
+@dataclass
+class RunTables:
+    """What the rules read. Columns are arrays with NaN for missing values; all may be empty."""
+
+    metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`step`, `time` and a column per metric."""
+    groups: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By recorded step: `step`, `no_signal` (share of groups whose answers have the same score), `all_best`,
+    `failed` (share of answers of agents that failed)."""
+    engines: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`kv_used` and `waiting` of the newest records."""
+    devices: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`utilization` of the newest records."""
+    events: Sequence[Mapping[str, Any]] = ()
+    first_texts: Sequence[str] = ()
+    last_texts: Sequence[str] = ()
+    """Answers of the first and of the newest recorded step."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    now: float | None = None
+
+    @property
+    def last_step(self) -> int:
+        steps = self.metrics.get("step", np.array([]))
+        return int(steps[-1]) if len(steps) else 0
+
+    def column(self, *names: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of the first of these metrics that was recorded, without missing values."""
+        for name in names:
+            if name in self.metrics:
+                values = self.metrics[name]
+                known = ~np.isnan(values)
+                return self.metrics["step"][known], values[known]
+        return np.array([]), np.array([])
+
+    def setting(self, key: str, default: Any) -> Any:
+        """A value of the configuration by its full key."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+
+def load(run: Recording, now: float | None = None) -> RunTables:
+    """Read what the rules need: metrics, events, and samples of the large streams."""
+    names = [name for name in run.metrics.names if name.startswith(_METRICS)]
+    metrics = run.metrics.table(["step", "time", *names])
+    columns = {name: metrics[name].to_numpy().astype(np.float64) for name in metrics.column_names}
+    texts = run.trajectories.steps if run.run.get("texts") else []
+    return RunTables(
+        metrics=columns,
+        groups=_group_columns(run),
+        engines=_newest(run.engines.table(), ("kv_used", "waiting")),
+        devices=_newest(run.devices.table(), ("utilization",)),
+        events=run.events.table().to_pylist(),
+        first_texts=_texts(run, texts[0]) if len(texts) > 1 else (),
+        last_texts=_texts(run, texts[-1]) if len(texts) > 1 else (),
+        config=run.run.get("config") or {},
+        now=now,
+    )
+
+
+def _newest(table: pa.Table, names: tuple[str, ...], count: int = 400) -> dict[str, np.ndarray]:
+    table = table.slice(max(0, len(table) - count))
+    return {name: table[name].to_numpy().astype(np.float64) for name in names}
+
+
+def _texts(run: Recording, step: int) -> list[str]:
+    turns = run.trajectories.table(["turns"], step=step)["turns"].slice(0, _MAX_TEXTS).to_pylist()
+    return [" ".join(t["text"] or "" for t in answer or () if t["source"] == "model") for answer in turns]
+
+
+def _group_columns(run: Recording) -> dict[str, np.ndarray]:
+    """Shares by step: of the newest steps, and of some earlier ones."""
+    steps = run.groups.steps
+    half = _MAX_GROUP_STEPS // 2
+    if len(steps) > _MAX_GROUP_STEPS:
+        earlier = np.linspace(0, len(steps) - half - 1, half).astype(int)
+        steps = [steps[index] for index in np.unique(earlier)] + steps[-half:]
+    rows = [_group_shares(run, step) for step in steps]
+    names = ("no_signal", "all_best", "failed")
+    columns = {name: np.array([row[number] for row in rows], np.float64) for number, name in enumerate(names)}
+    return {"step": np.array(steps, np.int64), **columns}
+
+
+def _group_shares(run: Recording, step: int) -> tuple[float, float, float]:
+    table = run.groups.table(["score_mean", "score_std", "statuses", "samples"], step=step)
+    several = pc.greater(pc.list_value_length(table["samples"]), 1).to_numpy()
+    std, mean = (table[name].to_numpy().astype(np.float64) for name in ("score_std", "score_mean"))
+    equal = (std == 0) & several
+    best = equal & (mean >= np.nanmax(mean, initial=-np.inf))
+    statuses = pc.list_flatten(table["statuses"])
+    failed = pc.sum(pc.equal(statuses, "failed")).as_py() or 0
+    rows = max(1, int(several.sum()))
+    return float(equal.sum() / rows), float(best.sum() / rows), failed / max(1, len(statuses))

@@ -1,0 +1,1 @@
+"""`verl view FOLDER…`: recorded runs in the browser."""

@@ -1,0 +1,321 @@
+"""ViewedRun: everything that the pages show about one recorded run, as values that can be encoded as JSON.
+
+Server and export use the same queries (`QUERIES`). Reads are column reads of single step files, so their cost does not
+depend on the length of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl.recording import Recording, RecordingError, health, read, schema
+from verl.viewer import timeline
+from verl.viewer.values import column_lists, flatten, merge_answers, numbers
+
+__all__ = ["QUERIES", "ViewedRun"]
+
+_Result = TypeVar("_Result")
+
+_TOKEN_FIELDS = (
+    "mask", "rollout_log_probs", "trainer_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "values",
+    "advantages", "weights", "versions", "token_scores",
+)  # fmt: skip
+_ANSWER_FIELDS = (
+    "sample_index", "part", "data_source", "prompt", "messages", "turns", "score", "rewards", "reward_info",
+    "ground_truth", "finish_reason", "status", "agent", "extra",
+)  # fmt: skip
+_VALIDATION_FIELDS = (
+    "step", "sample_index", "prompt", "answer", "turns", "score", "correct", "rewards", "reward_info", "ground_truth",
+    "length", "finish_reason", "status",
+)  # fmt: skip
+_GROUP_FIELDS = tuple(field.name for field in schema.STREAMS["groups"].fields if field.name != "step")
+_FILES = tuple(stream.path for stream in schema.STREAMS.values() if stream.layout == "lines")
+_FOLDERS = tuple(stream.path for stream in schema.STREAMS.values() if stream.layout == "steps")
+# A run without an `end` event counts as running until nothing has been recorded for this time.
+_SILENT_S = 900.0
+_MAX_PROMPT_CHARS = 160
+# Characters around a search hit.
+_EXCERPT_CHARS = 60
+
+
+class ViewedRun:
+    """One recording. Thread-safe."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._recording: Recording = read(folder)
+        self.folder = self._recording.folder
+        self._lock = threading.RLock()
+        self._cache: dict[tuple[str, int], tuple[int, Any]] = {}
+        """By name and step: modification time of the step's file, and what was computed from it."""
+        self._health: tuple[tuple[int, ...], list[health.Finding]] | None = None
+        """Minute and state of the recording, and its findings."""
+
+    def state(self) -> tuple[int, ...]:
+        """Return a value that changes whenever something is recorded."""
+        return tuple(_stamp(self.folder / name) for name in (*_FILES, *_FOLDERS, schema.RUN_FILE))
+
+    # ---------------------------------------------------------------- queries: JSON values
+
+    def summary(self) -> dict[str, Any]:
+        """Names, state and recorded steps of the run."""
+        with self._lock:
+            run, recorded = self._recording.run, self._recording
+            metrics = recorded.metrics.table(["step", "time"])
+            events = recorded.events.table(["time", "kind", "message"]).to_pylist()
+            steps = metrics["step"].to_pylist()
+            names = ("program", "project", "experiment", "verl", "texts")
+            return {name: run.get(name) for name in names} | {
+                "folder": str(self.folder.parent if self.folder.name == schema.FOLDER else self.folder),
+                "last_step": steps[-1] if steps else None,
+                "start": events[0]["time"] if events else None,
+                "attempts": [attempt._asdict() for attempt in recorded.attempts],
+                "steps": {name: getattr(recorded, name).steps for name in ("groups", "trajectories", "validation")},
+                **self._status(events),
+            }
+
+    def metrics(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """The names of all metrics, and the columns `names` (default: all), besides `step` and `time`."""
+        with self._lock:
+            stream = self._recording.metrics
+            known = stream.names
+            columns = ["step", "time", *([name for name in names if name in known] if names else known)]
+            table = stream.table(columns)
+        return {"names": known, "columns": {name: numbers(table[name]) for name in columns}}
+
+    def config(self) -> dict[str, Any]:
+        """The configuration of the newest attempt: full key → value."""
+        return flatten(self._recording.run.get("config") or {})
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events."""
+        with self._lock:
+            return self._recording.events.table().to_pylist()
+
+    def groups(self, step: int) -> dict[str, Any]:
+        """The groups of a step, by column, and which part of them has recorded answers."""
+        with self._lock:
+            table = self._recording.groups.table(_GROUP_FIELDS, step=step)
+            has_answers = step in self._recording.trajectories.steps
+            facts = self._recording.trajectories.metadata(step) if has_answers else {}
+        return {"step": step, "columns": column_lists(table), "has_answers": has_answers, "sample": facts}
+
+    def group(self, step: int, uid: str) -> dict[str, Any]:
+        """The answers to a prompt, without per-token columns."""
+        with self._lock:
+            table = self._recording.trajectories.table([*_ANSWER_FIELDS, "mask"], step=step, uid=uid)
+        if not len(table):
+            raise RecordingError(f"step {step} has no recorded answers to the prompt {uid}.")
+        lengths, trained = [], []
+        for mask in table["mask"]:
+            values = np.asarray(mask.values if mask.is_valid else [], np.uint8)
+            lengths.append(len(values))
+            trained.append(int(values.sum()))
+        rows = table.drop(["mask"]).to_pylist()
+        answers = merge_answers(rows, lengths, trained)
+        return {"step": step, "uid": uid, "prompt": rows[0]["prompt"], "answers": answers}
+
+    def answer(self, step: int, uid: str, sample: int) -> dict[str, Any]:
+        """One answer: its rows with texts, tokens and all per-token columns."""
+        answers = self.answers(step, uid, sample)
+        if sample not in answers:
+            raise RecordingError(f"step {step} has no recorded answer {sample} to the prompt {uid}.")
+        return answers[sample]
+
+    def answers(self, step: int, uid: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
+        """All answers to a prompt (or only `sample`) by their number, each as `answer` returns it."""
+        fields = [*_ANSWER_FIELDS, *_TOKEN_FIELDS, "prompt_ids", "token_ids"]
+        answers: dict[int, dict[str, Any]] = {}
+        with self._lock:
+            table = self._recording.trajectories.table(fields, step=step, uid=uid)
+            if sample is not None:
+                table = table.filter(pc.equal(table["sample_index"], sample))
+            for number in range(len(table)):
+                part = self._part(table.slice(number, 1))
+                answer = {"step": step, "uid": uid, "sample": part["sample_index"], "parts": []}
+                answers.setdefault(part["sample_index"], answer)["parts"].append(part)
+        return answers
+
+    def timeline(self, first: int, last: int) -> dict[str, Any]:
+        """Lanes with the phases of these steps, idle time, waits, and the events meanwhile."""
+        with self._lock:
+            phases, events = self._recording.phases.table(), self._recording.events.table()
+        return timeline.lanes(phases, events, first, last)
+
+    def series(self) -> dict[str, Any]:
+        """Engine and device series."""
+        with self._lock:
+            return timeline.series(self._recording.engines.table(), self._recording.devices.table())
+
+    def validation(self) -> dict[str, Any]:
+        """Every validation prompt with its mean score and share of correct answers, for every validation."""
+        with self._lock:
+            steps = self._recording.validation.steps
+            columns = [self._step_value("validation", step, self._validation_means) for step in steps]
+            first: dict[str, int] = {}
+            for step, means in zip(steps, columns, strict=True):
+                for uid in means:
+                    first.setdefault(uid, step)
+            prompts = self._validation_prompts(first)
+        return {
+            "steps": steps,
+            "prompts": prompts,
+            "score": [[means.get(p["uid"], (None, None))[0] for means in columns] for p in prompts],
+            "correct": [[means.get(p["uid"], (None, None))[1] for means in columns] for p in prompts],
+        }
+
+    def validation_answers(self, uid: str) -> list[dict[str, Any]]:
+        """The answers to a validation prompt in every validation."""
+        with self._lock:
+            parts = [self._recording.validation.table(_VALIDATION_FIELDS, step=step, uid=uid)
+                     for step in self._recording.validation.steps]  # fmt: skip
+        return [_validation_answer(row) for part in parts for row in part.to_pylist()]
+
+    def validation_answers_of(self, uids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """`validation_answers` of several prompts, with one pass over the recording."""
+        answers: dict[str, list[dict[str, Any]]] = {uid: [] for uid in uids}
+        with self._lock:
+            for _, table in self._recording.validation.iterate([*_VALIDATION_FIELDS, "uid"]):
+                for row in table.filter(pc.is_in(table["uid"], pa.array(uids))).to_pylist():
+                    answers[row.pop("uid")].append(_validation_answer(row))
+        return answers
+
+    def health(self) -> list[dict[str, Any]]:
+        """The findings of all health rules."""
+        with self._lock:
+            now = time.time()
+            # A run that records nothing more is checked again every minute: it may have stalled.
+            key = (int(now // 60), *self.state())
+            if self._health is None or self._health[0] != key:
+                self._health = (key, health.findings(health.load(self._recording, now)))
+            return [finding._asdict() for finding in self._health[1]]
+
+    def search(self, text: str, step: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield for every step, the newest first (or only `step`), the answers whose text contains `text`."""
+        with self._lock:
+            steps = self._recording.trajectories.steps if step is None else [step]
+        for number in reversed(steps):
+            with self._lock:
+                table = self._recording.trajectories.table(["uid", "sample_index", "turns"], step=number)
+            yield {"step": number, "hits": _hits(table, text), "answers": len(table)}
+
+    # ---------------------------------------------------------------- parts
+
+    def _part(self, row: pa.Table) -> dict[str, Any]:
+        """One row of an answer, with per-token columns."""
+        part = row.select(list(_ANSWER_FIELDS)).to_pylist()[0]
+        part["rewards"] = dict(part["rewards"] or ())
+        part["tokens"] = self._texts(row["token_ids"][0])
+        part["token_ids"] = row["token_ids"][0].as_py()
+        part["prompt_tokens"] = self._texts(row["prompt_ids"][0])
+        part["columns"] = {name: numbers(row[name][0].values) for name in _TOKEN_FIELDS if row[name][0].is_valid}
+        return part
+
+    def _status(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`status` (running, silent, finished or failed), its `message`, and the time of the last record."""
+        updated = max(_stamp(self.folder / name) for name in _FILES) / 1e9
+        last = next((e for e in reversed(events) if e["kind"] in ("start", "resume", "end")), None)
+        if last is not None and last["kind"] == "end":
+            status = "failed" if last["message"] else "finished"
+            return {"status": status, "message": last["message"] or "", "updated": last["time"]}
+        is_silent = time.time() - updated > _SILENT_S
+        return {"status": "silent" if is_silent else "running", "message": "", "updated": updated}
+
+    @cached_property
+    def _vocabulary(self) -> pa.Array:
+        texts = self._recording.tokens.table(["text"])["text"]
+        return texts.combine_chunks() if len(texts) else pa.array([], pa.string())
+
+    def _texts(self, ids: pa.ListScalar) -> list[str | None] | None:
+        """Texts of tokens; None for redacted and unknown ones, and None if there are no ids."""
+        if not ids.is_valid:
+            return None
+        if not len(self._vocabulary):
+            self.__dict__.pop("_vocabulary")  # a run writes it after its first records
+        values = ids.values
+        known = pc.and_(pc.greater_equal(values, 0), pc.less(values, len(self._vocabulary)))
+        return self._vocabulary.take(pc.if_else(known, values, None)).to_pylist()
+
+    def _step_value(self, stream: str, step: int, compute: Callable[[int], _Result]) -> _Result:
+        """`compute(step)`, computed again only if the file of the step has changed."""
+        stamp, key = _stamp(self.folder / schema.step_file(stream, step)), (compute.__name__, step)
+        if self._cache.get(key, (None,))[0] != stamp:
+            self._cache[key] = (stamp, compute(step))
+        result: _Result = self._cache[key][1]
+        return result
+
+    def _validation_means(self, step: int) -> dict[str, tuple[float | None, float | None]]:
+        table = self._recording.validation.table(["uid", "score", "correct"], step=step)
+        table = table.set_column(2, "correct", table["correct"].cast(pa.float64()))
+        means = table.group_by("uid", use_threads=False).aggregate([("score", "mean"), ("correct", "mean")])
+        rows = zip(means["uid"].to_pylist(), numbers(means["score_mean"]), numbers(means["correct_mean"]), strict=True)
+        return {uid: (score, correct) for uid, score, correct in rows}
+
+    def _validation_prompts(self, first: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Source and beginning of every prompt; `first`: a step with each of them."""
+        prompts: dict[str, dict[str, Any]] = {}
+        for step in dict.fromkeys(first.values()):
+            table = self._recording.validation.table(["uid", "data_source", "prompt"], step=step)
+            for row in table.to_pylist():
+                text = (row["prompt"] or "")[:_MAX_PROMPT_CHARS]
+                prompts.setdefault(row["uid"], {"uid": row["uid"], "source": row["data_source"], "prompt": text})
+        return [prompts[uid] for uid in first]
+
+
+def _validation_answer(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "rewards": dict(row["rewards"] or ())}
+
+
+def _hits(table: pa.Table, text: str) -> list[dict[str, Any]]:
+    turns = table["turns"].combine_chunks()
+    texts = turns.flatten().field("text")
+    found = pc.fill_null(pc.match_substring(texts, text, ignore_case=True), False)
+    parents, indices = turns.value_parent_indices(), np.flatnonzero(found.to_numpy(zero_copy_only=False))
+    hits = []
+    for index in indices.tolist():
+        row, content = parents[index].as_py(), texts[index].as_py()
+        place = content.lower().find(text.lower())
+        start = max(0, place - _EXCERPT_CHARS)
+        excerpt = content[start : place + len(text) + _EXCERPT_CHARS]
+        hits.append({"uid": table["uid"][row].as_py(), "sample": table["sample_index"][row].as_py(), "text": excerpt})
+    return hits
+
+
+def _stamp(path: Path) -> int:
+    """Modification time in nanoseconds; 0 if there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _names(text: str) -> list[str]:
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("not a list of texts")
+    return names
+
+
+QUERIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[str], Any]]]] = {
+    "metrics": (ViewedRun.metrics, {"names": _names}),
+    "config": (ViewedRun.config, {}),
+    "events": (ViewedRun.events, {}),
+    "groups": (ViewedRun.groups, {"step": int}),
+    "group": (ViewedRun.group, {"step": int, "uid": str}),
+    "answer": (ViewedRun.answer, {"step": int, "uid": str, "sample": int}),
+    "timeline": (ViewedRun.timeline, {"first": int, "last": int}),
+    "series": (ViewedRun.series, {}),
+    "validation": (ViewedRun.validation, {}),
+    "validation_answers": (ViewedRun.validation_answers, {"uid": str}),
+    "health": (ViewedRun.health, {}),
+}
+"""Queries of a run by name: the method, and the parsers of its parameters."""

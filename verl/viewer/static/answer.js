@@ -1,0 +1,219 @@
+// One answer: conversation with turns, trained tokens, a strip of per-token values, reward and its components.
+
+import { get } from "./api.js";
+import { color, h, hideTooltip, select, short, showTooltip, visible } from "./dom.js";
+
+const COLUMNS = {
+  rollout_log_probs: "log-prob (rollout)",
+  trainer_log_probs: "log-prob (trainer)",
+  difference: "trainer − rollout",
+  advantages: "advantage",
+  versions: "version",
+  entropy: "entropy",
+  ref_log_probs: "log-prob (reference)",
+  teacher_log_probs: "log-prob (teacher)",
+  values: "value",
+  weights: "importance weight",
+  token_scores: "score on token",
+};
+const DIVERGING = new Set(["difference", "advantages", "values", "token_scores"]);
+const LEVELS = 8;
+
+/** Class of the colour of every value: q0 to q7 (sequential), d0 to d8 (diverging) or v0 to v6 (versions). */
+export function shades(name, values) {
+  const known = values.filter((value) => value !== null);
+  if (name === "versions") return values.map((value) => (value === null || value < 0 ? "" : `v${value % 7}`));
+  if (DIVERGING.has(name)) {
+    const sizes = known.map(Math.abs).sort((a, b) => a - b);
+    const limit = sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes.at(-1) || 1;
+    return values.map((value) => (value === null ? "" : `d${4 + Math.max(-4, Math.min(4, Math.round((4 * value) / limit)))}`));
+  }
+  const isProb = name.endsWith("log_probs");
+  const limit = isProb ? 5 : Math.max(...known, 1e-9);
+  return values.map((value) => (value === null ? "" : `q${Math.max(0, Math.min(LEVELS - 1, Math.round(((isProb ? -value : value) / limit) * (LEVELS - 1))))}`));
+}
+
+export async function renderAnswer(view) {
+  const { runs, params } = view;
+  if (params.uid === undefined) return renderFirst(view);
+  const [run, step, sample] = [Number(params.run ?? 0), Number(params.step), Number(params.sample ?? 0)];
+  const [result, group] = await Promise.all([get("answer", { run, step, uid: params.uid, sample }), get("group", { run, step, uid: params.uid }).catch(() => null)]);
+  const samples = group ? group.answers.map((answer) => answer.sample_index) : [sample];
+  const place = samples.indexOf(sample);
+  const go = (offset) => () => samples[place + offset] !== undefined && view.go("answer", { ...params, sample: samples[place + offset], part: null });
+  view.onKey("ArrowLeft", go(-1));
+  view.onKey("ArrowRight", go(1));
+  const number = Math.min(Number(params.part ?? 0), result.parts.length - 1);
+  const part = result.parts[number];
+  view.container.append(
+    h("section", { class: "bar" },
+      h("a", { href: view.link("groups", { run, step, uid: params.uid }) }, `← step ${step}`), runs.length > 1 ? ` ${visible(runs[run].name)} ` : null,
+      h("button", { onclick: go(-1), disabled: place <= 0, title: "previous answer (←)" }, "◀"),
+      h("b", {}, `answer ${sample} (${samples.length} answers in the group)`),
+      h("button", { onclick: go(1), disabled: place >= samples.length - 1, title: "next answer (→)" }, "▶"),
+      result.parts.length > 1 ? select("row", result.parts.map((_, index) => [index, `${index + 1} of ${result.parts.length}`]), number, (value) => view.go("answer", { ...params, part: value })) : null),
+    facts(part), ...conversation(view, part));
+  return null;
+}
+
+async function renderFirst(view) {
+  const run = Number(view.params.run ?? 0);
+  const steps = view.runs[run].steps.trajectories;
+  if (!steps.length) {
+    view.container.append(h("p", { class: "note" }, `${view.runs[run].name} has no recorded answers.`));
+    return null;
+  }
+  const step = steps.at(-1);
+  const { columns } = await get("groups", { run, step });
+  const index = Math.max(0, columns.recorded.indexOf(true));
+  return view.go("answer", { run, step, uid: columns.uid[index], sample: columns.samples[index][0] }, true);
+}
+
+function facts(part) {
+  const entry = (name, value) => (value === null || value === undefined || value === "" ? [] : [h("dt", {}, name), h("dd", {}, value)]);
+  const rewards = Object.entries(part.rewards).map(([name, value]) => h("span", { class: "pill" }, `${visible(name)} `, h("b", {}, short(value))));
+  const trained = part.columns.mask?.filter((value) => value).length;
+  return h("dl", { class: "facts" },
+    ...entry("reward", h("b", { class: "score" }, short(part.score))), ...entry("components", rewards.length ? h("span", {}, rewards) : null),
+    ...entry("scorer", part.reward_info && visible(part.reward_info)), ...entry("ground truth", part.ground_truth && visible(part.ground_truth)),
+    ...entry("tokens", part.columns.mask ? `${part.columns.mask.length}, trained on ${trained}` : null),
+    ...entry("end", `${part.finish_reason ?? "–"}${part.status && part.status !== "finished" ? `, ${visible(part.status)}` : ""}`),
+    ...entry("source", visible(part.data_source)), ...entry("agent", part.agent && visible(part.agent)), ...entry("extra", part.extra && visible(part.extra)));
+}
+
+function conversation(view, part) {
+  const columns = { ...part.columns };
+  if (columns.rollout_log_probs && columns.trainer_log_probs) {
+    columns.difference = columns.trainer_log_probs.map((value, index) => (value === null || columns.rollout_log_probs[index] === null ? null : value - columns.rollout_log_probs[index]));
+  }
+  const names = Object.keys(COLUMNS).filter((name) => columns[name]);
+  let shown = names.includes(view.params.column) ? view.params.column : names[0];
+  const count = columns.mask?.length ?? 0;
+  const isText = view.params.text === "1" || !part.tokens;
+  const spans = [];
+  const turns = [];
+  let position = 0;
+  for (const turn of part.turns ?? []) {
+    const end = position + (turn.tokens ?? 0);
+    const isModel = turn.source === "model";
+    const body = h("pre", { class: isModel ? "model" : "environment" });
+    if (isText) body.append(visible(turn.text ?? "(text not recorded)"));
+    else {
+      for (let index = position; index < end; index += 1) {
+        const token = h("span", { "data-index": index }, tokenText(part.tokens[index]));
+        spans[index] = token;
+        body.append(token);
+      }
+    }
+    position = end;
+    const label = `${isModel ? "model" : visible(turn.name ?? "environment")} · ${turn.tokens ?? "?"} tokens${turn.reward === null ? "" : ` · reward ${short(turn.reward)}`}`;
+    turns.push(isModel ? h("section", { class: "turn" }, h("h3", {}, label), body) : h("details", { class: "turn", open: true }, h("summary", {}, label), body));
+  }
+  const strip = new Strip(columns, (index) => describe(part, columns, index), (index) => spans[index]?.scrollIntoView({ block: "center" }));
+  const paint = () => {
+    if (!shown) return;
+    const classes = shades(shown, columns[shown]);
+    spans.forEach((token, index) => {
+      token.className = `token ${columns.mask?.[index] ? "trained" : "masked"} ${classes[index]}`;
+    });
+    strip.update(shown, classes);
+  };
+  paint();
+  const text = h("div", { class: "tokens" }, turns);
+  text.addEventListener("pointerover", (event) => {
+    const index = event.target.dataset?.index;
+    if (index === undefined) return hideTooltip();
+    return showTooltip(event, ...describe(part, columns, Number(index)));
+  });
+  text.addEventListener("pointerleave", hideTooltip);
+  const prompt = part.messages ? messages(part.messages) : h("pre", {}, visible(part.prompt ?? "(text not recorded)"));
+  return [
+    h("section", { class: "bar" },
+      names.length ? select("colour", names.map((name) => [name, COLUMNS[name]]), shown, (name) => {
+        shown = name;
+        view.set({ column: name });
+        paint();
+      }) : null,
+      part.tokens ? select("show", [["0", "tokens"], ["1", "text"]], isText ? "1" : "0", (value) => view.go("answer", { ...view.params, text: value === "1" ? "1" : null }, true)) : null,
+      h("span", { class: "muted" }, h("span", { class: "token trained" }, "trained"), " ", h("span", { class: "token masked" }, "not trained"), ` · ${count} tokens · point at a token for its values`)),
+    count ? strip.element : null,
+    h("details", { class: "turn" }, h("summary", {}, `prompt · ${part.prompt_tokens?.length ?? "?"} tokens`), prompt), text,
+  ].filter(Boolean);
+}
+
+function messages(content) {
+  let list;
+  try {
+    list = JSON.parse(content);
+  } catch {
+    return h("pre", {}, visible(content));
+  }
+  if (!Array.isArray(list)) return h("pre", {}, visible(content));
+  return h("div", {}, list.map((message) => h("div", { class: "message" }, h("b", {}, visible(message?.role)), h("pre", {}, visible(typeof message?.content === "string" ? message.content : JSON.stringify(message, null, 1))))));
+}
+
+function tokenText(text) {
+  if (text === null || text === undefined) return "▒";
+  return visible(text).replace(/\n/g, "↵\n") || "∅";
+}
+
+function describe(part, columns, index) {
+  const text = part.tokens ? JSON.stringify(part.tokens[index] ?? "(redacted)") : "";
+  const rows = Object.keys(COLUMNS).filter((name) => columns[name]).map((name) => h("tr", {}, h("td", {}, COLUMNS[name]), h("td", { class: "number" }, columns[name][index] === null ? "–" : String(Number(columns[name][index].toPrecision(8))))));
+  return [h("div", {}, h("b", {}, visible(text)), ` token ${index}${part.token_ids ? `, id ${part.token_ids[index]}` : ""}, ${columns.mask?.[index] ? "trained" : "not trained"}`), h("table", {}, h("tbody", {}, rows))];
+}
+
+/** A strip with one column of pixels per token, or per some tokens. */
+class Strip {
+  constructor(columns, describeToken, onOpen) {
+    this.count = columns.mask?.length ?? 0;
+    this.mask = columns.mask ?? [];
+    this.classes = [];
+    this.canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": "Values of all tokens" });
+    this.element = h("div", { class: "canvas strip" }, this.canvas);
+    this.cursor = 0;
+    const at = (event) => Math.max(0, Math.min(this.count - 1, Math.floor(((event.clientX - this.canvas.getBoundingClientRect().left) / this.element.clientWidth) * this.count)));
+    this.canvas.addEventListener("pointermove", (event) => showTooltip(event, ...describeToken(at(event))));
+    this.canvas.addEventListener("pointerleave", hideTooltip);
+    this.canvas.addEventListener("click", (event) => onOpen(at(event)));
+    this.canvas.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+      this.cursor = Math.max(0, Math.min(this.count - 1, this.cursor + (event.key === "ArrowLeft" ? -1 : 1)));
+      const box = this.canvas.getBoundingClientRect();
+      showTooltip({ clientX: box.left + (this.cursor / this.count) * box.width, clientY: box.bottom }, ...describeToken(this.cursor));
+      event.stopPropagation();
+      event.preventDefault();
+    });
+    new ResizeObserver(() => this.draw()).observe(this.element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  update(name, classes) {
+    this.classes = classes;
+    this.canvas.setAttribute("aria-label", `${COLUMNS[name]} of ${this.count} tokens; arrow keys show the values`);
+    this.draw();
+  }
+
+  draw() {
+    const ratio = devicePixelRatio || 1;
+    const width = this.element.clientWidth;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(34 * ratio);
+    this.canvas.style.width = `${width}px`;
+    const context = this.canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const colors = new Map();
+    const size = width / Math.max(1, this.count);
+    for (let index = 0; index < this.count; index += 1) {
+      const name = this.classes[index];
+      if (name && !colors.has(name)) colors.set(name, color(`--${name}`));
+      context.fillStyle = name ? colors.get(name) : color("--grid");
+      context.fillRect(index * size, 0, Math.max(size, 0.6), 26);
+      if (this.mask[index]) {
+        colors.set("trained", colors.get("trained") ?? color("--c0"));
+        context.fillStyle = colors.get("trained");
+        context.fillRect(index * size, 29, Math.max(size, 0.6), 4);
+      }
+    }
+  }
+}

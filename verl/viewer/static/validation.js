@@ -1,0 +1,139 @@
+// Validation: the same prompts over time and across runs; what became correct and what became wrong.
+
+import { get } from "./api.js";
+import { color, h, hideTooltip, percent, select, short, showTooltip, table, visible } from "./dom.js";
+
+const CELL_HEIGHT = 5;
+
+/** Prompts that two validations share, with their values: [{prompt, before, after}]. */
+export function compare(before, beforeIndex, after, afterIndex) {
+  const places = new Map(before.prompts.map((prompt, index) => [prompt.uid, index]));
+  return after.prompts.flatMap((prompt, index) => {
+    if (!places.has(prompt.uid)) return [];
+    const [x, y] = [valueOf(before, places.get(prompt.uid), beforeIndex), valueOf(after, index, afterIndex)];
+    return x === null || y === null ? [] : [{ prompt, before: x, after: y }];
+  });
+}
+
+function valueOf(result, prompt, step) {
+  return result.correct[prompt][step] ?? result.score[prompt][step];
+}
+
+export async function renderValidation(view) {
+  const { runs, params } = view;
+  const withAnswers = runs.map((run, number) => [number, run.name]).filter(([number]) => runs[number].steps.validation.length);
+  if (!withAnswers.length) {
+    view.container.append(h("p", { class: "note" }, "No validation answers are recorded (trainer.test_freq, data.val_files)."));
+    return null;
+  }
+  const known = new Set(withAnswers.map(([number]) => number));
+  const pick = (value, fallback) => (value !== undefined && known.has(Number(value)) ? Number(value) : fallback);
+  const after = pick(params.run, withAnswers.at(-1)[0]);
+  const before = pick(params.base, withAnswers[0][0]);
+  const [results, base] = await Promise.all([get("validation", { run: after }), get("validation", { run: before })]);
+  const stepAfter = indexOf(results.steps, params.step, results.steps.length - 1);
+  const stepBefore = indexOf(base.steps, params.from, before === after ? 0 : base.steps.length - 1);
+  const go = (values) => view.go("validation", { run: after, base: before, step: results.steps[stepAfter], from: base.steps[stepBefore], ...values });
+  const pairs = compare(base, stepBefore, results, stepAfter);
+  const gained = pairs.filter((pair) => pair.after > pair.before);
+  const lost = pairs.filter((pair) => pair.after < pair.before);
+  const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+  const detail = h("section", { "aria-live": "polite" });
+  const open = async (uid) => {
+    view.set({ uid });
+    await showPrompt(detail, runs, withAnswers, uid);
+    detail.scrollIntoView({ block: "nearest" });
+  };
+  const choose = (label, run, result, index, runKey, stepKey) => h("fieldset", {}, h("legend", {}, label),
+    select("run", withAnswers, run, (value) => go({ [runKey]: value, [stepKey]: null })),
+    select("step", result.steps.map((step) => [step, step]), result.steps[index], (value) => go({ [stepKey]: value })));
+  view.container.append(
+    h("section", { class: "bar" }, choose("before", before, base, stepBefore, "base", "from"), choose("after", after, results, stepAfter, "run", "step")),
+    h("p", {}, `${pairs.length} prompts in both: `, h("b", {}, `${percent(mean(pairs.map((pair) => pair.before)))} → ${percent(mean(pairs.map((pair) => pair.after)))}`),
+      `; ${gained.length} better, ${lost.length} worse.`),
+    h("div", { class: "split" },
+      h("div", {}, h("h2", {}, `Newly correct or better (${gained.length})`), pairTable(gained, open)),
+      h("div", {}, h("h2", {}, `Newly wrong or worse (${lost.length})`), pairTable(lost, open))),
+    h("h2", {}, `All ${results.prompts.length} prompts over time: ${visible(runs[after].name)}`),
+    h("p", { class: "muted" }, "One row per prompt, one column per validation; light: wrong, dark: correct. A click shows the answers."),
+    new HeatMap(results, open).element, detail);
+  if (params.uid) await open(params.uid);
+  return null;
+}
+
+function indexOf(steps, wanted, fallback) {
+  const index = wanted === undefined ? -1 : steps.indexOf(Number(wanted));
+  return index < 0 ? fallback : index;
+}
+
+function pairTable(pairs, open) {
+  const columns = [
+    { name: "prompt", label: "prompt", value: (pair) => pair.prompt.prompt || pair.prompt.uid, show: (pair) => h("span", { class: "clip" }, visible(pair.prompt.prompt || pair.prompt.uid)) },
+    { name: "source", label: "source", value: (pair) => pair.prompt.source },
+    { name: "before", label: "before", value: (pair) => pair.before, show: (pair) => short(pair.before), numeric: true },
+    { name: "after", label: "after", value: (pair) => pair.after, show: (pair) => short(pair.after), numeric: true },
+  ];
+  return pairs.length ? table(columns, pairs, { onOpen: (pair) => open(pair.prompt.uid), limit: 100 }) : h("p", { class: "muted" }, "None.");
+}
+
+async function showPrompt(detail, runs, withAnswers, uid) {
+  const results = await Promise.all(withAnswers.map(([run]) => get("validation_answers", { run, uid }).catch(() => [])));
+  const prompt = results.flat().find((answer) => answer.prompt)?.prompt;
+  const rows = results.flatMap((answers, index) => answers.map((answer) => ({ ...answer, run: runs[withAnswers[index][0]].name }))).sort((a, b) => a.step - b.step);
+  const truth = rows.find((row) => row.ground_truth)?.ground_truth;
+  detail.replaceChildren(h("h2", {}, "Answers over time"), h("pre", {}, visible(prompt ?? "(text not recorded)")), truth ? h("p", {}, "ground truth: ", h("b", {}, visible(truth))) : "",
+    ...rows.map((row, index) => h("details", { class: "turn", open: index === rows.length - 1 },
+      h("summary", {}, h("span", { class: row.correct === true ? "good" : row.correct === false ? "bad" : "" }, row.correct === true ? "✓ correct" : row.correct === false ? "✗ wrong" : "not scored"),
+        ` step ${row.step}${runs.length > 1 ? `, ${visible(row.run)}` : ""} · score ${short(row.score)} · ${short(row.length)} tokens, ${row.finish_reason}`),
+      h("pre", {}, visible(row.answer ?? "(text not recorded)")))));
+}
+
+class HeatMap {
+  constructor(result, onOpen) {
+    this.result = result;
+    // Prompts by their mean: easy ones first.
+    const means = result.prompts.map((_, index) => {
+      const values = result.steps.map((_step, step) => valueOf(result, index, step)).filter((value) => value !== null);
+      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : -1;
+    });
+    this.order = result.prompts.map((_, index) => index).sort((a, b) => means[b] - means[a]);
+    const values = result.prompts.flatMap((_, index) => result.steps.map((_step, step) => valueOf(result, index, step))).filter((value) => value !== null);
+    [this.low, this.high] = [Math.min(0, ...values.slice(0, 1e5)), Math.max(1, ...values.slice(0, 1e5))];
+    this.height = Math.min(600, Math.max(40, this.order.length * CELL_HEIGHT));
+    this.canvas = h("canvas", { role: "img", "aria-label": `Results of ${result.prompts.length} prompts in ${result.steps.length} validations` });
+    this.canvas.style.height = `${this.height}px`;
+    this.element = h("div", { class: "canvas" }, this.canvas);
+    new ResizeObserver(() => this.draw()).observe(this.element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    this.canvas.addEventListener("pointermove", (event) => {
+      const [prompt, step] = this.at(event);
+      showTooltip(event, h("div", {}, `step ${result.steps[step]}: ${short(valueOf(result, prompt, step))}`), h("div", {}, visible(result.prompts[prompt].prompt)));
+    });
+    this.canvas.addEventListener("pointerleave", hideTooltip);
+    this.canvas.addEventListener("click", (event) => onOpen(result.prompts[this.at(event)[0]].uid));
+  }
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const index = (value, size, count) => Math.max(0, Math.min(count - 1, Math.floor((value / size) * count)));
+    return [this.order[index(event.clientY - box.top, box.height, this.order.length)], index(event.clientX - box.left, box.width, this.result.steps.length)];
+  }
+
+  draw() {
+    const ratio = devicePixelRatio || 1;
+    const width = this.element.clientWidth;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    this.canvas.style.width = `${width}px`;
+    const context = this.canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const shades = [0, 1, 2, 3, 4, 5, 6, 7].map((level) => color(`--q${level}`));
+    const [w, hh] = [width / this.result.steps.length, this.height / this.order.length];
+    this.order.forEach((prompt, row) => this.result.steps.forEach((_, step) => {
+      const value = valueOf(this.result, prompt, step);
+      if (value === null || value === undefined) return;
+      context.fillStyle = shades[Math.round((7 * (value - this.low)) / (this.high - this.low))];
+      context.fillRect(step * w, row * hh, Math.max(1, w - (w > 4 ? 1 : 0)), Math.max(0.5, hh - (hh > 3 ? 0.5 : 0)));
+    }));
+  }
+}

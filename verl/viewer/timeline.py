@@ -1,0 +1,109 @@
+"""Lanes of the timeline: phases of a range of steps, idle time, and how long lanes waited for the slowest."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl.viewer.values import numbers
+
+__all__ = ["busy_seconds", "lanes", "series", "waits"]
+
+_MAX_SPANS = 20_000
+_MAX_POINTS = 600
+_Span = tuple[str, float, float, int]
+"""Phase, start, end, step."""
+
+
+def lanes(phases: pa.Table, events: pa.Table, first: int, last: int) -> dict[str, Any]:
+    """The phases of steps `first` to `last`. Times are relative to `origin`, in seconds."""
+    step = phases["step"]
+    chosen = phases.filter(pc.and_(pc.greater_equal(step, first), pc.less_equal(step, last)))
+    total = len(chosen)
+    rows = chosen.slice(max(0, total - _MAX_SPANS)).to_pylist()
+    if not rows:
+        return {"origin": None, "lanes": [], "waits": [], "events": [], "left_out": 0, "end": 0}
+    origin, end = min(row["start"] for row in rows), max(row["end"] for row in rows)
+    by_lane: dict[str, list[_Span]] = defaultdict(list)
+    for row in rows:
+        by_lane[row["lane"]].append((row["phase"], row["start"] - origin, row["end"] - origin, row["step"]))
+    times = events["time"]
+    near = events.filter(pc.and_(pc.greater_equal(times, origin), pc.less_equal(times, end))).to_pylist()
+    return {
+        "origin": origin,
+        "end": end - origin,
+        "lanes": [
+            {"lane": name, "spans": sorted(by_lane[name], key=lambda span: (span[1], -span[2])),
+             "idle": max(0.0, 1 - busy_seconds(by_lane[name]) / max(end - origin, 1e-9))}
+            for name in sorted(by_lane, key=_lane_order)
+        ],
+        "waits": waits(by_lane),
+        "events": [{**event, "time": event["time"] - origin} for event in near],
+        "left_out": max(0, total - _MAX_SPANS),
+    }  # fmt: skip
+
+
+def busy_seconds(spans: list[_Span]) -> float:
+    """Seconds covered by at least one span."""
+    total, covered_to = 0.0, -np.inf
+    for _, start, end, _ in sorted(spans, key=lambda span: span[1]):
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
+
+
+def waits(by_lane: dict[str, list[_Span]]) -> list[dict[str, Any]]:
+    """For every step and phase that several lanes of one role ran: the slowest lane, and how long the others waited.
+
+    A lane's wait is the time from the end of its last call of the phase to the end of the slowest lane's.
+    """
+    ends: dict[tuple[int, str, str], dict[str, float]] = defaultdict(dict)
+    for lane, spans in by_lane.items():
+        role, _, rank = lane.rpartition("/")
+        for phase, _, end, step in spans:
+            if rank:
+                key = (step, role, phase)
+                ends[key][lane] = max(end, ends[key].get(lane, end))
+    found = []
+    for (step, role, phase), by_name in ends.items():
+        if len(by_name) > 1:
+            slowest = max(by_name, key=lambda lane: by_name[lane])
+            others = [by_name[slowest] - end for lane, end in by_name.items() if lane != slowest]
+            mean, longest = float(np.mean(others)), float(max(others))
+            found.append(
+                {"step": step, "role": role, "phase": phase, "slowest": slowest, "mean": mean, "longest": longest}
+            )
+    return sorted(found, key=lambda wait: (wait["step"], -wait["mean"]))
+
+
+def series(engines: pa.Table, devices: pa.Table) -> dict[str, Any]:
+    """Engine and device series with at most some hundred points each: name of the engine or device → columns."""
+    engine_columns = ("time", "running", "waiting", "tokens_per_s", "kv_used")
+    device_columns = ("time", "memory_used", "memory_total", "memory_tensors", "utilization", "power")
+    return {
+        "engines": _split(engines, "engine", engine_columns),
+        "devices": _split(devices, "device", device_columns),
+    }
+
+
+def _split(table: pa.Table, name: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
+    found = []
+    for value in sorted(set(table[name].to_pylist()), key=_lane_order):
+        rows = table.filter(pc.equal(table[name], value))
+        rows = rows.take(np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MAX_POINTS)).astype(int)))
+        entry = {"name": value, "columns": {column: numbers(rows[column]) for column in columns}}
+        if name == "device":
+            entry["lanes"] = rows["lanes"][-1].as_py()
+        found.append(entry)
+    return found
+
+
+def _lane_order(lane: str) -> tuple[Any, ...]:
+    """The controller first, then ranks, then engines, each by number."""
+    kind = 0 if lane == "controller" else 2 if lane.startswith("engine/") else 1
+    return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", lane)]
