@@ -143,7 +143,7 @@ def test_validation_only_changes_nothing_and_writes_its_answers(task, tmp_path):
     assert len(rows) == 6
     assert {"input", "output", "score", "step", "scoring_failed"} <= rows[0].keys(), "and what the reward said"
     assert [row["gts"] for row in rows] == [str(i) for i in range(6)]
-    assert not (tmp_path / "checkpoints").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["val_only"], "its recording"
 
 
 def test_batches_and_answers_are_written_to_the_configured_folders(grpo_run):

@@ -55,6 +55,8 @@ class Scheduler:
         # The sequence with a partly computed prompt; no other is admitted before it is complete.
         self._prefilling: Sequence | None = None
         self._launched: deque[_ScheduledStep] = deque()
+        self.num_preempted = 0
+        """Preemptions so far because the KV cache was full."""
         # Of the step being planned: sequences that sample their last token.
         self._finishing: list[Sequence] = []
         # Number of unfinished sequences that use a feature: its work is skipped while the number is 0.
@@ -241,6 +243,7 @@ class Scheduler:
         """Preempt the youngest sequences until a block is free, if necessary `sequence` itself."""
         while sequence.slot >= 0 and not self.blocks.free_blocks:
             self._preempt_youngest()
+            self.num_preempted += 1
 
     def _preempt_youngest(self) -> None:
         """Return the youngest running sequence to the head of the queue; its KV will be recomputed from its tokens."""

@@ -70,6 +70,12 @@ def find_gpu(name: str) -> GPU:
     raise ValueError(f"--gpu: {name!r} is unknown. {hint}Use one of {', '.join(GPUS)}, or its memory in GB (48).")
 
 
+def peak_flops(device: DeviceMemory) -> float | None:
+    """Return the peak rate of dense bf16 matrix products of a device; None if the device is unknown."""
+    rates = gpu_of_device(device.name, device.total).rates if device.kind == "cuda" else None
+    return None if rates is None else rates.flops
+
+
 def gpu_of_device(name: str, total: int) -> GPU:
     """Return the known GPU that NVML calls `name`, with its real memory; rates are None if it is unknown."""
     words = name.lower()

@@ -218,25 +218,11 @@ class MetricStream(LineStream):
 class StepStream(Stream):
     """A parquet file per step."""
 
-    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
-        super().__init__(recording, declared)
-        self._attempts: dict[int, tuple[int, int]] = {}
-        """By step: modification time of its file, and the attempt that wrote it."""
-
     @property
     def steps(self) -> list[int]:
-        """The recorded steps, in order, without those that a later attempt has superseded."""
-        paths = {step: path for path in self._path.glob("*.parquet") if (step := schema.step_of_file(path)) is not None}
-        attempts = self._recording.attempts
-        from_step = min((attempt.first_step for attempt in attempts[1:]), default=None)
-        return [
-            step
-            for step in sorted(paths)
-            # The metadata of a file is read only if its step may be superseded.
-            if from_step is None
-            or step < from_step
-            or not self._recording.is_superseded(step, self._attempt(step, paths[step]), attempts)
-        ]
+        """The recorded steps, in order. The writer deletes files of steps that a later attempt trains again."""
+        paths = self._path.glob("*.parquet")
+        return sorted(step for path in paths if (step := schema.step_of_file(path)) is not None)
 
     def table(
         self, columns: Sequence[str] | None = None, *, step: int | None = None, uid: str | None = None
@@ -256,17 +242,6 @@ class StepStream(Stream):
         """Return facts about a step: `attempt`; of trajectories also `groups`, `recorded` and `seed` of the sample."""
         with self._open(step) as file:
             return json.loads((file.schema_arrow.metadata or {}).get(b"verl", b"{}"))
-
-    def _attempt(self, step: int, path: Path) -> int:
-        """The attempt that wrote a step."""
-        written = path.stat().st_mtime_ns
-        if self._attempts.get(step, (None, 0))[0] != written:
-            try:
-                attempt = int(self.metadata(step).get("attempt", 1))
-            except RecordingError:  # a damaged file: it is listed, and reading it raises the error
-                attempt = self._recording.attempts[-1].number
-            self._attempts[step] = (written, attempt)
-        return self._attempts[step][1]
 
     @cached_property
     def _empty(self) -> pa.Table:

@@ -63,6 +63,7 @@ class RecordWriter:
         self._max_bytes = max_bytes
         self._set_aside(first_step, run_id)
         folder.mkdir(parents=True, exist_ok=True)
+        self._delete_steps(first_step)
         self.attempt = 1 + _last_attempt(folder / schema.STREAMS["events"].path)
         content = {"schema": schema.VERSION, "verl": __version__, "run_id": run_id, **self._redaction.value(run)}
         with atomic_write(folder / schema.RUN_FILE) as file:
@@ -231,6 +232,13 @@ class RecordWriter:
             self._files["events"].append([event])
             self._stopped = True
             logger.warning("recording stops: %s: %s", self.folder, reason)
+
+    def _delete_steps(self, first_step: int) -> None:
+        """Delete the files of steps that this attempt trains again."""
+        for stream in schema.STREAMS.values():
+            for path in (self.folder / stream.path).glob("*.parquet") if stream.layout == "steps" else ():
+                if (step := schema.step_of_file(path)) is not None and step >= first_step:
+                    path.unlink()
 
     def _set_aside(self, first_step: int, run_id: str | None) -> None:
         try:

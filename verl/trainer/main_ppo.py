@@ -208,6 +208,7 @@ class TaskRunner:
         self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Any, str] = {}
         self._trainer: Any = None
+        self._memory_plan: Any = None
         self._startup_status = RunStatus(0)
         self._startup_status.starting = True  # also while Ray unpickles the arguments of `run`
         self._stop_requested = False
@@ -267,6 +268,7 @@ class TaskRunner:
             device_name=config.trainer.device,
         )
         self._trainer.state.run_start = start
+        self._trainer.set_memory_plan(self._memory_plan)
         if self._stop_requested:
             return None
         try:
@@ -354,7 +356,7 @@ class TaskRunner:
         with startup_phase("memory plan"):
             check_context_length(config, folders)
             check_model_layouts(config, folders)
-            check_memory(config, folders)
+            self._memory_plan = check_memory(config, folders)
         if config.do_search:
             check_retriever(config.retriever)
         return folders

@@ -152,6 +152,7 @@ def test_when_blocks_run_out_the_youngest_goes_back_to_the_head_of_the_queue():
     assert preempted
     assert first not in preempted
     assert [s.output.preemptions for s in everyone] == [preempted.count(s) for s in everyone]
+    assert engine.scheduler.num_preempted == len(preempted)
     assert [s.output for s in everyone] == [expected(s, s.output) for s in everyone]
     assert [len(s.output.token_ids) for s in (first, second, third)] == [12] * 3
 

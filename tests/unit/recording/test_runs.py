@@ -214,6 +214,18 @@ def test_async_groups_have_their_staleness(task, tmp_path):
     assert [row["async/staleness/max"] for row in run.metrics.table().to_pylist()] == [0, 1, 1]
 
 
+def test_a_run_that_only_validates_is_recorded_beside_the_training_run(task, tmp_path):
+    training = tmp_path / "checkpoints/record"
+    training.mkdir(parents=True)
+    for _ in range(2):
+        run_training(overrides(task, tmp_path, "trainer.val_only=True"))
+    run = recording.read(tmp_path / "checkpoints/val_only")
+    assert run.validation.steps == run.metrics.table()["step"].to_pylist() == [0]
+    assert [event["kind"] for event in run.events.table().to_pylist()] == ["start", "end"]
+    assert len(list(run.folder.parent.glob("record_before_*"))) == 1
+    assert list(training.iterdir()) == []
+
+
 def test_nothing_is_recorded_if_disabled(task, tmp_path):
     settings = ("trainer.record.enable=False", "data.val_files=[]", "trainer.total_training_steps=1")
     trainer = run_training(overrides(task, tmp_path, *GRPO, *settings))

@@ -13,10 +13,11 @@ import pytest
 
 from verl import recording
 from verl.config import ConfigError, load_config
+from verl.planning.phases import GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
-from verl.trainer.common.rank_poll import RankPoll
-from verl.trainer.common.recorder import _WarningHandler, events_of
+from verl.trainer.common.rank_poll import RankPoll, _increase
+from verl.trainer.common.recorder import _WarningHandler, events_of, planned_memory
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.supervisor import record_restart
 from verl.utils import spans
@@ -80,7 +81,11 @@ class Group:
         self.queries += 1
         device = DeviceUsage("GPU-1", "H200", 5 * 10**9, 141 * 10**9, 0.5, 400.0)
         load = Load(
-            requests_running=3, requests_waiting=1, generated_tokens_total=1000 * self.queries, weight_version=7
+            requests_running=3,
+            requests_waiting=1,
+            generated_tokens_total=1000 * self.queries,
+            preemptions_total=2 * self.queries,
+            weight_version=7,
         )
         if self._colocated:  # another role of the same processes: its spans were taken already
             return [RankUsage("node", 100 + rank, [], device, 0) for rank in (0, 1)]
@@ -139,6 +144,20 @@ def test_events_follow_from_the_metrics_of_a_step():
         "failed": {"saves": 1.0},
     }
     assert events_of({"loss": 1.0}, {}) == {}
+    filtered = {"filter_groups/dropped_groups": 5.0}
+    assert events_of(filtered, {}) == {"dropped_groups": filtered}
+    assert events_of({**filtered, "async/rejected": 6.0}, {}) == {"dropped_groups": {"async/rejected": 6.0}}
+
+
+def test_the_planned_memory_is_comparable_with_the_measured_one():
+    parts = {"weights": 2.0 * GB, "kv_cache": 3.0 * GB, "context": 0.5 * GB}
+    phases = (PhaseMemory("gen", "pool", parts), PhaseMemory("save", "pool", {"processes": GB}))
+    plan = MemoryPlan(phases, DeviceMemory("cuda", 80 * GB, "h100"))
+    assert planned_memory(plan) == {"gb": {"gen": 5.0}, "device_gb": 80.0}
+
+
+def test_increases_of_counters_are_unknown_after_a_restart():
+    assert (_increase(2, 5), _increase(5, 2), _increase(None, 2), _increase(2, None)) == (3, None, None, None)
 
 
 @pytest.mark.parametrize("texts", [True, False])

@@ -136,5 +136,10 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
         reward_fn.close()
         pools.release()
     assert len(batch) == 16
+    assert groups.mfu(batch, {"update_actor": 2.0}) == {}, "the peak rate of this device is unknown"
+    groups.device_flops = 1e9
+    forward = groups._cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response).sum()
+    assert groups.mfu(batch, {"update_actor": 2.0}) == {"perf/mfu/actor": pytest.approx(3 * forward / 2e9)}
+    assert groups.mfu(batch, {}) == {}
     assert batch.batch["token_level_scores"].sum(-1).gt(0).any()
     assert learned["actor/grad_norm"] > 0

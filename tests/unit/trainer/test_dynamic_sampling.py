@@ -78,6 +78,7 @@ def test_groups_that_do_not_differ_are_replaced_by_the_next_prompts():
     assert metrics == {
         "filter_groups/num_gen_batches": 2.0,
         "filter_groups/kept_share": 2 / 4,
+        "filter_groups/dropped_groups": 2.0,
         "filter_groups/returned_prompts": 0.0,
         "filter_groups/missing_prompts": 0.0,
         # of all eight answers four are right; of the four dropped ones, two

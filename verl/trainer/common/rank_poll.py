@@ -15,6 +15,7 @@ from typing import Any
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
 from verl.utils.spans import GENERATING
+from verl.workers.rollout.base import Load
 
 __all__ = ["RankPoll"]
 
@@ -42,8 +43,8 @@ class RankPoll:
         self._wake = threading.Condition()
         self._closing = False
         self._start = self._last_series = time.time()
-        self._tokens: dict[str, tuple[float, int]] = {}
-        """By engine: time and total number of tokens of the last record."""
+        self._engines: dict[str, tuple[float, Load]] = {}
+        """By engine: time and load of the last record."""
         self._lanes: dict[tuple[str, int], str] = {}
         """Name of every process (host, pid): its first role and rank."""
         self._works = True
@@ -117,24 +118,23 @@ class RankPoll:
         for (_, rank), usage in ranks.items():
             if usage.load is None:
                 continue
-            engine, total = f"engine/{rank}", usage.load.generated_tokens_total
-            rate = None
-            if total is not None:
-                before, count = self._tokens.get(engine, (now, total))
-                # A restarted engine counts from 0.
-                rate = (total - count) / (now - before) if now > before and total >= count else None
-                self._tokens[engine] = (now, total)
+            engine, load = f"engine/{rank}", usage.load
+            before, last = self._engines.get(engine, (now, load))
+            self._engines[engine] = (now, load)
+            tokens = _increase(last.generated_tokens_total, load.generated_tokens_total)
+            rate = None if tokens is None or now <= before else round(tokens / (now - before), 2)
             self._writer.line(
                 "engines",
                 {
                     "time": round(now, 3),
                     "engine": engine,
-                    "running": usage.load.requests_running,
-                    "waiting": usage.load.requests_waiting,
-                    "tokens_per_s": None if rate is None else round(rate, 2),
-                    "kv_used": usage.load.kv_cache_used,
-                    "kv_bytes": usage.load.kv_cache_bytes,
-                    "weight_version": usage.load.weight_version,
+                    "running": load.requests_running,
+                    "waiting": load.requests_waiting,
+                    "tokens_per_s": rate,
+                    "kv_used": load.kv_cache_used,
+                    "preemptions": _increase(last.preemptions_total, load.preemptions_total),
+                    "kv_bytes": load.kv_cache_bytes,
+                    "weight_version": load.weight_version,
                 },
             )
 
@@ -161,3 +161,8 @@ class RankPoll:
                     "power": device.power,
                 },
             )
+
+
+def _increase(before: int | None, now: int | None) -> int | None:
+    """Increase of a counter; None if it is unknown, or smaller than before: a restarted engine counts from 0."""
+    return None if before is None or now is None or now < before else now - before

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import RunConfig
+from verl.planning.phases import GB, MemoryPlan
 from verl.recording import schema
 from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter
@@ -40,15 +41,17 @@ class Recorder:
     Its methods only put records into a queue. The seconds that they take are counted (`take_seconds`).
     """
 
-    def __init__(self, config: RunConfig, program: str, status: RunStatus) -> None:
-        """`program`: ppo, sft or rm. `status`: its phases are recorded."""
+    def __init__(self, config: RunConfig, program: str, status: RunStatus, subfolder: str = "") -> None:
+        """`program`: ppo, sft or rm. `status`: its phases are recorded. `subfolder`: of the run's folder; "": none."""
         self._config, self._program, self._status = config, program, status
         self.settings = config.record
         self.redaction = Redaction(self.settings.redact)
-        self.folder = Path(expand_path(config.default_local_dir)).absolute() / schema.FOLDER
+        self.folder = Path(expand_path(config.default_local_dir)).absolute() / subfolder / schema.FOLDER
         self._writer: RecordWriter | None = None
         self._poll: RankPoll | None = None
         self._handler: _WarningHandler | None = None
+        self.memory_plan: MemoryPlan | None = None
+        """Planned memory of the run, if known; set before `open`."""
         self._seconds = 0.0
         self._totals: dict[str, float] = {}
 
@@ -87,6 +90,8 @@ class Recorder:
         place = {"first_step": first_step, "host": socket.gethostname(), "pid": os.getpid()}
         kind, source = ("start", None) if resumed_from is None else ("resume", str(resumed_from))
         self.event(kind, max(0, first_step - 1), data=place | ({} if source is None else {"folder": source}))
+        if self.memory_plan is not None:
+            self.event("memory_plan", max(0, first_step - 1), data=planned_memory(self.memory_plan))
         self._handler = _WarningHandler(writer, self._status, settings.texts)
         logging.getLogger("verl").addHandler(self._handler)
         self._poll = RankPoll(groups, writer, max(0, first_step - 1))
@@ -191,10 +196,12 @@ class _WarningHandler(logging.Handler):
 
 def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return events that follow from the metrics of a step: kind → counts. `totals`: failures until the step before."""
+    # Groups without signal: asynchronous runs also count groups that dynamic sampling has not seen.
+    rejected = "async/rejected" if "async/rejected" in metrics else "filter_groups/dropped_groups"
     dropped = {
         name: value
         for name, value in metrics.items()
-        if (name.startswith("async/dropped/") or name == "async/rejected") and value
+        if (name.startswith("async/dropped/") or name == rejected) and value
     }
     errors = {
         name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("reward/errors/") and value
@@ -206,6 +213,13 @@ def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[s
     }
     events = {"dropped_groups": dropped, "failed_rewards": errors, "failed": failed}
     return {kind: counts for kind, counts in events.items() if counts}
+
+
+def planned_memory(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the data of an event `memory_plan`: GB of tensors per device by phase, comparable with the metrics
+    `memory_gb/<phase>`, and the GB of a device."""
+    phases = {phase.phase: round(phase.allocated / GB, 3) for phase in plan.phases if not phase.on_host}
+    return {"gb": phases, "device_gb": None if plan.device is None else round(plan.device.total / GB, 3)}
 
 
 def vocabulary(tokenizer: Any) -> dict[str, list[Any]]:

@@ -205,7 +205,7 @@ class _KeptGroups:
         """Return means and sums over all groups that were generated.
 
         `filter_groups/kept_share` is the share of groups with different scores. It includes surplus groups, which
-        `filter_groups/returned_prompts` counts.
+        `filter_groups/returned_prompts` counts. `filter_groups/dropped_groups`: number of groups with equal scores.
         """
         dropped = np.concatenate(self.dropped_scores)
         metrics = {
@@ -218,6 +218,7 @@ class _KeptGroups:
             "filter_groups/score_mean": float(np.concatenate(self.scores).mean()),
             "filter_groups/num_gen_batches": float(self.num_batches),
             "filter_groups/kept_share": self.num_differing / self.num_prompts,
+            "filter_groups/dropped_groups": float(self.num_prompts - self.num_differing),
             "filter_groups/returned_prompts": float(self.num_differing - self.num_kept),
             "filter_groups/missing_prompts": float(self.num_missing),
         }

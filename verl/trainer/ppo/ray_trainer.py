@@ -13,6 +13,8 @@ from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
 from verl.config.resolve import old_log_probs_from_update
+from verl.planning.gpus import peak_flops
+from verl.planning.phases import MemoryPlan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
@@ -253,7 +255,7 @@ class RayPPOTrainer(TrainerAttributes):
         )
         metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.state.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
-        metrics |= self._utilization_metrics()
+        metrics |= self.groups.mfu(self._last_batch, self.phases.seconds) | self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
         metrics |= self.record.end_step(step)
         self._report_metrics(metrics, step)
@@ -263,6 +265,11 @@ class RayPPOTrainer(TrainerAttributes):
         if step >= last or stopping:
             self.failures.raise_if_unsaved(step)
         return stopping
+
+    def set_memory_plan(self, plan: MemoryPlan | None) -> None:
+        """Record the planned memory, and report the utilization of devices whose peak rate is known."""
+        self.record.recorder.memory_plan = plan
+        self.groups.device_flops = None if plan is None or plan.device is None else peak_flops(plan.device)
 
     def _new_phases(self) -> Phases:
         return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self.preemption.enter_phase)

@@ -1,9 +1,9 @@
-"""Rows of the recording from a trained batch or a validation: groups, trajectories, validation answers."""
+"""RecordedStep: the rows of a trained batch in the recording, as groups and trajectories."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from verl.types.schema import selected_for
 from verl.utils.json_lines import to_json
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
-__all__ = ["RecordedStep", "RowOptions", "record_validation"]
+__all__ = ["FINISHED", "RecordedStep", "RowOptions", "as_texts", "is_number", "json_text", "ragged"]
 
 # Field of the recording → column of the batch, for values per response token.
 _TOKEN_COLUMNS = {
@@ -45,7 +45,7 @@ _OWN_COLUMNS = {
 # Estimated bytes of text per token.
 _TEXT_BYTES = 4
 _PREVIEW_CHARS = 200
-_FINISHED = "finished"
+FINISHED = "finished"
 
 
 class RowOptions(NamedTuple):
@@ -121,7 +121,7 @@ class RecordedStep:
         return [plain_value(value) for value in self._objects[name][rows]]
 
     def _statuses(self, rows: np.ndarray) -> list[str]:
-        return [(item or {}).get("status", _FINISHED) for item in self._column("agent_metrics", rows)]
+        return [(item or {}).get("status", FINISHED) for item in self._column("agent_metrics", rows)]
 
     def _scores(self) -> list[float | None]:
         """Score per trajectory; None if it could not be scored."""
@@ -155,7 +155,7 @@ class RecordedStep:
         columns: dict[str, list[Any]] = {
             "step": [self.step] * len(members),
             "uid": self._uids,
-            "data_source": _texts(self._column("data_source", first_rows)),
+            "data_source": as_texts(self._column("data_source", first_rows)),
             "prompt_tokens": self._prompt_lengths[first_rows].tolist(),
             **{name: [[values[i] for i in group] for group in members] for name, values in per_answer.items()},
             "score_mean": [float(np.mean(values)) if values else None for values in known],
@@ -192,11 +192,11 @@ class RecordedStep:
             "uid": [self._uids[group] for group in self._group_of_row[rows]],
             "sample_index": self._column("sample_index", rows),
             "part": _parts(trajectories.of_row)[rows].tolist(),
-            "data_source": _texts(self._column("data_source", rows)),
+            "data_source": as_texts(self._column("data_source", rows)),
             "score": [scores[number] for number in number_of],
             "finish_reason": self._column("finish_reason", rows),
             "status": self._statuses(rows),
-            "rewards": [self._rewards(row, _is_number) for row in ends],
+            "rewards": [self._rewards(row, is_number) for row in ends],
         }
         index = torch.from_numpy(rows)
         for name, column in _TOKEN_COLUMNS.items():
@@ -243,7 +243,7 @@ class RecordedStep:
             "prompt_ids": ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
             "token_ids": ragged(responses, self._lengths[rows], pa.int32()),
             "ground_truth": [self._text(truths[number]) for number in numbers],
-            "reward_info": [self._json(self._rewards(row, lambda value: not _is_number(value))) for row in ends],
+            "reward_info": [self._json(self._rewards(row, lambda value: not is_number(value))) for row in ends],
             "messages": [self._json(self._messages(row)) for row in rows],
             "agent": [self._json(item) for item in self._column("agent_metrics", rows)],
             "extra": [self._json({name: self._objects[name][row] for name in extra}) for row in ends],
@@ -284,78 +284,6 @@ class RecordedStep:
         return self._options.redaction.text(value) if isinstance(value, str) else self._json(value)
 
 
-# -------------------------------------------------------------------- validation
-
-
-def record_validation(
-    samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions, writer: RecordWriter
-) -> None:
-    """Write the scored responses to the validation prompts; a sample of the prompts if they exceed the budget."""
-    numbers: dict[str, list[int]] = {}
-    for index, uid in enumerate(samples["uid"]):
-        numbers.setdefault(str(uid), []).append(index)
-    sizes = [len(samples["prompt"][i]) + len(samples["answer"][i]) for i in range(len(samples["uid"]))]
-    groups = list(numbers.values())
-    # The same seed in all steps: the same prompts are recorded over time.
-    chosen = groups_within([sum(sizes[i] for i in group) for group in groups], options.max_bytes, seed=0)
-    rows = [i for number in chosen for i in groups[number]]
-    facts = {"groups": len(groups), "recorded": len(chosen), "seed": 0}
-    if len(chosen) < len(groups):
-        writer.event("sampled", step, data=facts | {"stream": "validation"})
-    if rows:
-        selected = {name: [values[i] for i in rows] for name, values in samples.items()}
-        writer.write_table("validation", step, validation_columns(selected, step, options), facts)
-
-
-def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
-    """Columns of the stream `validation`. `samples`: see `Validator`; columns that it lacks are null."""
-    count, redact = len(samples["uid"]), options.redaction
-    described = {*("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score", "correct"),
-                 *("length", "finish_reason", "sample_index", "reward")}  # fmt: skip
-    names = [name for name in samples if name not in described and name != FAILED_COLUMN]
-    values = [{name: plain_value(samples[name][i]) for name in names} for i in range(count)]
-    columns: dict[str, list[Any]] = {
-        "step": [step] * count,
-        "uid": [str(uid) for uid in samples["uid"]],
-        "data_source": _texts(samples["data_source"]),
-        "score": [plain_value(value) for value in samples["reward"]],
-        "rewards": [{name: value for name, value in row.items() if _is_number(value)} for row in values],
-    }
-    for name in ("correct", "length", "finish_reason", "sample_index"):
-        if name in samples:
-            columns[name] = [plain_value(value) for value in samples[name]]
-    more = samples.get("more", [{}] * count)
-    columns["status"] = [item.get("status", _FINISHED) for item in more]
-    if options.texts:
-        columns |= {
-            "prompt": [redact.text(text) for text in samples["prompt"]],
-            "answer": [redact.text(text) for text in samples["answer"]],
-            "turns": [_dumped_turns(item.get("turns"), redact) for item in more],
-            "ground_truth": [
-                redact.text(truth) if isinstance(truth, str) else json_text(truth, redact) for truth in samples["gts"]
-            ],
-            "reward_info": [
-                json_text({k: v for k, v in row.items() if v is not None and not _is_number(v)}, redact)
-                for row in values
-            ],
-        }
-    return columns
-
-
-def _dumped_turns(turns: Sequence[Mapping[str, Any]] | None, redact: Redaction) -> list[dict[str, Any]] | None:
-    if turns is None:
-        return None
-    return [
-        {
-            "source": "model" if turn["by"] == "model" else "environment",
-            "name": None if turn["by"] in ("model", "environment") else turn["by"],
-            "text": redact.text(turn["text"]),
-            "reward": turn.get("reward"),
-        }
-        for turn in turns
-    ]
-
-
 # -------------------------------------------------------------------- values
 
 
@@ -379,11 +307,13 @@ def _as_text(value: Any) -> Any:
     return plain_value(value) if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a reward is recorded as a number."""
     return isinstance(value, bool | int | float)
 
 
-def _texts(values: Sequence[Any]) -> list[str | None]:
+def as_texts(values: Sequence[Any]) -> list[str | None]:
+    """Values as texts; None stays None."""
     return [None if value is None else str(value) for value in values]
 
 

@@ -17,13 +17,16 @@ from verl.trainer.common.recorder import KEY, Recorder
 from verl.trainer.common.run_start import RunStart
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.run_summary import RunSummary
-from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions
+from verl.trainer.ppo.recorded_validation import record_validation
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 
 __all__ = ["RunRecord"]
 
 logger = logging.getLogger(__name__)
 
+VALIDATION_FOLDER = "val_only"
+"""Folder in `trainer.default_local_dir` of the recording of a run with `trainer.val_only`."""
 _RESPONSES = "trainer.rollout_data_dir"
 
 
@@ -33,22 +36,23 @@ class RunRecord:
     def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures, status: RunStatus) -> None:
         self._config, self._tokenizer, self._failures = config, tokenizer, failures
         self._trainer = config.trainer
-        self.recorder = Recorder(config.trainer, "ppo", status)
+        # A run that only validates does not own the run's folder, in which a training run may be recorded.
+        subfolder = VALIDATION_FOLDER if config.trainer.val_only else ""
+        self.recorder = Recorder(config.trainer, "ppo", status, subfolder)
         self._options: RowOptions | None = None
         self.summary = RunSummary()
 
     def open(self, start: RunStart, groups: Groups) -> None:
-        """Begin to record. A run that only validates is not recorded: it does not own its folder."""
-        if self._trainer.val_only or not self._trainer.record.enable:
+        """Begin to record."""
+        if not self._trainer.record.enable:
             return
         record = self._trainer.record
         # A tokenizer cannot be used by two threads at the same time.
         tokenizer = copy.deepcopy(self._tokenizer)
         budget = int(record.max_mb_per_step * 1e6)
         self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
-        act = partial(
-            self.recorder.open, start.first_step, self._config.to_dict(), groups, start.resume_from, tokenizer
-        )
+        first_step = 0 if self._trainer.val_only else start.first_step
+        act = partial(self.recorder.open, first_step, self._config.to_dict(), groups, start.resume_from, tokenizer)
         self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
 
     def close(self, step: int, error: BaseException | None) -> None:

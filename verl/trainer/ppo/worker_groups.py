@@ -34,7 +34,7 @@ from verl.trainer.ppo.row_balancing import (
 )
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.types.schema import Call, selected_for
-from verl.utils.balancing import SequenceCost
+from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
 from verl.utils.console.startup import startup_phase
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
@@ -85,6 +85,8 @@ class WorkerGroups:
     ) -> None:
         """`workers`: worker class of each role. `cls`: class of the worker groups (on Ray, or in this process)."""
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
+        self.device_flops: float | None = None
+        """Peak rate of a device; None if it is unknown."""
         self.roles = frozenset(workers)
         self.replica_weights = ReplicaWeights()
         self._pool_groups: dict[str, Any] = {}
@@ -252,6 +254,15 @@ class WorkerGroups:
     def devices(self) -> int:
         """Number of devices of all pools."""
         return self._pools.get_n_gpus()
+
+    def mfu(self, batch: DataProto, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return `perf/mfu/actor`: FLOPs of the actor update (forward and backward, without recomputation) relative to
+        the peak rate of its devices; {} if the device or the shape of the model is unknown. `seconds`: by phase."""
+        duration = seconds.get("update_actor", 0.0)
+        if self.device_flops is None or self._cost is COST_PER_TOKEN or not duration:
+            return {}
+        flops = 3 * self._config.actor_rollout_ref.actor.ppo_epochs * float(row_costs(batch, self._cost).sum())
+        return {"perf/mfu/actor": flops / (duration * self.actor.world_size * self.device_flops)}
 
     def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """Run a forward pass without update over the batch; return its result columns in the row order of `batch`.

@@ -64,11 +64,12 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
         with startup_phase("memory plan"):
             from verl.planning.check import check_supervised_memory
 
-            check_supervised_memory(config)
+            plan = check_supervised_memory(config)
         with startup_phase("imports"):
             cls = trainer_class()
         with startup_phase("data"):
             trainer = cls(config)
+            trainer.recorder.memory_plan = plan
 
     def fit_and_close() -> None:
         with trainer:  # its exit waits for saves and copies, which are monitored too

@@ -51,6 +51,7 @@ class Load:
     generated_tokens_total: int | None = _reported("Tokens sampled since the engine was started.")
     kv_cache_bytes: int | None = _reported("Device memory of the KV cache now; 0 while it is released.")
     kv_cache_used: float | None = _reported("Share of the KV cache that holds tokens of unfinished requests.")
+    preemptions_total: int | None = _reported("Preemptions so far because the KV cache was full; KV is recomputed.")
     weight_bytes: int | None = _reported("Device memory of the weights now; 0 while they are released.")
     weight_version: int | None = _reported("Version of the current weights.")
 

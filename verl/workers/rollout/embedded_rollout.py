@@ -241,11 +241,16 @@ class EmbeddedRollout(BaseRollout):
             requests_waiting=waiting,
             generated_tokens_total=tokens,
             kv_cache_used=self._kv_used(),
+            preemptions_total=self._preemptions(),
             **memory,
         )
 
     def _kv_used(self) -> float | None:
         """Share of the KV cache that unfinished requests use; None if the engine does not report it."""
+        return None
+
+    def _preemptions(self) -> int | None:
+        """Preemptions so far because the KV cache was full; None if the engine does not report them."""
         return None
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class NativeRollout(EmbeddedRollout):
         self.weights = built.weights.tensors
         """The engine's weights by HF name; read-only."""
         self._regions = (built.kv.region, built.model.region)
-        self._blocks = built.engine.scheduler.blocks
+        self._scheduler = built.engine.scheduler
         super().__init__(
             config,
             built.device,
@@ -42,7 +42,11 @@ class NativeRollout(EmbeddedRollout):
         )
 
     def _kv_used(self) -> float:
-        return 1 - self._blocks.free_blocks / self._blocks.num_blocks
+        blocks = self._scheduler.blocks
+        return 1 - blocks.free_blocks / blocks.num_blocks
+
+    def _preemptions(self) -> int:
+        return self._scheduler.num_preempted
 
     def close(self) -> None:
         super().close()
