@@ -152,9 +152,12 @@ class ViewedRun:
         return timeline.lanes(phases, events, first, last)
 
     def series(self) -> dict[str, Any]:
-        """Engine and device series."""
+        """Engine and device series, and the planned and measured memory."""
         with self._lock:
-            return timeline.series(self._recording.engines.table(), self._recording.devices.table())
+            recorded = self._recording
+            names = [name for name in recorded.metrics.names if timeline.is_memory(name)]
+            memory = timeline.memory(recorded.events.table(), recorded.metrics.table(names))
+            return timeline.series(recorded.engines.table(), recorded.devices.table()) | {"memory": memory}
 
     def validation(self) -> dict[str, Any]:
         """Every validation prompt with its mean score and share of correct answers, for every validation."""

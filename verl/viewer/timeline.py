@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from typing import Any
@@ -12,10 +13,13 @@ import pyarrow.compute as pc
 
 from verl.viewer.values import numbers
 
-__all__ = ["busy_seconds", "lanes", "series", "waits"]
+__all__ = ["busy_seconds", "is_memory", "lanes", "memory", "series", "waits"]
 
 _MAX_SPANS = 20_000
 _MAX_POINTS = 600
+_MEMORY, _SUPERVISED_MEMORY = "memory_gb/", "perf/memory_allocated_gb_max"
+# Phase of plans of supervised runs, in which their memory is measured.
+_SUPERVISED_PHASE = "sft"
 _Span = tuple[str, float, float, int]
 """Phase, start, end, step."""
 
@@ -81,9 +85,31 @@ def waits(by_lane: dict[str, list[_Span]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda wait: (wait["step"], -wait["mean"]))
 
 
+def memory(events: pa.Table, metrics: pa.Table) -> dict[str, Any]:
+    """Planned and largest measured GB of tensors per device by phase; None where one of them is unknown.
+
+    `metrics`: the columns of `is_memory`. `device_gb`: memory of a device, None if it is unknown.
+    """
+    plans = events.filter(pc.equal(events["kind"], "memory_plan"))["data"].to_pylist()
+    plan = json.loads(plans[-1]) if plans else {"gb": {}, "device_gb": None}
+    largest = {name: pc.max(metrics[name]).as_py() for name in metrics.column_names}
+    measured = {_SUPERVISED_PHASE if name == _SUPERVISED_MEMORY else name.removeprefix(_MEMORY): value
+                for name, value in largest.items()}  # fmt: skip
+    phases = [
+        {"phase": phase, "planned": plan["gb"].get(phase), "measured": measured.get(phase)}
+        for phase in dict.fromkeys([*plan["gb"], *measured])
+    ]
+    return {"device_gb": plan["device_gb"], "phases": phases}
+
+
+def is_memory(metric: str) -> bool:
+    """Whether a metric is the memory of tensors in a phase."""
+    return metric == _SUPERVISED_MEMORY or metric.startswith(_MEMORY)
+
+
 def series(engines: pa.Table, devices: pa.Table) -> dict[str, Any]:
     """Engine and device series with at most some hundred points each: name of the engine or device → columns."""
-    engine_columns = ("time", "running", "waiting", "tokens_per_s", "kv_used")
+    engine_columns = ("time", "running", "waiting", "tokens_per_s", "kv_used", "preemptions")
     device_columns = ("time", "memory_used", "memory_total", "memory_tensors", "utilization", "power")
     return {
         "engines": _split(engines, "engine", engine_columns),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.recordings import HOSTILE, close, open_writer, write_run, write_step
 from verl.recording import health, read
-from verl.recording.health import RunTables
+from verl.recording.health import RunTables, learning, operation
 
 STEPS = 20
 
@@ -58,6 +59,7 @@ CASES: dict[str, tuple[RunTables, int, int, str]] = {
     "waiting_for_one_rank": (
         tables(timing_s__waiting_for_one_rank=from_step(17, 0.1, 3.0), timing_s__step=10.0), 17, 20, "30%"
     ),
+    "low_mfu": (tables(perf__mfu__actor=from_step(7, 0.3, 0.05)), 7, 20, "5.0%"),
     "slow_phase": (
         tables(timing_s__update_actor=np.where(np.arange(STEPS) == 13, 40.0, 4.0), timing_s__step=10.0), 14, 14, "40.0"
     ),
@@ -96,26 +98,26 @@ def test_a_healthy_run_has_no_finding():
 def test_a_problem_that_lasted_two_steps_is_none():
     share = np.zeros(STEPS)
     share[10:12] = 0.9
-    assert health.truncation(tables(response_length__clip_ratio=share)) is None
+    assert learning.truncation(tables(response_length__clip_ratio=share)) is None
     share[12] = 0.9
-    finding = health.truncation(tables(response_length__clip_ratio=share))
+    finding = learning.truncation(tables(response_length__clip_ratio=share))
     assert (finding.first_step, finding.last_step, finding.is_current) == (11, 13, False)
 
 
 def test_a_waiting_trainer_is_a_problem_of_asynchronous_runs_only():
     run = tables(timing_s__gen=6.0, timing_s__step=10.0)
-    assert health.training_waits_for_generation(run) is None
+    assert operation.training_waits_for_generation(run) is None
     run.config = {"trainer": {"mode": "async", "max_staleness": 2}}
-    assert health.training_waits_for_generation(run).settings == [("trainer.max_staleness", "3")]
+    assert operation.training_waits_for_generation(run).settings == [("trainer.max_staleness", "3")]
 
 
 def test_a_phrase_in_most_new_answers():
     run = tables()
     usual = [f"we add {n} and {n} so that it is {2 * n} in total" for n in range(16)]
     run.first_texts, run.last_texts = usual, usual
-    assert health.common_phrase(run) is None
+    assert learning.common_phrase(run) is None
     run.last_texts = [f"{text} as an expert I am fully certain" for text in usual[:12]] + usual[12:]
-    finding = health.common_phrase(run)
+    finding = learning.common_phrase(run)
     assert "in 75% of the answers" in finding.figure
     assert "as an expert I" in finding.figure
 
@@ -123,17 +125,27 @@ def test_a_phrase_in_most_new_answers():
 def test_a_full_cache_needs_waiting_requests():
     run = tables()
     run.engines = {"kv_used": np.full(40, 0.99), "waiting": np.zeros(40)}
-    assert health.full_kv_cache(run) is None
+    assert operation.full_kv_cache(run) is None
     run.engines = {"kv_used": np.full(40, 0.99), "waiting": np.full(40, 5.0)}
-    assert health.full_kv_cache(run).settings == [("actor_rollout_ref.rollout.gpu_memory_utilization", "0.5")]
+    assert operation.full_kv_cache(run).settings == [("actor_rollout_ref.rollout.gpu_memory_utilization", "0.5")]
+
+
+def test_preemptions_in_more_than_a_tenth_of_the_records():
+    run = tables()
+    run.engines = {"preemptions": np.array([np.nan, 4.0, 3.0, *[0.0] * 18])}
+    assert operation.preemptions(run) is None, "2 of 20"
+    run.engines = {"preemptions": np.array([np.nan, 4.0, 3.0, 1.0, *[0.0] * 17])}
+    finding = operation.preemptions(run)
+    assert "8 preemptions in the newest 20 records" in finding.figure
+    assert finding.settings == [("actor_rollout_ref.rollout.max_num_seqs", "512")]
 
 
 def test_idle_devices():
     run = tables()
     run.devices = {"utilization": np.full(40, 0.2)}
-    assert "20%" in health.idle_devices(run).figure
+    assert "20%" in operation.idle_devices(run).figure
     run.devices = {"utilization": np.full(40, 0.8)}
-    assert health.idle_devices(run) is None
+    assert operation.idle_devices(run) is None
 
 
 def event(kind: str, step: int, message: str = "") -> dict[str, Any]:
@@ -143,42 +155,41 @@ def event(kind: str, step: int, message: str = "") -> dict[str, Any]:
 def test_restarts_have_their_cause():
     run = tables()
     run.events = [event("start", 0), event("end", 7, "WorkerDiedError: rank 3 died"), event("resume", 6)]
-    finding = health.restarts(run)
+    finding = operation.restarts(run)
     assert "1 time." in finding.figure
     assert "rank 3 died" in finding.figure
     run.events = [event("start", 0)]
-    assert health.restarts(run) is None
+    assert operation.restarts(run) is None
 
 
 def test_a_run_without_new_steps_has_stalled_unless_it_ended():
     run = tables()
     run.events = [event("start", 0)]
     run.now = 100 + 10 * STEPS + 90
-    assert health.stalled(run) is None
+    assert operation.stalled(run) is None
     run.now += 30
-    assert "2 min; a step takes 10.0 s" in health.stalled(run).figure
+    assert "2 min; a step takes 10.0 s" in operation.stalled(run).figure
     run.events = [event("start", 0), event("end", STEPS)]
-    assert health.stalled(run) is None
+    assert operation.stalled(run) is None
 
 
 def test_settings_that_the_run_already_has_are_not_advised():
     run = groups(0.9)
-    assert health.no_signal(run).settings == [("algorithm.filter_groups.enable", "True")]
+    assert learning.no_signal(run).settings == [("algorithm.filter_groups.enable", "True")]
     run.config = {"algorithm": {"filter_groups": {"enable": True}}}
-    assert health.no_signal(run).settings == []
+    assert learning.no_signal(run).settings == []
 
 
 def test_every_advised_key_exists():
-    from pathlib import Path
-
-    source = Path(health.__file__).read_text()
+    folder = Path(health.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
     keys = set(re.findall(r'\("((?:algorithm|actor_rollout_ref|data|reward_model|trainer|optim)\.[a-z_.]+)", ', source))
     assert len(keys) > 8
-    sections = _documented_keys(Path(health.__file__).parents[2] / "docs/config.md")
+    sections = _documented_keys(folder.parents[2] / "docs/config.md")
     assert keys - sections == set()
 
 
-def _documented_keys(path: Any) -> set[str]:
+def _documented_keys(path: Path) -> set[str]:
     keys, prefix = set(), ""
     for line in path.read_text().splitlines():
         if match := re.match(r"#{2,4} (\S+)$", line):

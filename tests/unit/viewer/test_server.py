@@ -91,6 +91,30 @@ def test_timeline_has_lanes_idle_time_and_waits(client):
     assert (wait["slowest"], wait["mean"]) == ("actor/0", pytest.approx(2.0))
 
 
+def test_planned_memory_stands_beside_the_largest_measured_one(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.event("memory_plan", 0, data={"gb": {"gen": 5.0, "ref": 2.0}, "device_gb": 80.0})
+    for step, peak in ((1, 4.0), (2, 4.5), (3, 4.25)):
+        write_step(writer, step, {"memory_gb/gen": peak, "memory_gb/update_actor": 7.0})
+    close(writer)
+    assert ViewedRun(tmp_path).series()["memory"] == {
+        "device_gb": 80.0,
+        "phases": [
+            {"phase": "gen", "planned": 5.0, "measured": 4.5},
+            {"phase": "ref", "planned": 2.0, "measured": None},
+            {"phase": "update_actor", "planned": None, "measured": 7.0},
+        ],
+    }
+
+
+def test_memory_of_runs_without_a_plan_and_of_supervised_runs(client, tmp_path):
+    assert get(client, "series", run=0)["memory"] == {"device_gb": None, "phases": []}
+    writer = open_writer(tmp_path)
+    write_step(writer, 1, {"perf/memory_allocated_gb_max": 3.0})
+    close(writer)
+    assert ViewedRun(tmp_path).series()["memory"]["phases"] == [{"phase": "sft", "planned": None, "measured": 3.0}]
+
+
 def test_validation_shows_each_prompt_over_time(client):
     result = get(client, "validation", run=0)
     assert result["steps"] == [2, 4]

@@ -46,7 +46,7 @@ export async function renderTimeline(view) {
   view.container.append(h("div", { class: "split" }, breakdown(timing.columns, steps.indexOf(step)), waitTable(result.waits)));
   view.container.append(h("h2", {}, "Seconds per phase"), trend(timing.columns, runs[run]));
   if (result.events.length) view.container.append(h("h2", {}, "Events"), h("ul", {}, result.events.map((event) => h("li", {}, `${duration(event.time)}: `, h("b", {}, event.kind), ` ${visible(event.message ?? "")}`))));
-  view.container.append(...seriesCharts(series, runs[run].start));
+  view.container.append(...memoryTable(series.memory), ...seriesCharts(series, runs[run].start));
   return null;
 }
 
@@ -88,6 +88,19 @@ function trend(columns) {
   return chart.figure;
 }
 
+function memoryTable({ phases, device_gb: capacity }) {
+  if (!phases.length) return [];
+  const gb = (value) => (value === null ? "–" : value.toFixed(2));
+  const list = [
+    { name: "phase", label: "phase", value: (row) => row.phase },
+    { name: "planned", label: "planned (GB)", value: (row) => row.planned, show: (row) => gb(row.planned), numeric: true },
+    { name: "measured", label: "measured (GB)", value: (row) => row.measured, show: (row) => gb(row.measured), numeric: true },
+    { name: "ratio", label: "measured / planned", value: (row) => row.measured / row.planned || null, show: (row) => (row.measured && row.planned ? percent(row.measured / row.planned) : "–"), numeric: true },
+  ];
+  const size = capacity === null ? "" : ` of ${gb(capacity)}`;
+  return [h("h2", {}, "Planned and measured memory"), h("p", { class: "muted" }, `Tensors per device${size}; the plan assumes the longest sequences, measured is the largest value of all steps.`), table(list, phases, { sort: { column: "planned", descending: true } })];
+}
+
 function seriesCharts({ engines, devices }, start) {
   const chart = (title, entries, name, scale = 1) => {
     const shown = entries.filter((entry) => entry.columns[name].some((value) => value !== null)).slice(0, PALETTE.length);
@@ -98,7 +111,7 @@ function seriesCharts({ engines, devices }, start) {
   };
   const found = [
     chart("Generated tokens per second", engines, "tokens_per_s"), chart("Running requests", engines, "running"), chart("Waiting requests", engines, "waiting"),
-    chart("Used share of the KV cache", engines, "kv_used"), chart("Device memory in use (GB)", devices, "memory_used", 1e-9), chart("Memory of tensors (GB)", devices, "memory_tensors", 1e-9),
+    chart("Used share of the KV cache", engines, "kv_used"), chart("Preempted requests", engines, "preemptions"), chart("Device memory in use (GB)", devices, "memory_used", 1e-9), chart("Memory of tensors (GB)", devices, "memory_tensors", 1e-9),
     chart("Device utilisation", devices, "utilization"), chart("Power (W)", devices, "power"),
   ].filter(Boolean);
   if (!found.length) return [];

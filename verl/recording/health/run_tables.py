@@ -17,7 +17,18 @@ __all__ = ["RunTables", "load"]
 _MAX_GROUP_STEPS = 80
 _MAX_TEXTS = 256
 # Beginnings of the names of metrics that rules read.
-_METRICS = ("actor/", "critic/score/", "kl/", "response_length/", "reward/", "rollout", "timing_s/", "train/", "val")
+_METRICS = (
+    "actor/",
+    "critic/score/",
+    "kl/",
+    "perf/mfu",
+    "response_length/",
+    "reward/",
+    "rollout",
+    "timing_s/",
+    "train/",
+    "val",
+)
 
 
 @dataclass
@@ -30,7 +41,7 @@ class RunTables:
     """By recorded step: `step`, `no_signal` (share of groups whose answers have the same score), `all_best`,
     `failed` (share of answers of agents that failed)."""
     engines: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """`kv_used` and `waiting` of the newest records."""
+    """`kv_used`, `waiting` and `preemptions` of the newest records."""
     devices: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`utilization` of the newest records."""
     events: Sequence[Mapping[str, Any]] = ()
@@ -71,7 +82,7 @@ def load(run: Recording, now: float | None = None) -> RunTables:
     return RunTables(
         metrics=columns,
         groups=_group_columns(run),
-        engines=_newest(run.engines.table(), ("kv_used", "waiting")),
+        engines=_newest(run.engines.table(), ("kv_used", "waiting", "preemptions")),
         devices=_newest(run.devices.table(), ("utilization",)),
         events=run.events.table().to_pylist(),
         first_texts=_texts(run, texts[0]) if len(texts) > 1 else (),
