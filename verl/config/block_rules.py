@@ -166,6 +166,9 @@ def run_rules(trainer: RunConfig, report: Report) -> None:
         except re.error as error:
             why = f"is no regular expression: {error}"
             report.problem("trainer.record.redact", pattern, why, "Correct it, e.g. escape special characters")
+    url = trainer.record.alert_url
+    if url is not None and not re.match(r"https?://[^/]", url):
+        report.problem("trainer.record.alert_url", url, "is no address of a server", "Set it to https://host/path")
 
 
 def _check_folder_name(key: str, name: str, report: Report) -> None:

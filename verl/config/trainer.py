@@ -19,6 +19,7 @@ class RecordConfig(Block):
     )
     texts: bool = key("Record texts and token ids; False: numbers only.")
     redact: list[str] = key("Regular expressions; matches in recorded and dumped texts are replaced.", null="none")
+    alert_url: str | None = key("URL to which new health alerts are posted as JSON.", null="alerts are not posted")
 
 
 @dataclass(kw_only=True, slots=True)

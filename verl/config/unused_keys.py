@@ -248,7 +248,7 @@ RULES: tuple[ReadRule, ...] = (
         "the search agent is off; do_search=True enables it",
     ),
     ReadRule(
-        ("trainer.record.max_mb_per_step", "trainer.record.max_gb", "trainer.record.texts"),
+        ("trainer.record.max_mb_per_step", "trainer.record.max_gb", "trainer.record.texts", "trainer.record.alert_url"),
         _is_set("trainer.record.enable"),
         "trainer.record.enable is False",
     ),

@@ -18,8 +18,9 @@ import numpy as np
 from verl.config import RunConfig
 from verl.planning.phases import GB, MemoryPlan
 from verl.recording import schema
-from verl.recording.redaction import Redaction
+from verl.recording.redaction import REPLACEMENT, Redaction
 from verl.recording.writer import RecordWriter
+from verl.trainer.common.alerts import AlertPoster
 from verl.trainer.common.checkpoint import SaveResult
 from verl.trainer.common.rank_poll import Groups, RankPoll
 from verl.trainer.common.run_status import RunStatus
@@ -49,6 +50,7 @@ class Recorder:
         self.folder = Path(expand_path(config.default_local_dir)).absolute() / subfolder / schema.FOLDER
         self._writer: RecordWriter | None = None
         self._poll: RankPoll | None = None
+        self._alerts: AlertPoster | None = None
         self._handler: _WarningHandler | None = None
         self.memory_plan: MemoryPlan | None = None
         """Planned memory of the run, if known; set before `open`."""
@@ -82,7 +84,7 @@ class Recorder:
             "experiment": trainer.experiment_name,
             "budget": {"max_mb_per_step": settings.max_mb_per_step, "max_gb": settings.max_gb},
             "texts": settings.texts,
-            "config": config,
+            "config": config if settings.alert_url is None else _without_alert_url(config),
         }
         run_id = os.environ.get("VERL_RUN")
         writer = RecordWriter(self.folder, run, first_step, int(settings.max_gb * 1e9), self.redaction, run_id)
@@ -94,6 +96,9 @@ class Recorder:
             self.event("memory_plan", max(0, first_step - 1), data=planned_memory(self.memory_plan))
         self._handler = _WarningHandler(writer, self._status, settings.texts)
         logging.getLogger("verl").addHandler(self._handler)
+        if settings.alert_url is not None:
+            names = {name: run[name] for name in ("program", "project", "experiment")}
+            self._alerts = AlertPoster(self.folder, settings.alert_url, names | {"folder": str(self.folder.parent)})
         self._poll = RankPoll(groups, writer, max(0, first_step - 1))
         if settings.texts and tokenizer is not None and not (self.folder / schema.TOKENS_FILE).exists():
             writer.submit(lambda: writer.write_tokens(vocabulary(tokenizer)))
@@ -111,6 +116,8 @@ class Recorder:
         writer, self._writer = self._writer, None
         is_killed = error is not None and not isinstance(error, Exception)
         writer.close(_KILLED_TIMEOUT_S if is_killed else _CLOSE_TIMEOUT_S)
+        if self._alerts is not None and not is_killed:
+            self._alerts.close()
 
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
         """Record an event of a kind of `schema.EVENTS`. Thread-safe."""
@@ -213,6 +220,12 @@ def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[s
     }
     events = {"dropped_groups": dropped, "failed_rewards": errors, "failed": failed}
     return {kind: counts for kind, counts in events.items() if counts}
+
+
+def _without_alert_url(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the address of the webhook, which may contain a secret."""
+    trainer = config["trainer"]
+    return {**config, "trainer": {**trainer, "record": {**trainer["record"], "alert_url": REPLACEMENT}}}
 
 
 def planned_memory(plan: MemoryPlan) -> dict[str, Any]:
