@@ -83,7 +83,7 @@ def run(
     }
     start = time.monotonic()
     problem = run_limited(command(work, folder, name, overrides), folder, environment, log, limit)
-    steps = _steps(metrics)
+    steps = training_steps(metrics)
     labels = {"system": "verl", "variant": variant, "case": work.case, "shape": work.shape}
     if len(steps) < 2:
         return [{**labels, "phase": "step", "note": problem or "fewer than two steps"}]
@@ -110,7 +110,8 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], l
     return None
 
 
-def _steps(metrics: Path) -> list[dict[str, float]]:
+def training_steps(metrics: Path) -> list[dict[str, float]]:
+    """Metrics of the training steps in a file of the file tracker; [] if it does not exist."""
     if not metrics.exists():
         return []
     rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
