@@ -9,7 +9,8 @@ import torch
 
 from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
-from verl.models.attention import _has_kernel, grouped_attention, packed_attention
+from verl.models.attention import packed_attention
+from verl.models.attention_kernels import grouped_attention, has_kernel
 from verl.models.packing import Packing
 from verl.workers.engine.base import MicroBatching
 
@@ -45,7 +46,7 @@ def exact(inputs, window):
 @pytest.mark.parametrize("heads", [(14, 2, 64), (8, 8, 128), (16, 4, 80)])
 def test_the_kernel_is_near_exact_attention_in_values_and_gradients(heads, window, dtype):
     inputs = tensors(*heads, dtype)
-    assert _has_kernel(inputs[0], inputs[2], None)
+    assert has_kernel(inputs[0], inputs[2], None)
     packing = packing_of(LENGTHS)
     found = with_gradients(
         lambda x: packed_attention(None, *x, None, sliding_window=window, packing=packing)[0], inputs

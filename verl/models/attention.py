@@ -5,25 +5,16 @@ After `use_packed_attention(model)` the model must be called with `packing=…`,
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
+from verl.models.attention_kernels import grouped_attention, has_kernel, kernel_attention
 from verl.models.packing import Packing
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+from verl.models.shared_prefixes import TreePacking
+from verl.models.tree_attention import tree_attention
 
 PACKED = "verl_packed"
-# Newer versions of torch require this argument for grouped-query attention.
-_VARLEN_HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_HALF = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -73,7 +64,8 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each sequence of `packing`, with the fastest implementation for these tensors.
+    """Causal attention within each sequence (or along each path of the tree) of `packing`, with the fastest
+    implementation for these tensors.
 
     query [T, heads, dim], key, value [T, kv heads, dim] -> [T, heads, dim]. T: all tokens; with sequence parallelism,
     those of this rank.
@@ -81,8 +73,11 @@ def attend(
     parallel = packing.sequence_parallel
     if parallel is not None:
         query, key, value = parallel.exchange(query, key, value)
-    implementation = _kernel_attention if _has_kernel(query, value, softcap) else grouped_attention
-    out = implementation(query, key, value, packing, scale, window, softcap)
+    if isinstance(packing, TreePacking):
+        out = tree_attention(query, key, value, packing, scale, window, softcap)
+    else:
+        implementation = kernel_attention if has_kernel(query, value, softcap) else grouped_attention
+        out = implementation(query, key, value, packing, scale, window, softcap)
     return out if parallel is None else parallel.restore(out)
 
 
@@ -111,99 +106,3 @@ def window_mismatch(config: Any, windows: list[int | None]) -> str | None:
         if (layer_type == "sliding_attention") != (window is not None):
             return f"layer {layer} has type {layer_type}, but its attention is called with sliding_window={window}"
     return None
-
-
-def grouped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Exact attention in any dtype and on any device: one call per group of sequences of similar length.
-
-    query [T, heads, dim], key, value [T, kv heads, dim] -> [T, heads, dim]. Sequences are padded on the right, where
-    causal attention ignores the padding.
-    """
-    groups, packed_index = packing.groups
-    parts = []
-    for group in groups:
-        q, k, v = (
-            _select(part, group.tokens).unflatten(0, (-1, group.width)).transpose(1, 2) for part in (query, key, value)
-        )
-        parts.append(_batched_attention(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _select(out, packed_index)
-
-
-def _select(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return values if index is None else values.index_select(0, index)
-
-
-def _batched_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Causal attention of [sequences, heads, n, dim] without padding mask."""
-    width, queries_per_key = query.shape[2], query.shape[1] // key.shape[1]
-    if query.is_cuda and queries_per_key > 1:  # CUDA's float32 kernels do not support grouped-query attention
-        key, value = (part.repeat_interleave(queries_per_key, dim=1) for part in (key, value))
-        queries_per_key = 1
-    if softcap is None:
-        mask = None if window is None or window >= width else _causal_mask(width, window, query.device)
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=queries_per_key > 1
-        )
-    mask = _causal_mask(width, window, query.device)
-    grouped = query.unflatten(1, (key.shape[1], queries_per_key))
-    scores = torch.tanh(grouped @ key[:, :, None].transpose(-1, -2) * (scale / softcap)) * softcap
-    weights = scores.where(mask, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value[:, :, None]).flatten(1, 2)
-
-
-def _causal_mask(width: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return the causal mask [width, width], limited to the last `window` positions; True: attended to."""
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    return causal if window is None else causal.triu(1 - window)
-
-
-def _has_kernel(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
-    """Whether a variable-length kernel supports these tensors; torch's kernel does not support soft-capping."""
-    size = query.shape[-1]
-    supported = query.dtype in _HALF and size == value.shape[-1] and size % 8 == 0 and size <= _MAX_HEAD_DIM
-    return query.is_cuda and supported and (flash_attn_varlen_func is not None or softcap is None)
-
-
-def _kernel_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention with flash-attn's kernel if it is installed, otherwise with torch's."""
-    left = -1 if window is None else window - 1
-    seqlens = (packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length)
-    if flash_attn_varlen_func is not None:
-        window_size = (left, -1 if window is None else 0)
-        return flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            *seqlens,
-            softmax_scale=scale,
-            causal=True,
-            window_size=window_size,
-            softcap=softcap or 0.0,
-        )
-    gqa = {"enable_gqa": True} if _VARLEN_HAS_GQA_ARGUMENT else {}
-    query, key, value = (part.contiguous() for part in (query, key, value))
-    return varlen_attn(query, key, value, *seqlens, scale=scale, window_size=(left, 0), **gqa)

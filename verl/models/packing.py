@@ -74,6 +74,10 @@ class Packing:
     def with_sequence_parallel(self, parallel: SequenceParallel) -> Packing:
         return Packing(self.cu_seqlens, self.lengths, self.max_length, parallel)
 
+    def padded(self, extra: int) -> Packing:
+        """Return a copy on the host with one more sequence of `extra` tokens."""
+        return Packing.from_lengths([*self.lengths, extra])
+
     @cached_property
     def groups(self) -> tuple[tuple[LengthGroup, ...], torch.Tensor | None]:
         """Return the sequences grouped by similar length, and for each packed token [total] its index in the
@@ -256,6 +260,8 @@ class SequenceParallelRows(PackedRows):
     head gets a (zero) gradient on every rank, as FSDP requires.
     """
 
+    row_places: torch.Tensor
+    """[b] place of each row among the rows of the group, ordered by their last tokens."""
     responses_per_rank: tuple[int, ...]
     rows_per_rank: tuple[int, ...]
 
@@ -267,14 +273,17 @@ class SequenceParallelRows(PackedRows):
     def gather_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the values at `last` of all ranks: [b, ...]."""
         assert self.packing.sequence_parallel is not None
-        return self.packing.sequence_parallel.gather(values, self.rows_per_rank)
+        return self.packing.sequence_parallel.gather(values, self.rows_per_rank).index_select(0, self.row_places)
 
 
 def sequence_parallel_rows(rows: PackedRows, parallel: SequenceParallel) -> SequenceParallelRows:
     """Return this rank's slice of `rows`, which are on the host and the same on every rank of the group."""
     padded = parallel.padded(rows.packing.total)
     rows, part = pad_packed_rows(rows, padded), parallel.part(padded)
-    responses, lasts = parallel.counts_per_rank(rows.before, padded), parallel.counts_per_rank(rows.last, padded)
+    rows = _sorted_responses(rows)
+    row_order = rows.last.argsort(stable=True)
+    last = rows.last[row_order]
+    responses, lasts = parallel.counts_per_rank(rows.before, padded), parallel.counts_per_rank(last, padded)
     local_responses = _rank_slice(responses, parallel.rank)
     return SequenceParallelRows(
         input_ids=rows.input_ids[:, part],
@@ -284,10 +293,18 @@ def sequence_parallel_rows(rows: PackedRows, parallel: SequenceParallel) -> Sequ
         columns=rows.columns,
         before=_at_least_one(rows.before[local_responses] - part.start),
         labels=_at_least_one(rows.labels[local_responses]),
-        last=_at_least_one(rows.last[_rank_slice(lasts, parallel.rank)] - part.start),
+        last=_at_least_one(last[_rank_slice(lasts, parallel.rank)] - part.start),
+        row_places=row_order.argsort(),
         responses_per_rank=tuple(responses),
         rows_per_rank=tuple(lasts),
     )
+
+
+def _sorted_responses(rows: PackedRows) -> PackedRows:
+    """Return rows whose response tokens are ordered by `before`, as needed to divide them among ranks."""
+    order = rows.before.argsort(stable=True)
+    fields = {name: getattr(rows, name)[order] for name in ("rows", "columns", "before", "labels")}
+    return replace(rows, **fields)
 
 
 def pad_packed_rows(rows: PackedRows, tokens: int) -> PackedRows:
@@ -299,7 +316,7 @@ def pad_packed_rows(rows: PackedRows, tokens: int) -> PackedRows:
         rows,
         input_ids=pad(rows.input_ids, (0, extra)),
         position_ids=torch.cat([rows.position_ids, torch.arange(extra)[None]], dim=1),
-        packing=Packing.from_lengths([*rows.packing.lengths, extra]),
+        packing=rows.packing.padded(extra),
     )
 
 

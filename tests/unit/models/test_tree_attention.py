@@ -1,0 +1,186 @@
+"""Attention over prefix trees equals attention of every row alone, in values and gradients, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.models.test_attention import one_sequence
+from verl.models import tree_attention
+from verl.models.prefix_tree import PrefixTree
+from verl.models.shared_prefixes import TreePacking, tree_block_mask
+
+TREES = {
+    "a group": ([9, 7, 9, 8], [0, 5, 5, 5]),
+    "nested": ([3, 8, 9, 9, 6, 4], [0, 3, 5, 7, 2, 0]),
+    "identical rows": ([5, 5, 5], [0, 5, 5]),
+    "nothing shared": ([4, 2, 6], [0, 0, 0]),
+    "one shared token": ([4, 7], [0, 1]),
+    "a row that begins the next": ([4, 7, 9], [0, 4, 7]),
+}
+
+
+@st.composite
+def trees(draw):
+    lengths, shared = [draw(st.integers(1, 12))], [0]
+    for _ in range(draw(st.integers(0, 6))):
+        shared.append(draw(st.integers(0, lengths[-1])))
+        lengths.append(max(1, shared[-1] + draw(st.integers(0, 6))))
+    return lengths, shared
+
+
+def packing_of(lengths, shared):
+    tree = PrefixTree(np.array(lengths), np.array(shared))
+    return TreePacking(tree, np.concatenate(tree.paths), "merge")
+
+
+def inputs_of(packing):
+    torch.manual_seed(0)
+    return [torch.randn(packing.total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def with_gradients(out, inputs):
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    return [out, *torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)]
+
+
+def row_by_row(query, key, value, packing, window=None, softcap=None):
+    tree, parts = packing.tree, []
+    for path, shared in zip(tree.paths, tree.shared, strict=True):
+        path = torch.from_numpy(path)
+        parts.append(one_sequence(query[path], key[path], value[path], 0.3, window, softcap)[shared:])
+    return torch.cat(parts)
+
+
+def check(attend, packing, **options):
+    inputs = inputs_of(packing)
+    actual = with_gradients(attend(*inputs), inputs)
+    expected = with_gradients(row_by_row(*inputs, packing, **options), inputs)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5)])
+def test_whole_rows(name, window, softcap):
+    packing = packing_of(*TREES[name])
+    # Softcapping computes the softmax in float32.
+    if softcap is None:
+        check(lambda *x: tree_attention.tree_attention(*x, packing, 0.3, window), packing, window=window)
+    else:
+        inputs = inputs_of(packing)
+        actual = with_gradients(tree_attention.tree_attention(*inputs, packing, 0.3, window, softcap), inputs)
+        expected = with_gradients(row_by_row(*inputs, packing, window, softcap), inputs)
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tree=trees())
+def test_random_trees_of_whole_rows(tree):
+    packing = packing_of(*tree)
+    check(lambda *x: tree_attention.rows_attention(*x, packing, 0.3), packing)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_block_mask_of_flex_attention_is_the_paths(name):
+    tree = packing_of(*TREES[name]).tree
+    at = torch.arange(tree.total)
+    mask = tree_block_mask(torch.from_numpy(tree.ends)).mask_mod(0, 0, at[:, None], at)
+    expected = torch.zeros_like(mask)
+    for path in map(torch.from_numpy, tree.paths):
+        expected[path[:, None], path] |= torch.ones(len(path), len(path), dtype=torch.bool).tril()
+    assert torch.equal(mask, expected)
+
+
+# ---------------------------------------------------------------- implementations around CUDA kernels
+
+
+def exact_forward(query, key, value, seqlens, causal, scale):
+    """What the variable-length kernel computes: attention and its log-sum-exp, per sequence."""
+    outs, lses = [], []
+    for q, k, v in sequences(seqlens, query, key, value):
+        scores = scores_of(q, k, causal, scale)
+        lses.append(scores.logsumexp(-1))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), repeated(v, q)))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def exact_backward(gradient, query, key, value, out, lse, seqlens, causal, scale):
+    """What its backward pass computes from a log-sum-exp and an output."""
+    results = []
+    for q, k, v, dO, o, at in sequences(seqlens, query, key, value, gradient, out, lse.transpose(0, 1)):
+        p = torch.exp(scores_of(q, k, causal, scale) - at.transpose(0, 1)[..., None])
+        dp = torch.einsum("qhd,khd->hqk", dO, repeated(v, q))
+        ds = p * (dp - (dO * o).sum(-1).transpose(0, 1)[..., None]) * scale
+        dq = torch.einsum("hqk,khd->qhd", ds, repeated(k, q))
+        dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, dO)
+        results.append((dq, *(part.unflatten(1, (k.shape[1], -1)).sum(2) for part in (dk, dv))))
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def sequences(seqlens, query, key, value, *of_queries):
+    cu_q, cu_k = (starts.tolist() for starts in seqlens[:2])
+    for i in range(len(cu_q) - 1):
+        q, k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        yield query[q], key[k], value[k], *(part[q] for part in of_queries)
+
+
+def repeated(x, query):
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def scores_of(query, key, causal, scale):
+    scores = torch.einsum("qhd,khd->hqk", query, repeated(key, query)) * scale
+    if not causal:
+        return scores
+    # The mask is aligned to the last query and the last key.
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(key.shape[0] - query.shape[0])
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=trees())
+def test_parts_merged_by_log_sum_exp_have_exact_values_and_gradients(tree):
+    packing = packing_of(*tree)
+    branches = packing._branches()
+    assert (branches is None) == (not (packing.tree.shared * packing.tree.new).any())
+    if branches is None:
+        return
+    assert len(set(branches.queries.tolist())) == len(branches.queries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "kernel_forward", exact_forward)
+        patch.setattr(tree_attention, "kernel_backward", exact_backward)
+        check(lambda *x: tree_attention.merged_attention(*x, packing, branches, 0.3), packing)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=trees())
+def test_gathered_keys_have_exact_values_and_gradients(tree):
+    packing = packing_of(*tree)
+    packing.gathered = packing._gathered()
+
+    def kernel(query, key, value, seqlens, scale, window, softcap):
+        assert max(seqlens[0].diff()) == seqlens[2]
+        assert max(seqlens[1].diff()) == seqlens[3]
+        return exact_forward(query, key, value, seqlens, True, scale)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "varlen_attention", kernel)
+        inputs = inputs_of(packing)
+        actual = with_gradients(tree_attention.gathered_attention(*inputs, packing, 0.3), inputs)
+        expected = with_gradients(row_by_row(*inputs, packing), inputs)
+    for mine, theirs in zip(actual, expected, strict=True):  # key gradients are summed in float32
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_many_short_branches_of_a_long_prefix_are_not_gathered():
+    def selected(prefix, answers, suffix):
+        tree = PrefixTree(np.full(answers, prefix + suffix), np.array([0] + [prefix] * (answers - 1)))
+        return TreePacking(tree, np.concatenate(tree.paths)).attention
+
+    assert selected(128, 8, 256) == selected(4096, 4, 4096) == "gather"
+    assert selected(4096, 16, 512) == "merge"

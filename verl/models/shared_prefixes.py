@@ -1,0 +1,196 @@
+"""Packed rows whose common prefixes are computed once, and the index tensors that attention needs for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from verl.models.packing import PackedRows, Packing
+from verl.models.prefix_tree import PrefixTree, prefix_order, token_bytes
+from verl.models.ulysses import SequenceParallel
+from verl.utils.device import copy_to_device
+
+TreeAttention = Literal["gather", "merge", "flex"]
+"""Implementations of attention over a tree on CUDA, see `verl.models.tree_attention`."""
+# Keys of all rows per computed token, above which copies of shared keys cost more than a second kernel.
+_MAX_GATHERED_KEYS = 4.0
+
+
+class GatheredKeys(NamedTuple):
+    """The path of every sequence; its last tokens are the sequence itself."""
+
+    keys: torch.Tensor
+    """[sum of paths] computed tokens."""
+    cu_keys: torch.Tensor
+    """int32 [S + 1]."""
+    max_keys: int
+
+
+class Branches(NamedTuple):
+    """Sequences with a shared prefix, grouped by prefix: every query of a group attends to all its keys."""
+
+    queries: torch.Tensor
+    """[n] computed tokens, each once."""
+    cu_queries: torch.Tensor
+    """int32 [groups + 1]."""
+    max_queries: int
+    keys: torch.Tensor
+    """[m] computed tokens."""
+    cu_keys: torch.Tensor
+    max_keys: int
+
+
+class ExpandedRows(NamedTuple):
+    """Whole paths as independent sequences."""
+
+    packing: Packing
+    tokens: torch.Tensor
+    """[sum of paths] computed tokens."""
+    own: torch.Tensor
+    """[total] place of every computed token in `tokens`, in the sequence that contributes it."""
+
+
+class TreePacking(Packing):
+    """The packing of the computed tokens of a prefix tree. A sequence is what one row contributes; it also attends to
+    the shared beginning of its row."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        token_index: np.ndarray,
+        attention: TreeAttention | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        sequence_parallel: SequenceParallel | None = None,
+    ) -> None:
+        """`token_index` [packed tokens]: computed token of each token of the plain packed rows. `attention` overrides
+        the selection by size. `cu_seqlens` determines the device."""
+        self.tree = tree
+        self.token_index = token_index
+        self._attention = attention
+        self._contributing = np.flatnonzero(tree.new)
+        lengths = tuple(tree.new[self._contributing].tolist())
+        starts = _starts(tree.new[self._contributing]) if cu_seqlens is None else cu_seqlens
+        super().__init__(starts, lengths, max(lengths, default=0), sequence_parallel)
+        # Computed before the pass: compiled layers only read attributes.
+        self.attention = attention or self._select_attention()
+        cuda = self.cu_seqlens.is_cuda
+        self.gathered = self._gathered() if cuda else None
+        self.branches = self._branches() if cuda and self.attention == "merge" else None
+        self.block_mask: Any = None
+        if cuda and self.attention == "flex":
+            self.block_mask = tree_block_mask(*self._to_device(torch.from_numpy(tree.ends)))
+
+    def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
+        return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
+
+    def with_sequence_parallel(self, parallel: SequenceParallel) -> TreePacking:
+        return TreePacking(self.tree, self.token_index, self._attention, self.cu_seqlens, parallel)
+
+    def padded(self, extra: int) -> TreePacking:
+        return TreePacking(self.tree.padded(extra), self.token_index, self._attention)
+
+    def _select_attention(self) -> TreeAttention:
+        keys = int(self.tree.lengths[self._contributing].sum())
+        return "gather" if keys <= _MAX_GATHERED_KEYS * self.total else "merge"
+
+    def _gathered(self) -> GatheredKeys:
+        paths = [self.tree.paths[row] for row in self._contributing]
+        lengths = self.tree.lengths[self._contributing]
+        keys, cu_keys = self._to_device(torch.from_numpy(np.concatenate(paths)), _starts(lengths))
+        return GatheredKeys(keys, cu_keys, int(lengths.max()))
+
+    def _branches(self) -> Branches | None:
+        """Return None if no sequence shares a prefix."""
+        tree = self.tree
+        rows = self._contributing[tree.shared[self._contributing] > 0]
+        if not len(rows):
+            return None
+        # A prefix is identified by its last token.
+        prefixes = np.array([tree.paths[row][tree.shared[row] - 1] for row in rows])
+        _, first, group = np.unique(prefixes, return_index=True, return_inverse=True)
+        rows_by_group = rows[np.argsort(group, kind="stable")]
+        queries = [np.arange(tree.starts[row], tree.starts[row + 1]) for row in rows_by_group]
+        keys = [tree.paths[row][: tree.shared[row]] for row in rows[first]]
+        query_counts = np.bincount(group, weights=tree.new[rows]).astype(np.int64)
+        key_counts = tree.shared[rows[first]]
+        query_index, cu_queries, key_index, cu_keys = self._to_device(
+            torch.from_numpy(np.concatenate(queries)),
+            _starts(query_counts),
+            torch.from_numpy(np.concatenate(keys)),
+            _starts(key_counts),
+        )
+        return Branches(query_index, cu_queries, int(query_counts.max()), key_index, cu_keys, int(key_counts.max()))
+
+    @cached_property
+    def expanded(self) -> ExpandedRows:
+        """The paths of all sequences, for attention without a kernel."""
+        tree = self.tree
+        lengths = tree.lengths[self._contributing]
+        paths = [tree.paths[row] for row in self._contributing]
+        places = np.arange(lengths.sum())
+        position = places - np.repeat(lengths.cumsum() - lengths, lengths)
+        own = places[position >= np.repeat(tree.shared[self._contributing], lengths)]
+        tokens, own_places = self._to_device(torch.from_numpy(np.concatenate(paths)), torch.from_numpy(own))
+        packing = Packing.from_lengths(lengths.tolist())
+        (starts,) = self._to_device(packing.cu_seqlens)
+        return ExpandedRows(packing.with_starts(starts), tokens, own_places)
+
+    def _to_device(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return copy_to_device(tensors, self.cu_seqlens.device)
+
+
+def tree_block_mask(ends: torch.Tensor) -> Any:
+    """Return FlexAttention's block mask of a prefix tree; `ends` [T]: end of the descendants of each token."""
+
+    def on_path(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    create = torch.compile(create_block_mask, dynamic=True) if ends.is_cuda else create_block_mask
+    return create(on_path, None, None, len(ends), len(ends), device=ends.device)
+
+
+def _starts(lengths: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+
+
+def shared_rows(
+    rows: PackedRows, experts: torch.Tensor | None = None, attention: TreeAttention | None = None
+) -> PackedRows:
+    """Return `rows` (on the host) with every common prefix computed once; `rows` itself if nothing is shared.
+
+    `experts` [T, ...]: replayed experts of each packed token; tokens with different experts are not shared.
+    """
+    tokens = token_bytes(rows.input_ids[0].numpy(), None if experts is None else experts.numpy())
+    ends = np.cumsum(rows.packing.lengths)
+    begins = ends - rows.packing.lengths
+    row_bytes = [tokens[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
+    order, shared = prefix_order(row_bytes, tokens.shape[1])
+    if not shared.any():
+        return rows
+    tree = PrefixTree(np.asarray(rows.packing.lengths, dtype=np.int64)[order], shared)
+    token_index = np.empty(rows.packing.total, dtype=np.int64)
+    for row, path in zip(order, tree.paths, strict=True):
+        token_index[begins[row] : ends[row]] = path
+    packing = TreePacking(tree, token_index, attention)
+    index, owners = torch.from_numpy(token_index), torch.from_numpy(representatives(token_index, tree.total))
+    return replace(
+        rows,
+        input_ids=rows.input_ids[:, owners],
+        position_ids=rows.position_ids[:, owners],
+        packing=packing,
+        before=index[rows.before],
+        last=index[rows.last],
+    )
+
+
+def representatives(token_index: np.ndarray, total: int) -> np.ndarray:
+    """Return for each of `total` computed tokens the first packed token that it represents."""
+    owners = np.empty(total, dtype=np.int64)
+    owners[token_index[::-1]] = np.arange(len(token_index))[::-1]
+    return owners
