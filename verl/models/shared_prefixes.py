@@ -84,6 +84,11 @@ class TreePacking(Packing):
         if cuda and self.attention == "flex":
             self.block_mask = tree_block_mask(*self._to_device(torch.from_numpy(tree.ends)))
 
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """[computed tokens, without padding at the end]: the first packed token that each represents."""
+        return representatives(self.token_index, 1 + int(self.token_index.max()))
+
     def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
         return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
 
@@ -178,7 +183,7 @@ def shared_rows(
     for row, path in zip(order, tree.paths, strict=True):
         token_index[begins[row] : ends[row]] = path
     packing = TreePacking(tree, token_index, attention)
-    index, owners = torch.from_numpy(token_index), torch.from_numpy(representatives(token_index, tree.total))
+    index, owners = torch.from_numpy(token_index), torch.from_numpy(packing.owners)
     return replace(
         rows,
         input_ids=rows.input_ids[:, owners],

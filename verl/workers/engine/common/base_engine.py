@@ -175,6 +175,10 @@ class BaseTrainEngine(EngineCheckpointMixin):
         """Run forward and backward passes of every micro-batch."""
         raise NotImplementedError
 
+    def _pass_metrics(self) -> Metrics:
+        """Return metrics of the engine about the last training pass."""
+        return {}
+
     def _run_inference(self, run: ModelPass) -> list[tuple[list[int] | None, Routes]]:
         """Run forward passes without gradients; return row indices and recorded routing of each micro-batch."""
         raise NotImplementedError
@@ -214,6 +218,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
             expert_load = self._routers.load_metrics() if self._routers is not None else {}
         for name, value in expert_load.items() if self._has_outputs else ():
             sums.add(name, value, 1.0)
+        for name, (total, count) in self._pass_metrics().items():
+            sums.add(name, total, count)
         return sums.result()
 
     def optimizer_step(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -21,6 +22,7 @@ from verl.utils.balancing import (
     roundup_divisible,
 )
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
+from verl.workers.engine.common.prefix_batches import SharedPrefixes, shared_micro_batch_rows
 
 _Part = TypeVar("_Part")
 
@@ -29,19 +31,34 @@ SET_COLUMN = "together"
 
 
 def micro_batches(
-    data: DataProto, micro: MicroBatching, cost: SequenceCost, max_over_ranks: Callable[[int], int]
+    data: DataProto,
+    micro: MicroBatching,
+    cost: SequenceCost,
+    max_over_ranks: Callable[[int], int],
+    prefixes: SharedPrefixes | None = None,
 ) -> Iterator[tuple[DataProto, list[int] | None]]:
     """Yield each micro-batch with its row indices. `max_over_ranks` returns the maximum of a number over all ranks.
+    With `prefixes`, rows that share tokens are kept together and limits count computed tokens.
 
     All ranks yield the same number of micro-batches: a rank with fewer splits its rows further, and adds fillers (with
     indices None) only if it has fewer rows (or sets, see `SET_COLUMN`) than other ranks have micro-batches.
     """
     lengths = row_lengths(data)
     together = data.batch[SET_COLUMN].tolist() if SET_COLUMN in data.batch.keys() else None
-    parts = micro_batch_rows(lengths, micro, cost, together=together)
+
+    def split(at_least: int) -> list[list[int]]:
+        if prefixes is None:
+            return micro_batch_rows(lengths, micro, cost, at_least, together)
+        if together is None:
+            return shared_micro_batch_rows(prefixes, micro, cost, at_least)
+        shared = prefixes.shared_within(together)
+        costs = (cost(lengths) - cost(shared)).tolist()
+        return _split_sets((np.array(lengths) - shared).tolist(), micro, costs, at_least, together)
+
+    parts = split(1)
     count = max_over_ranks(len(parts))
     if len(parts) < count:
-        parts = micro_batch_rows(lengths, micro, cost, at_least=count, together=together)
+        parts = split(count)
     for rows in parts:
         yield data.select_idxs(rows), rows
     for _ in range(count - len(parts)):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl.models.packing import packed_tokens
+from verl.models.packing import Packing, packed_tokens
 from verl.models.routing import route_dtype, unrouted
+from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.utils.device import copy_to_device
 
@@ -63,6 +64,10 @@ class Routes:
     """[this rank's tokens, layers, k]; None: the routers select."""
     recorded: dict[int, torch.Tensor] | None
     """[this rank's tokens, k] by layer; None: not recorded."""
+    weights: torch.Tensor | None = None
+    """[this rank's tokens without padding]: number of rows that share each token; None: 1."""
+    token_index: torch.Tensor | None = None
+    """[tokens of all rows]: place of each token in the packed micro-batch, if rows share tokens; on the host."""
 
 
 class LayerRouter:
@@ -82,16 +87,19 @@ class LayerRouter:
         if routes.recorded is not None:
             routes.recorded[self.layer] = selected.to(route_dtype(self._num_experts))
         if torch.is_grad_enabled():
-            self._count(own[: routes.valid_tokens], selected[: routes.valid_tokens])
+            self._count(own[: routes.valid_tokens], selected[: routes.valid_tokens], routes.weights)
         return selected
 
     @torch.no_grad()
-    def _count(self, own: torch.Tensor, selected: torch.Tensor) -> None:
-        """Add to the counters: tokens of each expert, selections that replay changed, all selections."""
-        unchanged = (own[:, :, None] == selected[:, None]).any(dim=1).sum()
+    def _count(self, own: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Add to the counters: tokens of each expert, selections that replay changed, all selections. A token counts
+        as often as `weights` says."""
         counts = torch.zeros(self._num_experts + 2, device=own.device)
-        counts.index_add_(0, selected.flatten(), counts.new_ones(selected.numel()))
-        counts[-2:] += selected.numel()
+        times = counts.new_ones(len(own), 1) if weights is None else weights[:, None]
+        times = times.expand(selected.shape)
+        unchanged = ((own[:, :, None] == selected[:, None]).any(dim=1) * times).sum()
+        counts.index_add_(0, selected.flatten(), times.flatten())
+        counts[-2:] += times.sum()
         counts[-2] -= unchanged
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -112,16 +120,24 @@ class Routers:
         self.replay = replay
         self._dtype = route_dtype(shape.num_experts)
 
-    def routes(self, part: DataProto, tokens: int, filler: bool, record: bool) -> Routes:
-        """Return the routes of a packed micro-batch of `tokens` tokens, padding and all ranks' shares included."""
+    def routes(self, part: DataProto, packing: Packing, filler: bool, record: bool) -> Routes:
+        """Return the routes of a packed micro-batch, whose `packing` includes padding and all ranks' shares."""
+        tokens, tree = packing.total, packing if isinstance(packing, TreePacking) else None
         own, mask = self._share.own(tokens), packed_tokens(part.batch["attention_mask"])
-        valid_tokens = 0 if filler else max(0, min(own.stop, int(mask.sum())) - own.start)
-        replayed = None
+        count = int(mask.sum()) if tree is None else len(tree.owners)
+        valid_tokens = 0 if filler else max(0, min(own.stop, count) - own.start)
+        replayed, weights = None, None
+        if tree is not None:
+            weights = torch.from_numpy(tree.tree.weights[own][:valid_tokens]).float()
+            (weights,) = copy_to_device([weights], self._device)
         if self.replay and not filler and ROUTED_EXPERTS in part.batch.keys():
             experts = part.batch[ROUTED_EXPERTS][mask]
+            if tree is not None:
+                experts = experts[torch.from_numpy(tree.owners)]
             padding = experts.new_full((tokens - len(experts), *experts.shape[1:]), unrouted(experts.dtype))
             (replayed,) = copy_to_device([torch.cat([experts, padding])[own]], self._device)
-        return Routes(mask, tokens, valid_tokens, replayed, {} if record else None)
+        index = None if tree is None else torch.from_numpy(tree.token_index)
+        return Routes(mask, tokens, valid_tokens, replayed, {} if record else None, weights, index)
 
     def recorded(self, data: DataProto, passes: Iterable[tuple[list[int] | None, Routes]]) -> torch.Tensor:
         """Return [B, P+R, layers, k] on the host: the experts of every token of `data`. A collective.
@@ -151,7 +167,8 @@ class Routers:
                 table[self._share.own(routes.tokens), layer] = selected.to(wide)
         for group in self._share.groups:
             dist.all_reduce(table, group=group)
-        return table[: int(routes.mask.sum())].to("cpu", self._dtype)
+        table = table.to("cpu", self._dtype)
+        return table[: int(routes.mask.sum())] if routes.token_index is None else table[routes.token_index]
 
     def load_metrics(self) -> dict[str, torch.Tensor]:
         """Return the expert load of passes with gradient since the last call, over all ranks. A collective.

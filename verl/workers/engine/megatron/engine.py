@@ -230,7 +230,7 @@ class MegatronEngine(BaseTrainEngine):
     ) -> MicroBatch:
         routes = None
         if self._routers is not None:
-            routes = self._routers.routes(part, rows.packing.total, indices is None, record)
+            routes = self._routers.routes(part, rows.packing, indices is None, record)
         return MicroBatch(part, indices, rows, shape, routes)
 
     def _to_device(self, rows: PackedRows, at_least: int) -> PackedRows:

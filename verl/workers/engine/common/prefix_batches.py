@@ -1,0 +1,172 @@
+"""Micro-batches of rows with common prefixes: rows that share tokens are kept together, at the lowest total cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.models.packing import packed_tokens
+from verl.models.prefix_tree import prefix_order, token_bytes
+from verl.protocol import DataProto
+from verl.utils.balancing import SequenceCost
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.routers import ROUTED_EXPERTS
+
+MIN_SAVING = 0.1
+"""Fraction of tokens that sharing must save to be used with `auto`."""
+# Micro-batches may cost this much more than the smallest possible maximum if that avoids recomputed prefixes.
+_SLACK = 1.02
+_BISECTIONS = 30
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Rows in depth-first order of their prefix tree."""
+
+    order: np.ndarray
+    """[b]: index of each row in the batch."""
+    shared: np.ndarray
+    """[b]: leading tokens that it shares with the row before it."""
+    lengths: np.ndarray
+    """[b]: its tokens."""
+
+    @property
+    def saving(self) -> float:
+        """Fraction of all tokens that need not be computed if all rows are in one micro-batch."""
+        return float(self.shared.sum() / max(1, self.lengths.sum()))
+
+    def shared_within(self, sets: Sequence[int]) -> np.ndarray:
+        """Return [b], by row index: tokens shared with the previous row (in depth-first order) of the same set.
+
+        `sets`: number of the set of each row, by row index.
+        """
+        shared = np.zeros_like(self.shared)
+        previous: dict[int, int] = {}
+        for place, row in enumerate(self.order.tolist()):
+            before = previous.get(sets[row])
+            if before is not None:
+                shared[row] = self.shared[before + 1 : place + 1].min()
+            previous[sets[row]] = place
+        return shared
+
+
+def find_shared_prefixes(data: DataProto, mode: str, replays_experts: bool = False) -> SharedPrefixes | None:
+    """Return the common prefixes of the rows; None if they are not used: nothing is shared, or with `mode` auto less
+    than `MIN_SAVING`.
+
+    `replays_experts`: tokens are shared only if the column `routed_experts`, where present, agrees as well.
+    """
+    if mode == "false" or len(data) < 2:
+        return None
+    mask = packed_tokens(data.batch["attention_mask"])
+    lengths = mask.sum(dim=1).numpy()
+    experts = replayed_experts(data) if replays_experts else None
+    tokens = token_bytes(data.batch["input_ids"][mask].numpy(), None if experts is None else experts[mask].numpy())
+    ends = lengths.cumsum()
+    rows = [tokens[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+    order, shared = prefix_order(rows, tokens.shape[1])
+    prefixes = SharedPrefixes(order, shared, lengths[order])
+    return prefixes if prefixes.saving >= (MIN_SAVING if mode == "auto" else 1e-9) else None
+
+
+def replayed_experts(data: DataProto) -> torch.Tensor | None:
+    """Return the column `routed_experts` [rows, columns, layers, k], or None."""
+    return data.batch[ROUTED_EXPERTS] if ROUTED_EXPERTS in data.batch.keys() else None
+
+
+def shared_micro_batch_rows(
+    prefixes: SharedPrefixes, micro: MicroBatching, cost: SequenceCost, at_least: int = 1
+) -> list[list[int]]:
+    """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
+
+    A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
+    limit counts computed tokens (or rows); a row over the limit forms its own micro-batch. The number is minimal for
+    ranges, but `at_least` if there are enough rows. Among splits with this number, costs are balanced first, and
+    recomputed prefixes are avoided second.
+    """
+    lengths, shared = prefixes.lengths, prefixes.shared
+    if micro.max_tokens is not None:
+        size = _RangeSums(lengths, lengths - shared)
+    else:
+        size = _RangeSums(np.ones_like(lengths), np.ones_like(lengths))
+    costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
+    limit = micro.max_tokens or micro.size or len(lengths)
+    cuts = _cheapest_cuts(size, limit, costs, min(at_least, len(lengths)))
+    parts = sorted(zip(cuts, cuts[1:], strict=False), key=lambda part: (-costs.of(*part), part))
+    return [prefixes.order[first:end].tolist() for first, end in parts]
+
+
+class _RangeSums:
+    """Sums over ranges of rows in which the first row counts fully and later rows by what they add."""
+
+    def __init__(self, full: np.ndarray, added: np.ndarray) -> None:
+        self.full = full.astype(np.float64)
+        self.repeated = self.full - added
+        """What a row costs more as the first of a range."""
+        self.sums = np.concatenate([[0.0], added.cumsum()])
+
+    def of(self, first: int, end: int) -> float:
+        return float(self.sums[end] - self.sums[first] + self.repeated[first])
+
+    def furthest(self, first: int, limit: float) -> int:
+        """Return the largest end of a range of at most `limit`; at least one row."""
+        end = int(np.searchsorted(self.sums, limit + self.sums[first] - self.repeated[first] + 1e-6, side="right")) - 1
+        return max(end, first + 1)
+
+    def nearest(self, end: int, limit: float) -> int:
+        """Return the smallest first row of a range of at most `limit` that stops at `end`; at most `end` - 1."""
+        # of(first, end) does not increase with `first`.
+        keys = self.repeated[:end] - self.sums[:end]
+        first = int(np.searchsorted(-keys, self.sums[end] - limit - 1e-6, side="left"))
+        return min(first, end - 1)
+
+
+def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, at_least: int) -> list[int]:
+    """Return the boundaries of the ranges: 0, …, number of rows."""
+    rows = len(size.full)
+    count = max(at_least, _count(size, limit, costs, np.inf))
+    low, high = 0.0, costs.of(0, rows)
+    for _ in range(_BISECTIONS):  # the smallest maximum cost with this number of ranges
+        middle = (low + high) / 2
+        low, high = (low, middle) if _count(size, limit, costs, middle) <= count else (middle, high)
+    cuts = _least_repeated(size, limit, costs, high * _SLACK)
+    while len(cuts) - 1 < count:
+        cuts = _split_costliest(costs, cuts)
+    return cuts
+
+
+def _count(size: _RangeSums, limit: float, costs: _RangeSums, max_cost: float) -> int:
+    """Return the smallest number of ranges within both limits."""
+    first, count = 0, 0
+    while first < len(size.full):
+        first, count = min(size.furthest(first, limit), costs.furthest(first, max_cost)), count + 1
+    return count
+
+
+def _least_repeated(size: _RangeSums, limit: float, costs: _RangeSums, max_cost: float) -> list[int]:
+    """Return the boundaries of the fewest ranges within both limits, among these with the least repeated cost."""
+    rows = len(size.full)
+    counts = np.zeros(rows + 1, dtype=np.int64)
+    repeated, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
+    for end in range(1, rows + 1):
+        first = max(size.nearest(end, limit), costs.nearest(end, max_cost))
+        # Counts do not decrease: the candidates with the fewest ranges follow `first`.
+        last = min(int(np.searchsorted(counts[:end], counts[first], side="right")), end)
+        total = repeated[first:last] + costs.repeated[first:last]
+        best = first + int(total.argmin())
+        counts[end], repeated[end], previous[end] = counts[best] + 1, total.min(), best
+    cuts = [rows]
+    while cuts[-1]:
+        cuts.append(int(previous[cuts[-1]]))
+    return cuts[::-1]
+
+
+def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:
+    """Split the costliest range with several rows in two, as evenly as possible."""
+    ranges = [part for part in zip(cuts, cuts[1:], strict=False) if part[1] - part[0] > 1]
+    first, end = max(ranges, key=lambda part: (costs.of(*part), part))
+    middle = min(range(first + 1, end), key=lambda cut: (max(costs.of(first, cut), costs.of(cut, end)), cut))
+    return sorted([*cuts, middle])
