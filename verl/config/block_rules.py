@@ -140,12 +140,19 @@ def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
         report.problem(f"{path}.betas", optim.betas, "must be two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
 
 
-def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
-    """Report a Ulysses size at `path` that requires packed tokens, which the block at `model` disables."""
-    if size > 1 and not get_path(config, f"{model}.use_remove_padding"):
-        why = f"it requires packed tokens, and {model}.use_remove_padding = False"
-        fix = f"Set {model}.use_remove_padding=True"
-        report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))
+def packed_token_rules(path: str, block: Block, model: str, config: Block, report: Report) -> None:
+    """Report keys of the block at `path` that require packed tokens, which the block at `model` disables."""
+    if get_path(config, f"{model}.use_remove_padding"):
+        return
+    size, sharing = block["ulysses_sequence_parallel_size"], block["use_prefix_grouper"]
+    why, fix = (
+        f"it requires packed tokens, and {model}.use_remove_padding = False",
+        f"Set {model}.use_remove_padding=True",
+    )
+    if size > 1:
+        report.problem(join(path, "ulysses_sequence_parallel_size"), size, why, fix, (f"{model}.use_remove_padding",))
+    if sharing == "true":
+        report.problem(join(path, "use_prefix_grouper"), True, why, fix, (f"{model}.use_remove_padding",))
 
 
 def run_rules(trainer: RunConfig, report: Report) -> None:

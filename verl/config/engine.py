@@ -73,6 +73,9 @@ class RewardModelModelConfig(Block):
 
 
 _PRECISIONS = {True: "bf16", False: "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}
+# Values of `use_prefix_grouper`.
+PREFIX_CHOICES = ("auto", "true", "false")
+PREFIX_SYNONYMS = {True: "true", False: "false", "True": "true", "False": "false"}
 _AS_ACTOR = "in ref: the actor's"
 # Fields of Megatron Core's TransformerConfig: layers of the outer pipeline stages, activation recomputation.
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

@@ -121,6 +121,10 @@ def _unsupported_keys(path: str, block: Any, lora: tuple[str, int], report: Repo
         why = f"{strategy} = megatron uses context_parallel_size instead"
         fix = f"Set {join(path, 'megatron_config')}.context_parallel_size={size} instead"
         report.problem(join(path, "ulysses_sequence_parallel_size"), size, why, fix, (strategy,))
+    if block.use_prefix_grouper == "true":
+        why = f"{strategy} = megatron computes the attention of whole rows only"
+        fix = f"Set it to auto or False, or {strategy}=fsdp2"
+        report.problem(join(path, "use_prefix_grouper"), True, why, fix, (strategy,))
     key, rank = lora
     if rank:
         why, fix = f"{strategy} = megatron does not support LoRA", f"Set it to 0, or {strategy}=fsdp2"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import names
-from verl.config.engine import FSDPConfig, MegatronConfig, RewardModelModelConfig
+from verl.config.engine import PREFIX_CHOICES, PREFIX_SYNONYMS, FSDPConfig, MegatronConfig, RewardModelModelConfig
 from verl.config.schema import Block, key
 
 
@@ -87,6 +87,12 @@ class RewardModelConfig(Block):
     )
     use_torch_compile: bool = key(
         "Compile the layers (packed tokens on CUDA only).", follows="actor_rollout_ref.actor.use_torch_compile"
+    )
+    use_prefix_grouper: str = key(
+        "Compute common prefixes of rows once.",
+        follows="actor_rollout_ref.actor.use_prefix_grouper",
+        choices=PREFIX_CHOICES,
+        synonyms=PREFIX_SYNONYMS,
     )
     ulysses_sequence_parallel_size: int = key(
         "Ranks each sequence is split over (Ulysses, fsdp).",

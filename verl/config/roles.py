@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from verl.config import names
 from verl.config.algorithm import NO_FULL_KL
-from verl.config.engine import CheckpointConfig, CriticModelConfig, FSDPConfig, MegatronConfig, OptimConfig
+from verl.config.engine import (
+    PREFIX_CHOICES,
+    PREFIX_SYNONYMS,
+    CheckpointConfig,
+    CriticModelConfig,
+    FSDPConfig,
+    MegatronConfig,
+    OptimConfig,
+)
 from verl.config.schema import Block, key
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -82,6 +90,11 @@ class ActorConfig(Block):
         aliases=("fsdp_config.ulysses_sequence_parallel_size",),
     )
     use_torch_compile: bool = key("torch.compile the layers (packed tokens on CUDA only); adds about 30 s at start.")
+    use_prefix_grouper: str = key(
+        "Compute common prefixes of rows once (packed tokens, fsdp); auto: if that saves 10 % of the tokens.",
+        choices=PREFIX_CHOICES,
+        synonyms=PREFIX_SYNONYMS,
+    )
     router_replay: RouterReplayConfig = key(
         "Mixture-of-experts: replay the routing of an earlier pass in updates.",
         aliases=("megatron_config.router_replay", "megatron.router_replay"),
@@ -115,6 +128,12 @@ class RefConfig(Block):
     )
     use_torch_compile: bool = key(
         "Compile the layers (packed tokens on CUDA only).", follows=f"{_ACTOR}.use_torch_compile"
+    )
+    use_prefix_grouper: str = key(
+        "Compute common prefixes of rows once.",
+        follows=f"{_ACTOR}.use_prefix_grouper",
+        choices=PREFIX_CHOICES,
+        synonyms=PREFIX_SYNONYMS,
     )
     fsdp_config: FSDPConfig = key("FSDP engine.", follows=f"{_ACTOR}.fsdp_config")
     megatron_config: MegatronConfig = key(
@@ -169,6 +188,12 @@ class CriticConfig(Block):
     )
     use_torch_compile: bool = key(
         "Compile the layers (packed tokens on CUDA only).", follows=f"{_ACTOR}.use_torch_compile"
+    )
+    use_prefix_grouper: str = key(
+        "Compute common prefixes of rows once.",
+        follows=f"{_ACTOR}.use_prefix_grouper",
+        choices=PREFIX_CHOICES,
+        synonyms=PREFIX_SYNONYMS,
     )
     optim: OptimConfig = key("Optimizer and schedule.")
     fsdp_config: FSDPConfig = key("FSDP engine.")

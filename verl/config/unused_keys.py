@@ -38,6 +38,7 @@ _REWARD_MODEL_KEYS = (
         "max_length",
         "ulysses_sequence_parallel_size",
         "use_torch_compile",
+        "use_prefix_grouper",
         "fsdp_config.*",
         "megatron_config.*",
         *_POOL,
@@ -288,7 +289,11 @@ RULES: tuple[ReadRule, ...] = (
         "there are no teachers; distillation.enabled=True starts them",
     ),
     ReadRule(
-        _below(_REF, "fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
+        _below(
+            _REF,
+            *("fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
+            "use_prefix_grouper",
+        ),
         lambda config: not actor_is_reference(config),
         f"with {_MODEL}.lora_rank above 0 the actor without adapters is the reference",
     ),

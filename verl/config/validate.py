@@ -10,8 +10,8 @@ from verl.config.block_rules import (
     engine_rules,
     lora_rules,
     optimizer_rules,
+    packed_token_rules,
     run_rules,
-    sequence_parallel_rules,
     user_code_rules,
     values_present,
 )
@@ -43,7 +43,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         megatron_rules,
         router_replay_rules,
         lambda config, report: engine_rules(ROLLOUT, config.actor_rollout_ref.rollout, report),
-        _sequence_parallel,
+        _packed_tokens,
         _adapters,
         _rewards,
         _pools,
@@ -162,12 +162,12 @@ def _engines(config: PPOConfig, report: Report) -> None:
         _fsdp_size(config, role, path, report)
 
 
-def _sequence_parallel(config: PPOConfig, report: Report) -> None:
+def _packed_tokens(config: PPOConfig, report: Report) -> None:
     models = {"critic": "critic.model", "reward_model": "reward_model.model"}
     for role in active_roles(config):
         if role in BLOCK_OF_ROLE and get_path(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
-            path, model = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size", models.get(role)
-            sequence_parallel_rules(path, get_path(config, path), model or "actor_rollout_ref.model", config, report)
+            path, model = BLOCK_OF_ROLE[role], models.get(role, "actor_rollout_ref.model")
+            packed_token_rules(path, get_path(config, path), model, config, report)
 
 
 def _adapters(config: PPOConfig, report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ def shared_micro_batch_rows(
     costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
     limit = micro.max_tokens or micro.size or len(lengths)
     cuts = _cheapest_cuts(size, limit, costs, min(at_least, len(lengths)))
-    parts = sorted(zip(cuts, cuts[1:], strict=False), key=lambda part: (-costs.of(*part), part))
+    parts = sorted(pairwise(cuts), key=lambda part: (-costs.of(*part), part))
     return [prefixes.order[first:end].tolist() for first, end in parts]
 
 
@@ -166,7 +167,7 @@ def _least_repeated(size: _RangeSums, limit: float, costs: _RangeSums, max_cost:
 
 def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:
     """Split the costliest range with several rows in two, as evenly as possible."""
-    ranges = [part for part in zip(cuts, cuts[1:], strict=False) if part[1] - part[0] > 1]
+    ranges = [part for part in pairwise(cuts) if part[1] - part[0] > 1]
     first, end = max(ranges, key=lambda part: (costs.of(*part), part))
     middle = min(range(first + 1, end), key=lambda cut: (max(costs.of(first, cut), costs.of(cut, end)), cut))
     return sorted([*cuts, middle])
