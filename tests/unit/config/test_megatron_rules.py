@@ -238,3 +238,9 @@ def test_numbers_are_read_from_any_usual_config():
     assert ModelDimensions.from_config(MIXTRAL) == ModelDimensions(32, 32, 8, 14336, experts=8, moe_ffn=14336)
     assert ModelDimensions.from_config({"text_config": QWEN2_7B}) == ModelDimensions(28, 28, 4, 18944)
     assert ModelDimensions.from_config({"n_layer": 12}) is None
+
+
+def test_shared_prefixes_are_rejected_with_the_engine_that_supports_them():
+    fix = problems(f"{ACTOR}.use_prefix_grouper=True")[f"{ACTOR}.use_prefix_grouper"]
+    assert f"{ACTOR}.strategy=fsdp2" in fix
+    assert load(f"{ACTOR}.use_prefix_grouper=auto").actor_rollout_ref.actor.use_prefix_grouper == "auto"

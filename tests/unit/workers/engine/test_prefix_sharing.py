@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.support.engine_cases import (
     OUTPUTS_OF_KIND,
@@ -14,13 +17,16 @@ from tests.support.engine_cases import (
     model_of_kind,
     token_loss,
 )
-from tests.support.prefix_cases import BATCHES, computed_tokens, shared_batch
+from tests.support.prefix_cases import BATCHES, RESPONSE, computed_tokens, shared_batch
 from tests.support.router_cases import moe_model
+from verl.config import ActorConfig, as_config
+from verl.config.names import LOSS_AGG_MODES
 from verl.models.forward import ResponseModel
 from verl.models.model_checks import enable_packed_attention
 from verl.models.packing import packed_rows
 from verl.models.shared_prefixes import shared_rows
-from verl.workers.engine.base import Counts, MicroBatching
+from verl.workers.engine.base import MicroBatching
+from verl.workers.roles.policy_loss import PolicyLoss
 
 CPU = torch.device("cpu")
 SPLITS = [MicroBatching(), MicroBatching(size=2), MicroBatching(max_tokens=14)]
@@ -39,27 +45,92 @@ def run(engine, data, micro):
 # ---------------------------------------------------------------- against row by row in float64
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_loss_and_gradients_equal_those_of_a_plain_pass_in_float64(name):
-    data = shared_batch(name)
-    model = ResponseModel(model_of_kind("causal_lm").double(), "causal_lm")
+@pytest.fixture(scope="module")
+def wide_model():
+    """A model in float64; transformers' normalisation layers compute in float32 and are replaced."""
+    hf = model_of_kind("causal_lm")
+    for layer in hf.model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = torch.nn.RMSNorm(64), torch.nn.RMSNorm(64)
+    hf.model.norm = torch.nn.RMSNorm(64)
+    model = ResponseModel(hf.double(), "causal_lm")
     with torch.no_grad():
         assert enable_packed_attention(model.eval(), CPU)
-    mask = data.batch["response_mask"]
-    counts = Counts(float(mask.sum()), float(mask.any(1).sum()))
-    plain = packed_rows(data.batch["input_ids"], data.batch["attention_mask"], mask.shape[1])
+    return model
+
+
+def states_and_gradients(model, rows, index):
+    """Hidden states of all tokens of the rows in float64, and gradients of a loss of each of them."""
+    hidden = model(rows.to(CPU), ("hidden",), (1, 1))["hidden"].index_select(0, index)
+    weight = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)
+    (hidden * weight + hidden**2).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"hidden": hidden.detach(), **gradients}
+
+
+def check_states(model, plain):
+    shared = shared_rows(plain)
+    index = getattr(shared.packing, "token_index", np.arange(plain.packing.total))
+    expected = states_and_gradients(model, plain, torch.arange(plain.packing.total))
+    actual = states_and_gradients(model, shared, torch.from_numpy(index))
+    assert_equal_in_float64(actual, expected)
+    return shared.packing.total
+
+
+def assert_equal_in_float64(actual, expected):
+    assert set(actual) == set(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, atol=1e-10, rtol=1e-9, msg=lambda text, key=key: key + text)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_states_and_gradients_equal_those_of_a_plain_pass_in_float64(wide_model, name):
+    batch = shared_batch(name).batch
+    computed = check_states(wide_model, packed_rows(batch["input_ids"], batch["attention_mask"], RESPONSE))
+    assert computed == computed_tokens(name)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=9), min_size=1, max_size=8))
+def test_random_trees_have_the_states_and_gradients_of_a_plain_pass(wide_model, rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [99] * (width - len(row)) for row in rows])
+    check_states(wide_model, packed_rows(ids, (torch.arange(width) < torch.tensor([[len(r)] for r in rows])).long()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"),
+    [(mode, "vanilla") for mode in LOSS_AGG_MODES] + [("token-mean", name) for name in ("gspo", "clip_cov", "kl_cov")],
+)
+def test_losses_and_aggregations_of_the_actor(mode, loss):
+    """Also in several micro-batches where the loss does not depend on them."""
+    data = shared_batch("conversation")
+    draw = torch.Generator().manual_seed(1)
+    shape = data.batch["responses"].shape
+    for name in ("old_log_probs", "advantages", "ref_log_prob"):
+        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
+    data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
+    config = as_config(
+        ActorConfig,
+        {
+            "loss_agg_mode": mode,
+            "loss_scale_factor": 6,
+            "policy_loss": {"loss_mode": loss},
+            "use_kl_loss": True,
+            "entropy_coeff": 0.01,
+        },
+    )
     results = []
-    for rows in (plain, shared_rows(plain)):
-        fields = model(rows.to(CPU), ("log_probs", "entropy"), tuple(mask.shape), 0.7)
-        loss, _ = token_loss(fields, data, counts)
-        loss.backward()
-        gradients = {key: weight.grad for key, weight in model.named_parameters()}
-        results.append({"loss": loss.detach(), **{key: value.detach() for key, value in fields.items()}, **gradients})
-        model.zero_grad(set_to_none=True)
-    assert shared_rows(plain).packing.total == computed_tokens(name)
-    for key, value in results[0].items():
-        # The fields are float32; attention, layers and gradients are float64.
-        torch.testing.assert_close(results[1][key], value, atol=1e-6, rtol=1e-5, msg=lambda text, key=key: key + text)
+    splits = (MicroBatching(), MicroBatching(size=2)) if loss in ("vanilla", "gspo") else (MicroBatching(),)
+    for sharing, splits_of_mode in (("false", splits[:1]), ("true", splits)):
+        engine = make_engine(model_of_kind("causal_lm"), prefix_sharing=sharing)
+        for micro in splits_of_mode:
+            metrics = engine.forward_backward(data, PolicyLoss(config), ("log_probs", "entropy"), micro=micro)
+            results.append((metrics["loss"][0], engine_gradients(engine)))
+            engine._optimizer.zero_grad()
+    for value, gradients in results[1:]:
+        assert value == pytest.approx(results[0][0], rel=1e-5)
+        assert_close(gradients, results[0][1])
 
 
 # ---------------------------------------------------------------- engines

@@ -18,9 +18,9 @@ from verl.workers.engine.common.routers import ROUTED_EXPERTS
 
 MIN_SAVING = 0.1
 """Fraction of tokens that sharing must save to be used with `auto`."""
-# Micro-batches may cost this much more than the smallest possible maximum if that avoids recomputed prefixes.
-_SLACK = 1.02
-_BISECTIONS = 30
+# Fraction of the total cost that may be repeated in exchange for micro-batches of more equal cost.
+_TOLERANCE = 0.01
+_BISECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def shared_micro_batch_rows(
 
     A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
     limit counts computed tokens (or rows); a row over the limit forms its own micro-batch. The number is minimal for
-    ranges, but `at_least` if there are enough rows. Among splits with this number, costs are balanced first, and
-    recomputed prefixes are avoided second.
+    ranges, but `at_least` if there are enough rows. Prefixes are repeated as little as possible; within a small
+    tolerance, the costs are balanced, so that all ranks are busy for about the same time.
     """
     lengths, shared = prefixes.lengths, prefixes.shared
     if micro.max_tokens is not None:
@@ -104,65 +104,58 @@ class _RangeSums:
     """Sums over ranges of rows in which the first row counts fully and later rows by what they add."""
 
     def __init__(self, full: np.ndarray, added: np.ndarray) -> None:
-        self.full = full.astype(np.float64)
-        self.repeated = self.full - added
+        self.repeated = full.astype(np.float64) - added
         """What a row costs more as the first of a range."""
         self.sums = np.concatenate([[0.0], added.cumsum()])
 
     def of(self, first: int, end: int) -> float:
         return float(self.sums[end] - self.sums[first] + self.repeated[first])
 
-    def furthest(self, first: int, limit: float) -> int:
-        """Return the largest end of a range of at most `limit`; at least one row."""
-        end = int(np.searchsorted(self.sums, limit + self.sums[first] - self.repeated[first] + 1e-6, side="right")) - 1
-        return max(end, first + 1)
-
-    def nearest(self, end: int, limit: float) -> int:
-        """Return the smallest first row of a range of at most `limit` that stops at `end`; at most `end` - 1."""
+    def earliest_starts(self, limit: float) -> np.ndarray:
+        """Return for every end 1, …, rows the first row of the longest range of at most `limit`; at least one row."""
         # of(first, end) does not increase with `first`.
-        keys = self.repeated[:end] - self.sums[:end]
-        first = int(np.searchsorted(-keys, self.sums[end] - limit - 1e-6, side="left"))
-        return min(first, end - 1)
+        keys = self.sums[:-1] - self.repeated
+        starts = np.searchsorted(keys, self.sums[1:] - limit * (1 + 1e-12), side="left")
+        return np.minimum(starts, np.arange(len(keys)))
 
 
 def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, at_least: int) -> list[int]:
     """Return the boundaries of the ranges: 0, …, number of rows."""
-    rows = len(size.full)
-    count = max(at_least, _count(size, limit, costs, np.inf))
-    low, high = 0.0, costs.of(0, rows)
-    for _ in range(_BISECTIONS):  # the smallest maximum cost with this number of ranges
+    within_limit = size.earliest_starts(limit)
+    cuts, repeated = _least_repeated(within_limit, costs)
+    most = max(at_least, len(cuts) - 1)
+    allowed = repeated + _TOLERANCE * costs.sums[-1]
+    low, high = 0.0, max(costs.of(*part) for part in pairwise(cuts))
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _count(size, limit, costs, middle) <= count else (middle, high)
-    cuts = _least_repeated(size, limit, costs, high * _SLACK)
-    while len(cuts) - 1 < count:
+        candidate, repeated = _least_repeated(np.maximum(within_limit, costs.earliest_starts(middle)), costs)
+        if len(candidate) - 1 <= most and repeated <= allowed:
+            cuts, high = candidate, middle
+        else:
+            low = middle
+    while len(cuts) - 1 < at_least:
         cuts = _split_costliest(costs, cuts)
     return cuts
 
 
-def _count(size: _RangeSums, limit: float, costs: _RangeSums, max_cost: float) -> int:
-    """Return the smallest number of ranges within both limits."""
-    first, count = 0, 0
-    while first < len(size.full):
-        first, count = min(size.furthest(first, limit), costs.furthest(first, max_cost)), count + 1
-    return count
+def _least_repeated(starts: np.ndarray, costs: _RangeSums) -> tuple[list[int], float]:
+    """Return the boundaries of the fewest ranges, among these with the least repeated cost, and that cost.
 
-
-def _least_repeated(size: _RangeSums, limit: float, costs: _RangeSums, max_cost: float) -> list[int]:
-    """Return the boundaries of the fewest ranges within both limits, among these with the least repeated cost."""
-    rows = len(size.full)
+    `starts`: the earliest start of a range by its end, see `earliest_starts`.
+    """
+    rows = len(starts)
     counts = np.zeros(rows + 1, dtype=np.int64)
     repeated, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
-    for end in range(1, rows + 1):
-        first = max(size.nearest(end, limit), costs.nearest(end, max_cost))
+    for end, first in enumerate(starts.tolist(), start=1):
         # Counts do not decrease: the candidates with the fewest ranges follow `first`.
-        last = min(int(np.searchsorted(counts[:end], counts[first], side="right")), end)
+        last = int(np.searchsorted(counts[:end], counts[first], side="right"))
         total = repeated[first:last] + costs.repeated[first:last]
-        best = first + int(total.argmin())
-        counts[end], repeated[end], previous[end] = counts[best] + 1, total.min(), best
+        best = int(total.argmin())
+        counts[end], repeated[end], previous[end] = counts[first] + 1, total[best], first + best
     cuts = [rows]
     while cuts[-1]:
         cuts.append(int(previous[cuts[-1]]))
-    return cuts[::-1]
+    return cuts[::-1], float(repeated[rows])
 
 
 def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:

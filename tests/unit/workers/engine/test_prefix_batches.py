@@ -1,0 +1,144 @@
+"""Micro-batches of rows with common prefixes: every row once, within the budget, at the lowest cost."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.prefix_cases import computed_tokens, shared_batch
+from verl.protocol import DataProto
+from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.micro_batches import SET_COLUMN, micro_batches
+from verl.workers.engine.common.prefix_batches import (
+    SharedPrefixes,
+    find_shared_prefixes,
+    shared_micro_batch_rows,
+)
+
+QUADRATIC = SequenceCost(token=3.0, head=0.0, pair=0.5)
+
+
+@st.composite
+def prefixes_of(draw, most=9):
+    lengths, shared = [draw(st.integers(1, 12))], [0]
+    for _ in range(draw(st.integers(0, most - 1))):
+        shared.append(draw(st.integers(0, lengths[-1])))
+        lengths.append(max(1, shared[-1] + draw(st.integers(0, 6))))
+    order = draw(st.permutations(range(len(lengths))))
+    return SharedPrefixes(np.array(order), np.array(shared), np.array(lengths))
+
+
+def range_sum(values, shared, first, end):
+    return values[first] + sum(values[i] - shared[i] for i in range(first + 1, end))
+
+
+def group(prompt, response, answers, first_row=0):
+    lengths, shared = [prompt + response] * answers, [0] + [prompt] * (answers - 1)
+    return lengths, shared
+
+
+def test_whole_groups_are_kept_together_if_they_fit():
+    """Three groups of 10 + 3 * 2 computed tokens; two of them fit into 32."""
+    lengths, shared = (3 * part for part in group(10, 2, 3))
+    rows = SharedPrefixes(np.arange(9), np.array(shared), np.array(lengths))
+    assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=32), COST_PER_TOKEN) == [
+        [3, 4, 5, 6, 7, 8],
+        [0, 1, 2],
+    ]
+    assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=16), COST_PER_TOKEN) == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+
+
+def test_a_group_over_the_budget_is_split_evenly_and_repeats_its_prompt():
+    lengths, shared = group(10, 4, 6)
+    rows = SharedPrefixes(np.arange(6), np.array(shared), np.array(lengths))
+    assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=26), COST_PER_TOKEN) == [[0, 1, 2], [3, 4, 5]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=prefixes_of(), budget=st.integers(1, 40), at_least=st.integers(1, 4), quadratic=st.booleans())
+def test_every_row_occurs_once_within_the_budget_in_descending_cost(rows, budget, at_least, quadratic):
+    cost = QUADRATIC if quadratic else COST_PER_TOKEN
+    parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=budget), cost, at_least)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows.order)))
+    assert len(parts) >= min(at_least, len(rows.order))
+    place = {row: at for at, row in enumerate(rows.order.tolist())}
+    full, shared = cost(rows.lengths), cost(rows.shared)
+    costs = []
+    for part in parts:
+        places = [place[row] for row in part]
+        first, end = places[0], places[-1] + 1
+        assert places == list(range(first, end))
+        costs.append(range_sum(full, shared, first, end))
+        if len(part) > 1:
+            assert range_sum(rows.lengths, rows.shared, first, end) <= budget
+    assert costs == sorted(costs, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=prefixes_of(most=7), budget=st.integers(4, 40))
+def test_the_split_is_the_cheapest_of_all_ranges(rows, budget):
+    """By enumeration: no split has fewer ranges, and none with as few has a total that is more than 1 % smaller."""
+    count, full, shared = len(rows.order), QUADRATIC(rows.lengths), QUADRATIC(rows.shared)
+
+    def totals(parts):
+        for inner in combinations(range(1, count), parts - 1):
+            ranges = list(pairwise([0, *inner, count]))
+            sizes = [range_sum(rows.lengths, rows.shared, *part) for part in ranges]
+            if all(size <= budget or end - first == 1 for size, (first, end) in zip(sizes, ranges, strict=True)):
+                yield sum(range_sum(full, shared, *part) for part in ranges)
+
+    parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=budget), QUADRATIC)
+    place = {row: at for at, row in enumerate(rows.order.tolist())}
+    costs = [range_sum(full, shared, place[part[0]], place[part[-1]] + 1) for part in parts]
+    fewest = next(n for n in range(1, count + 1) if any(True for _ in totals(n)))
+    assert len(parts) == fewest
+    assert sum(costs) <= min(totals(fewest)) + 0.01 * range_sum(full, shared, 0, count) + 1e-6
+
+
+def test_single_rows_are_balanced_by_cost_where_nothing_is_lost():
+    """Eight rows of 10 tokens within 50 tokens: 4 + 4, not 5 + 3."""
+    rows = SharedPrefixes(np.arange(8), np.zeros(8, dtype=np.int64), np.full(8, 10))
+    parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=50), COST_PER_TOKEN)
+    assert [len(part) for part in parts] == [4, 4]
+    assert [len(part) for part in shared_micro_batch_rows(rows, MicroBatching(size=3), COST_PER_TOKEN)] == [3, 3, 2]
+
+
+def test_saving_counts_the_distinct_prefixes_and_auto_needs_a_tenth():
+    for name in ("groups", "conversation", "identical rows", "one shared token"):
+        data = shared_batch(name)
+        tokens = int(data.batch["attention_mask"].sum())
+        found = find_shared_prefixes(data, "true")
+        assert tokens * (1 - found.saving) == pytest.approx(computed_tokens(name))
+        assert find_shared_prefixes(data, "false") is None
+    assert find_shared_prefixes(shared_batch("nothing shared"), "true") is None
+    ids = torch.arange(1, 22).view(3, 7)
+    ids[1, :2] = ids[0, :2]
+    data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert find_shared_prefixes(data, "true").saving == pytest.approx(2 / 21)
+    assert find_shared_prefixes(data, "auto") is None
+    ids[2, 0] = ids[0, 0]
+    assert find_shared_prefixes(data, "auto").saving == pytest.approx(3 / 21)
+
+
+def test_sets_of_rows_stay_together_and_count_what_they_compute():
+    """Pairs of 6 tokens of which 4 are shared: 8 computed tokens each instead of 12."""
+    ids = torch.tensor([[n, 2, 3, 4, 5, side] for n in (7, 8, 9) for side in (1, 2)])
+    ids[1::2, 4] = 6
+    data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    data.batch[SET_COLUMN] = torch.tensor([0, 0, 1, 1, 2, 2])
+    micro = MicroBatching(max_tokens=16)
+    for mode, expected in (("true", [4, 2]), ("false", [2, 2, 2])):
+        prefixes = find_shared_prefixes(data, mode)
+        parts = [rows for _, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count, prefixes)]
+        assert [len(rows) for rows in parts] == expected
+        assert all({row ^ 1 for row in rows} == set(rows) for rows in parts)
