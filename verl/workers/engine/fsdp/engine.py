@@ -122,7 +122,7 @@ class FSDPEngine(BaseTrainEngine):
                 "use_prefix_grouper: requires packed tokens, but this model runs with padding. Set it to False, or "
                 "model.use_remove_padding=True if that is off."
             )
-        self._prefix_sharing = prefix_sharing if self._packs else "false"
+        self.prefix_sharing = prefix_sharing if self._packs else "false"
         self._required_tokens = self._computed_tokens = 0  # of the current pass, without and with sharing
         self.tree_attention: TreeAttention | None = None
         """Implementation of attention over shared prefixes; None: selected by size."""
@@ -171,7 +171,7 @@ class FSDPEngine(BaseTrainEngine):
             tick(len(rows or ()))
 
     def _pass_metrics(self) -> Metrics:
-        if self._prefix_sharing == "false":
+        if self.prefix_sharing == "false":
             return {}
         return {"prefix_saving": (self._required_tokens - self._computed_tokens, max(1, self._required_tokens))}
 
@@ -236,7 +236,7 @@ class FSDPEngine(BaseTrainEngine):
             module.reshard()
 
     def _shared_prefixes(self, run: ModelPass) -> SharedPrefixes | None:
-        return find_shared_prefixes(run.data, self._prefix_sharing, self._replays)
+        return find_shared_prefixes(run.data, self.prefix_sharing, self._replays)
 
     @property
     def _replays(self) -> bool:
