@@ -11,6 +11,7 @@ import torch
 from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import BatchRef
+from verl.trainer.ppo.group_placement import SharedCosts, place_groups
 from verl.types.schema import COLUMNS, Call, columns_read_by
 from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, ceildiv, get_seqlen_balanced_partitions
 
@@ -68,10 +69,34 @@ def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> li
     return [np.flatnonzero(number // prompts == mini) for mini in range(ceildiv(len(first), prompts))]
 
 
-def balance_rows(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: int, balance: bool) -> BalancedRows:
+def shared_costs(batch: DataProto, costs: np.ndarray, cost: SequenceCost, uids: np.ndarray) -> SharedCosts | None:
+    """Return what rows of a prompt (`uids` [rows]) share; None if it is too little to keep them on one rank."""
+    if isinstance(batch, BatchRef) and batch.lengths is not None:
+        prompts = np.asarray(batch.lengths.prompt)
+    elif "responses" not in batch.batch.keys():
+        return None
+    else:
+        width = batch.batch["responses"].shape[1]
+        prompts = batch.batch["attention_mask"][:, :-width].sum(-1).cpu().numpy()
+    trajectories = batch.non_tensor_batch.get("trajectory")
+    numbers = (
+        np.arange(len(batch)) if trajectories is None else np.unique(trajectories.astype(str), return_inverse=True)[1]
+    )
+    shared = SharedCosts.estimate(costs, cost, prompts, uids, numbers.reshape(-1))
+    return shared if shared.worthwhile else None
+
+
+def balance_rows(
+    costs: np.ndarray,
+    mini_batches: Sequence[np.ndarray],
+    ranks: int,
+    balance: bool,
+    shared: SharedCosts | None = None,
+) -> BalancedRows:
     """Distribute the rows of every mini-batch over the ranks, in equal numbers and, with `balance`, with similar cost.
 
-    If the number of rows is not divisible by `ranks`, copies of the cheapest row are added as fillers.
+    With `shared`, rows of a prompt are kept on one rank where that lowers the cost. If the number of rows is not
+    divisible by `ranks`, copies of the cheapest row are added as fillers.
     """
     per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     fillers: list[list[np.ndarray]] = [[] for _ in range(ranks)]
@@ -79,7 +104,9 @@ def balance_rows(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: i
         missing = -len(members) % ranks
         filled = np.concatenate([members, np.repeat(members[np.argmin(costs[members])], missing)])
         parts: Sequence[Sequence[int] | np.ndarray] = np.split(np.arange(len(filled)), ranks)
-        if balance and ranks > 1:
+        if balance and ranks > 1 and shared is not None:
+            parts = place_groups(shared.select(filled, missing), ranks)
+        elif balance and ranks > 1:
             parts = get_seqlen_balanced_partitions(costs[filled].tolist(), ranks, equal_size=True)
         for rank, part in enumerate(parts):
             places = np.asarray(part, dtype=np.int64)
@@ -91,16 +118,22 @@ def balance_rows(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: i
 
 
 def balance_metrics(
-    costs: np.ndarray, mini_batches: Sequence[np.ndarray], balanced: BalancedRows, ranks: int
+    costs: np.ndarray,
+    mini_batches: Sequence[np.ndarray],
+    balanced: BalancedRows,
+    ranks: int,
+    shared: SharedCosts | None = None,
 ) -> dict[str, float]:
     """Return the largest cost of a rank over the mean cost, without and with balancing; 1 is perfectly balanced.
+    With `shared`, prefixes that rows of a rank share count once.
 
     It is computed per mini-batch, since ranks synchronize at the end of each.
     """
 
     def ratio(minis: list[list[np.ndarray]]) -> float:
         """`minis`: per mini-batch, the rows of every rank."""
-        work = np.array([[costs[rows].sum() for rows in parts] for parts in minis])
+        cost_of = (lambda rows: costs[rows].sum()) if shared is None else shared.total
+        work = np.array([[cost_of(rows) for rows in parts] for parts in minis])
         return float(work.max(1).sum() / max(work.mean(1).sum(), 1e-12))
 
     return {

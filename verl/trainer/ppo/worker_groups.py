@@ -18,12 +18,14 @@ from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, names
 from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
+from verl.config.schema import get_path
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
+from verl.trainer.ppo.group_placement import SharedCosts
 from verl.trainer.ppo.replica_weights import ReplicaWeights
 from verl.trainer.ppo.row_balancing import (
     balance_metrics,
@@ -31,6 +33,7 @@ from verl.trainer.ppo.row_balancing import (
     mini_batches_by_prompt,
     row_costs,
     select_read_by,
+    shared_costs,
 )
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.types.schema import Call, selected_for
@@ -270,7 +273,8 @@ class WorkerGroups:
         `method`: method of a worker group. `role`: key of `dp_sizes`.
         """
         costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
-        balanced = balance_rows(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch)
+        shared = self._shared_costs(batch, costs, role)
+        balanced = balance_rows(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch, shared)
         sent = select_read_by(batch, *_INFER_CALLS.get(role, ("infer",))).select_idxs(balanced.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         if role == "critic":
@@ -308,7 +312,8 @@ class WorkerGroups:
         block = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
         minis = mini_batches_by_prompt(_prompt_ids(batch, self._config), block.ppo_mini_batch_size)
         costs, ranks = row_costs(batch, self._cost), self.dp_sizes[role]
-        balanced = balance_rows(costs, minis, ranks, self._config.trainer.balance_batch)
+        shared = self._shared_costs(batch, costs, role)
+        balanced = balance_rows(costs, minis, ranks, self._config.trainer.balance_batch, shared)
         # Tensor columns of the user are sent; object columns are not, because ground truths may be large.
         read = selected_for("update_critic" if role == "critic" else "update_actor", batch.batch.keys())
         sent = balanced.take(batch, read)
@@ -325,12 +330,19 @@ class WorkerGroups:
         result = method(sent)
         metrics = reduce_metrics(result.meta_info["metrics"])
         if role == "actor" and ranks > 1:
-            metrics |= balance_metrics(costs, minis, balanced, ranks)
+            metrics |= balance_metrics(costs, minis, balanced, ranks, shared)
         if len(result):
             columns = balanced.restore_order(result)
             columns.meta_info = {}
             batch.union(columns)
         return metrics
+
+    def _shared_costs(self, batch: DataProto, costs: np.ndarray, role: str) -> SharedCosts | None:
+        """Return what rows of a prompt share, if this role computes common prefixes once and has several ranks."""
+        block = get_path(self._config, BLOCK_OF_ROLE[role])
+        if block.use_prefix_grouper == "false" or self.dp_sizes[role] == 1:
+            return None
+        return shared_costs(batch, costs, self._cost, _prompt_ids(batch, self._config))
 
     def _load_models(self, roles: frozenset[Role]) -> None:
         for role in _LOAD_ORDER:
