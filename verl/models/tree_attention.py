@@ -142,10 +142,17 @@ class _MergedAttention(torch.autograd.Function):
         own, prefix = (*starts[:2], *ctx.sizes[0]), (*starts[2:], *ctx.sizes[1])
         gradient = gradient.contiguous()
         gradients = kernel_backward(gradient, query, key, value, out, lse, own, True, ctx.scale)
-        of_queries = (part.index_select(0, queries) for part in (gradient, query))
-        of_keys = (part.index_select(0, keys) for part in (key, value))
-        of_results = out.index_select(0, queries), lse.index_select(1, queries).contiguous()
-        prefix_gradients = kernel_backward(*of_queries, *of_keys, *of_results, prefix, False, ctx.scale)
+        prefix_gradients = kernel_backward(
+            gradient.index_select(0, queries),
+            query.index_select(0, queries),
+            key.index_select(0, keys),
+            value.index_select(0, keys),
+            out.index_select(0, queries),
+            lse.index_select(1, queries),
+            prefix,
+            False,
+            ctx.scale,
+        )
         # Prefixes of a nested tree overlap: their gradients are summed in float32 or wider.
         wide = torch.promote_types(query.dtype, torch.float32)
         merged = [

@@ -151,7 +151,8 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     if phase.startswith("update"):
         prompts = min(prompts, block.ppo_mini_batch_size)
     step_tokens = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
-    if block[f"{dynamic_prefix}use_dynamic_bsz"]:
+    dynamic = block[f"{dynamic_prefix}use_dynamic_bsz"]
+    if dynamic:
         # Sequence-parallel ranks add up their budgets; a sequence over the budget is its own micro-batch.
         limit = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.ranks_per_sequence)
     else:
@@ -160,6 +161,13 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     tokens = min(step_tokens, limit)
     rank_tokens = math.ceil(tokens / layout.ranks_per_sequence)
     response_tokens = math.ceil(rank_tokens * config.data.max_response_length / longest)
+    engine = get_path(config, BLOCK_OF_ROLE[ROLE_OF_PHASE[phase]])
+    if dynamic and engine.use_prefix_grouper != "false" and engine.strategy != "megatron":
+        # A budget counts a shared prompt once: more of its tokens are responses.
+        group_responses = config.actor_rollout_ref.rollout.n * config.data.max_response_length
+        share = group_responses / (config.data.max_prompt_length + group_responses)
+        all_responses = step_tokens / layout.ranks_per_sequence * config.data.max_response_length / longest
+        response_tokens = max(response_tokens, math.ceil(min(rank_tokens * share, all_responses)))
     return rank_tokens, response_tokens, math.ceil(step_tokens / tokens)
 
 

@@ -1,6 +1,7 @@
 """The memory plan: its formulas against what real models keep, its table against the configuration, its refusals."""
 
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -231,6 +232,9 @@ def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     assert micro_batch_sizes(fixed, "update_actor") == (3200, 2400, 16)
     dynamic = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
     assert micro_batch_sizes(load(*dynamic), "update_actor")[::2] == (8192, 24)
+    # With shared prompts, 8 responses of 512 tokens are 80 % of a group's computed tokens instead of a third.
+    shared = load(*dynamic, f"{ROLLOUT}.n=8", f"{ACTOR}.use_prefix_grouper=auto")
+    assert micro_batch_sizes(shared, "update_actor")[:2] == (8192, math.ceil(0.8 * 8192))
     few = load(*dynamic, "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", "critic.ppo_mini_batch_size=1")
     assert micro_batch_sizes(few, "update_actor")[::2] == (1024 + 512, 1)
 
