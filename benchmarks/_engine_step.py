@@ -42,6 +42,7 @@ def batch(work: Work) -> DataProto:
     rows, width = work.samples, int(lengths.max())
     vocabulary = work.model_config().vocab_size
     ids = torch.randint(2, vocabulary, (rows, work.prompt_length + width), generator=generator)
+    ids[:, : work.prompt_length] = ids[:: work.n, : work.prompt_length].repeat_interleave(work.n, dim=0)
     mask = (torch.arange(width) < lengths[:, None]).long()
     attention = torch.cat([torch.ones(rows, work.prompt_length, dtype=torch.long), mask], dim=1)
     positions = (attention.cumsum(-1) - 1).clamp(min=0)

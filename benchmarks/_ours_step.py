@@ -145,6 +145,8 @@ def _phase_rows(
     def mean(key: str) -> float:
         return sum(steps[step].get(key, 0.0) for step in measured) / count
 
+    shares = mean("actor/prefix_saving") > 0
+    computed = sum(work.forward_flops(step, shares) for step in measured) / count
     rows: list[dict[str, Any]] = []
     for phase, passes in PHASES.items():
         seconds = mean(f"timing_s/{phase}")
@@ -153,7 +155,10 @@ def _phase_rows(
         processed = sampled if phase == "gen" else tokens
         rows.append({"phase": phase, "s": seconds, "tokens/s": processed / seconds, "MFU": None})
         if passes:
-            rows[-1]["MFU"] = passes * forward / seconds / rate
+            rows[-1] |= {
+                "MFU": passes * forward / seconds / rate,
+                "computed MFU": passes * computed / seconds / rate,
+            }
         rows[-1]["peak GB"] = max(steps[step].get(f"memory_gb/{phase}", 0.0) for step in measured) or None
     whole, reward = mean("timing_s/step"), mean("timing_s/reward")
     peak = max(
@@ -181,6 +186,7 @@ def base(work: Work, budget: int, checkpointing: bool, compiled: bool) -> list[s
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu={4 * max(budget, work.sequence)}",
         f"{REF}.log_prob_max_token_len_per_gpu={4 * max(budget, work.sequence)}",
         f"{ACTOR}.use_torch_compile={compiled}",
+        f"{ACTOR}.use_prefix_grouper=auto",
         f"{ACTOR}.old_log_prob_from_update=True",
     ]
 
@@ -202,7 +208,8 @@ def variants(work: Work, budget: int, checkpointing: bool, compiled: bool) -> di
     fixed = fixed_rows(work, budget)
     padded = [*fixed, f"{MODEL}.use_remove_padding=False"]
     separate = [f"{ACTOR}.old_log_prob_from_update=False"]
-    plain = [*padded, *separate, f"{ACTOR}.use_torch_compile=False", "reward_model.overlap=False"]
+    unshared = [f"{ACTOR}.use_prefix_grouper=False"]
+    plain = [*padded, *separate, *unshared, f"{ACTOR}.use_torch_compile=False", "reward_model.overlap=False"]
     return {
         "all on": on,
         "no dynamic": [*on, *fixed],
@@ -217,6 +224,7 @@ def variants(work: Work, budget: int, checkpointing: bool, compiled: bool) -> di
             f"{ACTOR}.ppo_max_token_len_per_gpu={4 * max(budget, work.sequence)}",
         ],
         f"{'no' if compiled else 'with'} compile": [*on, f"{ACTOR}.use_torch_compile={not compiled}"],
+        "no shared prefixes": [*on, *unshared],
         "separate old log-probs": [*on, *separate],
         "rewards afterwards": [*on, "reward_model.overlap=False"],
         "keep the KV cache": [*on, f"{ROLLOUT}.free_cache_engine=False"],
@@ -232,6 +240,7 @@ ENGINE_VARIANTS = (
     "no remove_padding",
     "checkpointing",
     "compile",
+    "shared prefixes",
     "separate old",
     "everything off",
 )

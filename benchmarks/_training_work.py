@@ -63,15 +63,15 @@ class Work:
         """Prompt and response tokens of a step."""
         return self.samples * self.prompt_length + int(self.lengths(step).sum())
 
-    def forward_flops(self, step: int) -> float:
-        """Minimal FLOPs of a forward pass over a step, for any system; an update needs three times as many.
+    def forward_flops(self, step: int, shared_prompts: bool = False) -> float:
+        """FLOPs of a forward pass over a step that every row alone requires; an update needs three times as many.
 
         Without padding and recomputation, logits only for sampled tokens, causal attention within each sequence.
+        `shared_prompts`: the FLOPs that remain if each prompt is computed once.
         """
-        responses = self.lengths(step).ravel()
-        return float(
-            SequenceCost.from_config(self.model_config().to_dict())(self.prompt_length + responses, responses).sum()
-        )
+        cost, responses = SequenceCost.from_config(self.model_config().to_dict()), self.lengths(step).ravel()
+        repeated = self.samples - self.prompts if shared_prompts else 0
+        return float(cost(self.prompt_length + responses, responses).sum() - repeated * cost(self.prompt_length))
 
     def title(self) -> str:
         lengths = np.concatenate([self.lengths(step).ravel() for step in range(1, self.steps)] or [self.lengths(0)])

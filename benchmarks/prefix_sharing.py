@@ -29,7 +29,7 @@ from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, as_co
 from verl.models.prefix_tree import PrefixTree
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.prefix_batches import find_shared_prefixes
+from verl.workers.engine.common.prefix_sharing import find_shared_prefixes
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.roles.policy_loss import PolicyLoss
 
@@ -152,11 +152,9 @@ class Case:
         lengths, responses = mask.sum(1).numpy(), self.data.batch["response_mask"].sum(1).numpy()
         cost = engine._cost
         self.tokens, self.operations = int(lengths.sum()), float(cost(lengths, responses).sum())
-        prefixes = find_shared_prefixes(self.data, "true")
-        self.fewest_tokens, self.fewest_operations = self.tokens, self.operations
-        if prefixes is not None:
-            self.fewest_tokens = PrefixTree(prefixes.lengths, prefixes.shared).total
-            self.fewest_operations -= float(cost(prefixes.shared).sum())
+        prefixes = find_shared_prefixes(self.data)
+        self.fewest_tokens = PrefixTree(prefixes.lengths, prefixes.shared).total
+        self.fewest_operations = self.operations - float(cost(prefixes.shared).sum())
         self._passes = 0
         engine.model.register_forward_pre_hook(self._count)
 
@@ -166,7 +164,7 @@ class Case:
     def update(self, variant: str) -> tuple[float, float, float]:
         """Return seconds, loss and gradient norm of one update."""
         engine = self._engine
-        engine.prefix_sharing, engine.tree_attention = _VARIANTS[variant]
+        engine.prefix_sharing.mode, engine.prefix_sharing.attention = _VARIANTS[variant]
         self._passes = 0
         synchronise(self._device)
         begin = time.perf_counter()
@@ -183,7 +181,7 @@ class Case:
             torch.cuda.reset_peak_memory_stats()
         _, loss, norm = self.update(variant)
         peak = torch.cuda.max_memory_allocated() / 2**30 if self._device == "cuda" else 0.0
-        return Measured([], loss, norm, self._passes, self._engine._computed_tokens, peak)
+        return Measured([], loss, norm, self._passes, self._engine.prefix_sharing.computed_tokens, peak)
 
     def rows(self, variants: list[str], repeats: int, rate: float) -> list[dict[str, Any]]:
         results: dict[str, Measured] = {}

@@ -8,8 +8,9 @@
 Models have random weights of a known shape; 32 prompts × 8 responses; (a) 128 + 256 tokens each, (b) 128 + ragged
 lengths of mean 256 and max 2048. The length of every response is forced by one seeded schedule (`_training_work`).
 Both sides have float32 master weights and compute in bf16, take one optimizer step, and use the same
-activation checkpointing. MFU is the minimal work of a pass (`Work.forward_flops`) relative to the matmul rate measured
-here. Complete steps run in processes with a time limit; every table is printed and written immediately.
+activation checkpointing. MFU is the work that the rows require one by one (`Work.forward_flops`) relative to the matmul
+rate measured here; `computed MFU` counts prompts that responses share once. Complete steps run in processes with a time
+limit; every table is printed and written immediately.
 
 Without a GPU everything is tiny: this only tests the script.
 """

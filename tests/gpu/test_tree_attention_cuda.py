@@ -84,15 +84,17 @@ def test_it_compiles_as_one_graph_for_changing_trees(attention):
         assert_near(actual, with_gradients(lambda x, packing=packing: exact(x, packing), inputs))
 
 
-@pytest.mark.parametrize("attention", [None, *VARIANTS])
+@pytest.mark.parametrize(
+    ("attention", "precision"), [(None, "bf16"), (None, "fp32"), *((variant, "bf16") for variant in VARIANTS)]
+)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_engines_compute_the_same_with_and_without_sharing(attention, compiled):
-    engine = make_engine(tiny_model(), mixed_precision="bf16", compile_layers=compiled)
-    engine.tree_attention = attention
+def test_engines_compute_the_same_with_and_without_sharing(attention, precision, compiled):
+    engine = make_engine(tiny_model(), mixed_precision=precision, compile_layers=compiled)
+    engine.prefix_sharing.attention = attention
     for name in BATCHES:
         data, results = shared_batch(name), []
         for mode in ("false", "true"):
-            engine.prefix_sharing = mode
+            engine.prefix_sharing.mode = mode
             metrics = engine.forward_backward(data, token_loss, ["log_probs"], micro=MicroBatching(max_tokens=20))
             results.append(
                 (metrics["loss"][0], {key: value.clone() for key, value in engine_gradients(engine).items()})

@@ -73,7 +73,8 @@ class RewardModelModelConfig(Block):
 
 
 _PRECISIONS = {True: "bf16", False: "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}
-# Values of `use_prefix_grouper`.
+# Values of `use_prefix_grouper`; `auto` needs to save this fraction of the tokens.
+PREFIX_MIN_SAVING = 0.1
 PREFIX_CHOICES = ("auto", "true", "false")
 PREFIX_SYNONYMS = {True: "true", False: "false", "True": "true", "False": "false"}
 _AS_ACTOR = "in ref: the actor's"

@@ -23,6 +23,11 @@ BLOCK_OF_ROLE = {
     "reward_model": "reward_model",
     "teacher": "distillation.teacher",
 }
+MODEL_OF_ROLE = {
+    **dict.fromkeys(BLOCK_OF_ROLE, "actor_rollout_ref.model"),
+    "critic": "critic.model",
+    "reward_model": "reward_model.model",
+}
 
 
 @dataclass(frozen=True)

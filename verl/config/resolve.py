@@ -9,7 +9,7 @@ from verl.config import names
 from verl.config.algorithm_rules import old_log_prob_conflicts, resolve_correction
 from verl.config.asynchronous import check_loop_capacity, engine_pauses_in_updates, resolve_asynchronous
 from verl.config.devices import visible_gpus
-from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
+from verl.config.layout import ACTOR, BLOCK_OF_ROLE, MODEL_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.roles import ActorConfig
@@ -47,6 +47,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _critic(config)
     _micro_batches(config, report)
     _resolve_follows(config)
+    _shared_prefixes(config)
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
@@ -283,6 +284,14 @@ def _followed_value(config: PPOConfig, path: str) -> Any:
         return value
     target = dict(walk(PPOConfig))[path].key.follows
     return None if target is None else _followed_value(config, target)
+
+
+def _shared_prefixes(config: PPOConfig) -> None:
+    """`auto` means off where prefixes cannot be shared: in Megatron, and in rows with padding."""
+    for role, path in BLOCK_OF_ROLE.items():
+        block, packs = get_path(config, path), get_path(config, MODEL_OF_ROLE[role]).use_remove_padding
+        if block.use_prefix_grouper == "auto" and (block.strategy == "megatron" or not packs):
+            block.use_prefix_grouper = "false"
 
 
 def _lengths(config: PPOConfig) -> None:

@@ -15,7 +15,15 @@ from verl.config.block_rules import (
     user_code_rules,
     values_present,
 )
-from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, ROUTER_REPLAY, active_roles, judge_shares_devices
+from verl.config.layout import (
+    ACTOR,
+    BLOCK_OF_ROLE,
+    MODEL_OF_ROLE,
+    ROLLOUT,
+    ROUTER_REPLAY,
+    active_roles,
+    judge_shares_devices,
+)
 from verl.config.megatron import megatron_rules
 from verl.config.plan import batch_plan
 from verl.config.ppo import PPOConfig
@@ -163,11 +171,10 @@ def _engines(config: PPOConfig, report: Report) -> None:
 
 
 def _packed_tokens(config: PPOConfig, report: Report) -> None:
-    models = {"critic": "critic.model", "reward_model": "reward_model.model"}
     for role in active_roles(config):
         if role in BLOCK_OF_ROLE and get_path(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
-            path, model = BLOCK_OF_ROLE[role], models.get(role, "actor_rollout_ref.model")
-            packed_token_rules(path, get_path(config, path), model, config, report)
+            path = BLOCK_OF_ROLE[role]
+            packed_token_rules(path, get_path(config, path), MODEL_OF_ROLE[role], config, report)
 
 
 def _adapters(config: PPOConfig, report: Report) -> None:

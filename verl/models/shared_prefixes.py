@@ -84,11 +84,6 @@ class TreePacking(Packing):
         if cuda and self.attention == "flex":
             self.block_mask = tree_block_mask(*self._to_device(torch.from_numpy(tree.ends)))
 
-    @cached_property
-    def owners(self) -> np.ndarray:
-        """[computed tokens, without padding at the end]: the first packed token that each represents."""
-        return representatives(self.token_index, 1 + int(self.token_index.max()))
-
     def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
         return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
 
@@ -183,7 +178,9 @@ def shared_rows(
     for row, path in zip(order, tree.paths, strict=True):
         token_index[begins[row] : ends[row]] = path
     packing = TreePacking(tree, token_index, attention)
-    index, owners = torch.from_numpy(token_index), torch.from_numpy(packing.owners)
+    index = torch.from_numpy(token_index)
+    owners = torch.empty(tree.total, dtype=torch.long)
+    owners[index] = torch.arange(len(index))  # any of the rows that share a token
     return replace(
         rows,
         input_ids=rows.input_ids[:, owners],
@@ -192,10 +189,3 @@ def shared_rows(
         before=index[rows.before],
         last=index[rows.last],
     )
-
-
-def representatives(token_index: np.ndarray, total: int) -> np.ndarray:
-    """Return for each of `total` computed tokens the first packed token that it represents."""
-    owners = np.empty(total, dtype=np.int64)
-    owners[token_index[::-1]] = np.arange(len(token_index))[::-1]
-    return owners

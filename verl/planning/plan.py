@@ -161,8 +161,7 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     tokens = min(step_tokens, limit)
     rank_tokens = math.ceil(tokens / layout.ranks_per_sequence)
     response_tokens = math.ceil(rank_tokens * config.data.max_response_length / longest)
-    engine = get_path(config, BLOCK_OF_ROLE[ROLE_OF_PHASE[phase]])
-    if dynamic and engine.use_prefix_grouper != "false" and engine.strategy != "megatron":
+    if dynamic and get_path(config, BLOCK_OF_ROLE[ROLE_OF_PHASE[phase]]).use_prefix_grouper != "false":
         # A budget counts a shared prompt once: more of its tokens are responses.
         group_responses = config.actor_rollout_ref.rollout.n * config.data.max_response_length
         share = group_responses / (config.data.max_prompt_length + group_responses)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from verl.config.engine import PREFIX_MIN_SAVING
 from verl.config.layout import BLOCK_OF_ROLE, actor_is_reference, layout_of, serves_reward_model, shares_devices
 from verl.config.names import TRAINING_ENGINES
 from verl.config.ppo import PPOConfig
@@ -207,7 +208,7 @@ class _Passes:
     tokens: int
     micro_batches: int
     length: float
-    """Mean tokens of a sequence."""
+    """Mean tokens of a sequence; a token attends to half of them on average."""
     response_share: float
     gpus_per_node: int
 
@@ -260,7 +261,7 @@ def _phase_seconds(
     config: PPOConfig, model: ModelMemory, phase: str, rates: Rates, prompt: int, response: int
 ) -> float:
     role, updates = ROLE_OF_PHASE[phase], phase.startswith("update")
-    layout, length = layout_of(config, role), prompt + response
+    layout, (length, context) = layout_of(config, role), _computed_tokens(config, role, prompt, response)
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     epochs, steps = 1, 1
     if updates:
@@ -270,8 +271,20 @@ def _phase_seconds(
     micro_tokens, _, _ = micro_batch_sizes(config, phase)
     micro_batches = max(steps, math.ceil(tokens / micro_tokens))
     kind, gpus_per_node = "update" if updates else "inference", config.trainer.n_gpus_per_node
-    passes = _Passes(model, kind, tokens, micro_batches, length, response / length, gpus_per_node)
+    passes = _Passes(model, kind, tokens, micro_batches, context, response / length, gpus_per_node)
     return epochs * passes.seconds(rates) + _offload_seconds(config, role, model, updates, rates)
+
+
+def _computed_tokens(config: PPOConfig, role: str, prompt: int, response: int) -> tuple[float, float]:
+    """Return the tokens computed per response, and the length of a sequence whose tokens attend to as many tokens.
+
+    Both are `prompt` + `response` unless the responses to a prompt share its computation.
+    """
+    length, n = float(prompt + response), config.actor_rollout_ref.rollout.n
+    saved, mode = prompt * (n - 1) / n, get_path(config, BLOCK_OF_ROLE[role]).use_prefix_grouper
+    if mode == "false" or (mode == "auto" and saved < PREFIX_MIN_SAVING * length):
+        return length, length
+    return length - saved, (length**2 - saved * prompt) / (length - saved)
 
 
 def _offload_seconds(config: PPOConfig, role: str, model: ModelMemory, updates: bool, rates: Rates) -> float:

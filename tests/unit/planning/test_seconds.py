@@ -68,24 +68,43 @@ def test_rates_between_measured_sizes_are_interpolated_and_constant_outside():
     assert reached_flops("update", 70e9) == reached_flops("update", 8e9)
 
 
+# docs/performance.md, (a): 32 x 8 rows of 128 + 256 tokens at 110,600 tokens/s.
+MEASURED_WORKLOAD = (
+    "data.train_batch_size=32",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.n=8",
+    "data.max_prompt_length=128",
+    "data.max_response_length=256",
+    f"{ACTOR}.use_dynamic_bsz=True",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
+    f"{ACTOR}.use_prefix_grouper=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+)
+
+
 def test_the_update_of_the_measured_workload_takes_the_measured_seconds():
-    # docs/performance.md, (a): 32 x 8 rows of 128 + 256 tokens at 110,600 tokens/s.
-    config = load(
-        "data.train_batch_size=32",
-        f"{ACTOR}.ppo_mini_batch_size=32",
-        "actor_rollout_ref.rollout.n=8",
-        "data.max_prompt_length=128",
-        "data.max_response_length=256",
-        f"{ACTOR}.use_dynamic_bsz=True",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    )
-    phases = seconds(config)
+    phases = seconds(load(*MEASURED_WORKLOAD))
     assert phases["update_actor"].seconds == pytest.approx(32 * 8 * 384 / 110_600, rel=0.01)
     assert phases["gen"].seconds == pytest.approx(0.53, rel=0.1)
     assert phases["update_weights"].seconds == pytest.approx(0.05, rel=0.1)
     assert "old_log_prob" not in phases, "the update provides them"
     assert all(phase.measured for phase in phases.values())
+
+
+def test_responses_to_a_prompt_compute_it_once():
+    """8 responses: 272 instead of 384 tokens each, and 128 * 128 pairs of tokens less for 7 of 8 responses."""
+    shape = known_shape("Qwen2.5-0.5B")
+    plain = 384 * pass_flops(shape, "causal_lm", "update", 384, 256 / 384, False, False)
+    shared = 272 * pass_flops(shape, "causal_lm", "update", (384**2 - 7 / 8 * 128**2) / 272, 256 / 272, False, False)
+    times = {
+        mode: seconds(load(*MEASURED_WORKLOAD, f"{ACTOR}.use_prefix_grouper={mode}"))["update_actor"].seconds
+        for mode in ("False", "True", "auto")
+    }
+    assert times["True"] / times["False"] == pytest.approx(shared / plain, rel=1e-3)
+    assert times["auto"] == times["True"]
+    few = [f"{ACTOR}.use_prefix_grouper=auto", "data.max_prompt_length=16"]
+    long = load(*MEASURED_WORKLOAD, *few), load(*MEASURED_WORKLOAD, *few[1:])
+    assert seconds(long[0]) == seconds(long[1]), "auto needs to save a tenth of the tokens"
 
 
 def test_other_gpus_are_scaled_and_marked_as_estimates():

@@ -78,8 +78,10 @@ def log_probs(folder: str, batch: DataProto, temperature: float) -> torch.Tensor
     return found
 
 
-def test_each_row_gets_the_log_probs_of_its_own_teacher(task, tmp_path):
-    trainer = make_trainer(arguments(task, tmp_path, ALONE, *both(task), "trainer.total_training_steps=1"))
+@pytest.mark.parametrize("sharing", [False, True])
+def test_each_row_gets_the_log_probs_of_its_own_teacher(task, tmp_path, sharing):
+    run = ("trainer.total_training_steps=1", f"distillation.teacher.use_prefix_grouper={sharing}")
+    trainer = make_trainer(arguments(task, tmp_path, ALONE, *both(task), *run))
     batch = batch_of(trainer)
     expected = {name: log_probs(task[name], batch, 0.8) for name in ("large", "other")}
     is_game = torch.tensor([source == "game" for source in batch.non_tensor_batch["data_source"]])

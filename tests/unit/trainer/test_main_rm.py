@@ -94,6 +94,11 @@ def plain_loss(model, rows):
         pytest.param(["data.micro_batch_size_per_gpu=2"], 2 + 4, id="the first prompt is torn"),
         pytest.param(["data.micro_batch_size_per_gpu=1", "model.enable_gradient_checkpointing=True"], 14, id="torn"),
         pytest.param(["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=70"], None, id="by tokens"),
+        pytest.param(
+            ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=1000", "use_prefix_grouper=True"],
+            1,
+            id="shared prompts",
+        ),
     ],
 )
 def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting, passes):
@@ -119,6 +124,7 @@ def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting, passe
         assert len(batch) == 7, "three answers to the first prompt, though six in its pairs"
         found = trainer._train_step(batch)
     assert passes is None or len(run) == passes
+    assert found.get("train/prefix_saving", 0) > 0 or "use_prefix_grouper=True" not in cutting
     assert found["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl.config.engine import PREFIX_MIN_SAVING
 from verl.utils.balancing import SequenceCost, get_seqlen_balanced_partitions
-
-# Below this fraction of the cost, placement ignores groups.
-_MIN_SAVING = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class SharedCosts:
     @property
     def worthwhile(self) -> bool:
         """Whether keeping groups together saves enough."""
-        return self.total(np.arange(len(self.costs))) <= (1 - _MIN_SAVING) * self.costs.sum()
+        return self.total(np.arange(len(self.costs))) <= (1 - PREFIX_MIN_SAVING) * self.costs.sum()
 
     def total(self, rows: np.ndarray) -> float:
         """Return the cost of these rows on one rank: every group computes its shared part once."""

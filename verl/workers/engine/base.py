@@ -27,6 +27,11 @@ class MicroBatching:
     max_tokens: int | None = None
     """Maximum number of tokens without padding."""
 
+    def __post_init__(self) -> None:
+        for key, value in (("size", self.size), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"micro batch {key}: {value} is less than 1. Use 1 or more.")
+
     @classmethod
     def from_config(cls, use_dynamic_bsz: bool, size: int | None, max_tokens: int | None) -> MicroBatching:
         """Use `max_tokens` with dynamic batch sizes, otherwise `size`."""

@@ -228,8 +228,9 @@ class RewardTrainingWorker(SupervisedWorker):
         expect(len(data))
         loss, weight = PreferenceLoss(self.config.centering_coef), data.meta_info["weight"]
         counts = Counts(tokens=weight, sequences=weight)
-        self.engine.forward_backward(data, loss, ["scores"], micro=micro_batching(self.config), counts=counts)
-        meta_info = {"metrics": self._step_metrics()}
+        passes = self.engine.forward_backward(data, loss, ["scores"], micro=micro_batching(self.config), counts=counts)
+        metrics = {f"train/{name}": value for name, value in passes.items()}
+        meta_info = {"metrics": metrics | self._step_metrics()}
         if not self.engine.collects:
             return DataProto(meta_info=meta_info)
         return DataProto.from_dict({"scores": loss.scores_of(data.batch[INDEX_COLUMN])}, meta_info=meta_info)

@@ -99,7 +99,7 @@ def test_without_a_limit_all_rows_go_at_once():
 
 def test_a_limit_of_no_rows_is_refused():
     with pytest.raises(ValueError, match="size: 0"):
-        micro_batch_rows([1], MicroBatching(size=0))
+        MicroBatching(size=0)
 
 
 def test_a_filler_is_one_row_that_a_model_can_read_at_little_cost():

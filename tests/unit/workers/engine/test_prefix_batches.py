@@ -10,16 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.prefix_cases import computed_tokens, shared_batch
+from tests.support.prefix_cases import BATCHES, computed_tokens, shared_batch
 from verl.protocol import DataProto
 from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import SET_COLUMN, micro_batches
-from verl.workers.engine.common.prefix_batches import (
-    SharedPrefixes,
-    find_shared_prefixes,
-    shared_micro_batch_rows,
-)
+from verl.workers.engine.common.prefix_batches import SharedPrefixes, shared_micro_batch_rows
+from verl.workers.engine.common.prefix_sharing import PrefixSharing, find_shared_prefixes
 
 QUADRATIC = SequenceCost(token=3.0, head=0.0, pair=0.5)
 
@@ -113,21 +110,25 @@ def test_single_rows_are_balanced_by_cost_where_nothing_is_lost():
     assert [len(part) for part in shared_micro_batch_rows(rows, MicroBatching(size=3), COST_PER_TOKEN)] == [3, 3, 2]
 
 
-def test_saving_counts_the_distinct_prefixes_and_auto_needs_a_tenth():
-    for name in ("groups", "conversation", "identical rows", "one shared token"):
+def test_saving_counts_the_distinct_prefixes():
+    for name in BATCHES:
         data = shared_batch(name)
         tokens = int(data.batch["attention_mask"].sum())
-        found = find_shared_prefixes(data, "true")
-        assert tokens * (1 - found.saving) == pytest.approx(computed_tokens(name))
-        assert find_shared_prefixes(data, "false") is None
-    assert find_shared_prefixes(shared_batch("nothing shared"), "true") is None
+        assert tokens * (1 - find_shared_prefixes(data).saving) == pytest.approx(computed_tokens(name))
+    assert find_shared_prefixes(data[:0]).saving == 0
+
+
+def test_auto_needs_a_tenth_and_true_any_shared_token():
     ids = torch.arange(1, 22).view(3, 7)
-    ids[1, :2] = ids[0, :2]
     data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    assert find_shared_prefixes(data, "true").saving == pytest.approx(2 / 21)
-    assert find_shared_prefixes(data, "auto") is None
+    auto, always, never = (PrefixSharing(mode) for mode in ("auto", "true", "false"))
+    assert always.begin(data) is None
+    ids[1, :2] = ids[0, :2]
+    assert always.begin(data).saving == pytest.approx(2 / 21)
+    assert auto.begin(data) is None
+    assert never.begin(data) is None
     ids[2, 0] = ids[0, 0]
-    assert find_shared_prefixes(data, "auto").saving == pytest.approx(3 / 21)
+    assert auto.begin(data).saving == pytest.approx(3 / 21)
 
 
 def test_sets_of_rows_stay_together_and_count_what_they_compute():
@@ -138,7 +139,7 @@ def test_sets_of_rows_stay_together_and_count_what_they_compute():
     data.batch[SET_COLUMN] = torch.tensor([0, 0, 1, 1, 2, 2])
     micro = MicroBatching(max_tokens=16)
     for mode, expected in (("true", [4, 2]), ("false", [2, 2, 2])):
-        prefixes = find_shared_prefixes(data, mode)
+        prefixes = PrefixSharing(mode).begin(data)
         parts = [rows for _, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count, prefixes)]
         assert [len(rows) for rows in parts] == expected
         assert all({row ^ 1 for row in rows} == set(rows) for rows in parts)

@@ -89,9 +89,6 @@ def micro_batch_rows(
     ranks are busy for about the same time; a row over the limit forms its own micro-batch. Their number is minimal, but
     `at_least` if there are enough rows. Rows with the same number in `together` are treated as one row.
     """
-    for key, value in (("size", micro.size), ("max_tokens", micro.max_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"micro batch {key}: {value} is less than 1. Use 1 or more.")
     count = len(lengths)
     if not count:
         return []

@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 
-from verl.models.packing import packed_tokens
-from verl.models.prefix_tree import prefix_order, token_bytes
-from verl.protocol import DataProto
 from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.routers import ROUTED_EXPERTS
 
-MIN_SAVING = 0.1
-"""Fraction of tokens that sharing must save to be used with `auto`."""
 # Fraction of the total cost that may be repeated in exchange for micro-batches of more equal cost.
 _TOLERANCE = 0.01
 _BISECTIONS = 8
@@ -52,30 +45,6 @@ class SharedPrefixes:
                 shared[row] = self.shared[before + 1 : place + 1].min()
             previous[sets[row]] = place
         return shared
-
-
-def find_shared_prefixes(data: DataProto, mode: str, replays_experts: bool = False) -> SharedPrefixes | None:
-    """Return the common prefixes of the rows; None if they are not used: nothing is shared, or with `mode` auto less
-    than `MIN_SAVING`.
-
-    `replays_experts`: tokens are shared only if the column `routed_experts`, where present, agrees as well.
-    """
-    if mode == "false" or len(data) < 2:
-        return None
-    mask = packed_tokens(data.batch["attention_mask"])
-    lengths = mask.sum(dim=1).numpy()
-    experts = replayed_experts(data) if replays_experts else None
-    tokens = token_bytes(data.batch["input_ids"][mask].numpy(), None if experts is None else experts[mask].numpy())
-    ends = lengths.cumsum()
-    rows = [tokens[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
-    order, shared = prefix_order(rows, tokens.shape[1])
-    prefixes = SharedPrefixes(order, shared, lengths[order])
-    return prefixes if prefixes.saving >= (MIN_SAVING if mode == "auto" else 1e-9) else None
-
-
-def replayed_experts(data: DataProto) -> torch.Tensor | None:
-    """Return the column `routed_experts` [rows, columns, layers, k], or None."""
-    return data.batch[ROUTED_EXPERTS] if ROUTED_EXPERTS in data.batch.keys() else None
 
 
 def shared_micro_batch_rows(

@@ -56,18 +56,18 @@ class Routes:
 
     mask: torch.Tensor
     """[b, P+R] bool: the tokens that are not padding."""
+    token_index: torch.Tensor
+    """[tokens of the mask] place of each in the packed micro-batch, where rows may share tokens."""
     tokens: int
     """Tokens of the packed micro-batch over all ranks that share it, with the padding at its end."""
     valid_tokens: int
     """This rank's tokens without padding."""
+    weights: torch.Tensor
+    """[valid tokens] number of rows that share each token."""
     replayed: torch.Tensor | None
     """[this rank's tokens, layers, k]; None: the routers select."""
     recorded: dict[int, torch.Tensor] | None
     """[this rank's tokens, k] by layer; None: not recorded."""
-    weights: torch.Tensor | None = None
-    """[this rank's tokens without padding]: number of rows that share each token; None: 1."""
-    token_index: torch.Tensor | None = None
-    """[tokens of all rows]: place of each token in the packed micro-batch, if rows share tokens; on the host."""
 
 
 class LayerRouter:
@@ -91,12 +91,11 @@ class LayerRouter:
         return selected
 
     @torch.no_grad()
-    def _count(self, own: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor | None) -> None:
+    def _count(self, own: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> None:
         """Add to the counters: tokens of each expert, selections that replay changed, all selections. A token counts
-        as often as `weights` says."""
+        `weights` [tokens] times."""
         counts = torch.zeros(self._num_experts + 2, device=own.device)
-        times = counts.new_ones(len(own), 1) if weights is None else weights[:, None]
-        times = times.expand(selected.shape)
+        times = weights[:, None].expand(selected.shape)
         unchanged = ((own[:, :, None] == selected[:, None]).any(dim=1) * times).sum()
         counts.index_add_(0, selected.flatten(), times.flatten())
         counts[-2:] += times.sum()
@@ -122,22 +121,22 @@ class Routers:
 
     def routes(self, part: DataProto, packing: Packing, filler: bool, record: bool) -> Routes:
         """Return the routes of a packed micro-batch, whose `packing` includes padding and all ranks' shares."""
-        tokens, tree = packing.total, packing if isinstance(packing, TreePacking) else None
-        own, mask = self._share.own(tokens), packed_tokens(part.batch["attention_mask"])
-        count = int(mask.sum()) if tree is None else len(tree.owners)
-        valid_tokens = 0 if filler else max(0, min(own.stop, count) - own.start)
-        replayed, weights = None, None
-        if tree is not None:
-            weights = torch.from_numpy(tree.tree.weights[own][:valid_tokens]).float()
-            (weights,) = copy_to_device([weights], self._device)
+        tokens, mask = packing.total, packed_tokens(part.batch["attention_mask"])
+        if isinstance(packing, TreePacking):
+            index = torch.from_numpy(packing.token_index)
+        else:
+            index = torch.arange(int(mask.sum()))
+        own = self._share.own(tokens)
+        valid_tokens = 0 if filler else max(0, min(own.stop, int(index.max()) + 1) - own.start)
+        weights = torch.bincount(index, minlength=tokens)[own][:valid_tokens].float()
+        replayed = None
         if self.replay and not filler and ROUTED_EXPERTS in part.batch.keys():
-            experts = part.batch[ROUTED_EXPERTS][mask]
-            if tree is not None:
-                experts = experts[torch.from_numpy(tree.owners)]
-            padding = experts.new_full((tokens - len(experts), *experts.shape[1:]), unrouted(experts.dtype))
-            (replayed,) = copy_to_device([torch.cat([experts, padding])[own]], self._device)
-        index = None if tree is None else torch.from_numpy(tree.token_index)
-        return Routes(mask, tokens, valid_tokens, replayed, {} if record else None, weights, index)
+            experts = part.batch[ROUTED_EXPERTS]
+            table = experts.new_full((tokens, *experts.shape[2:]), unrouted(experts.dtype))
+            table[index] = experts[mask]
+            (replayed,) = copy_to_device([table[own]], self._device)
+        (weights,) = copy_to_device([weights], self._device)
+        return Routes(mask, index, tokens, valid_tokens, weights, replayed, {} if record else None)
 
     def recorded(self, data: DataProto, passes: Iterable[tuple[list[int] | None, Routes]]) -> torch.Tensor:
         """Return [B, P+R, layers, k] on the host: the experts of every token of `data`. A collective.
@@ -156,7 +155,7 @@ class Routers:
         return experts
 
     def _gather(self, routes: Routes) -> torch.Tensor:
-        """Return [tokens without padding, layers, k], recorded by all ranks that share the rows."""
+        """Return [tokens of the mask, layers, k], recorded by all ranks that share the rows."""
         assert routes.recorded is not None
         # Each rank writes the entries that only it has: their sum is complete. Collectives do not support int16.
         wide = torch.uint8 if self._dtype == torch.uint8 else torch.int32
@@ -167,8 +166,7 @@ class Routers:
                 table[self._share.own(routes.tokens), layer] = selected.to(wide)
         for group in self._share.groups:
             dist.all_reduce(table, group=group)
-        table = table.to("cpu", self._dtype)
-        return table[: int(routes.mask.sum())] if routes.token_index is None else table[routes.token_index]
+        return table.to("cpu", self._dtype)[routes.token_index]
 
     def load_metrics(self) -> dict[str, torch.Tensor]:
         """Return the expert load of passes with gradient since the last call, over all ranks. A collective.

@@ -16,17 +16,8 @@ from verl.models.forward import ResponseModel
 from verl.models.loading import ModelKind, empty_model, outermost_layers, pretrained_model
 from verl.models.lora import Adapters
 from verl.models.model_checks import check_head, enable_packed_attention
-from verl.models.packing import (
-    PackedRows,
-    Packing,
-    packed_rows,
-    packed_tokens,
-    right_padded_rows,
-    sequence_parallel_rows,
-    with_alternatives,
-)
+from verl.models.packing import Packing, packed_rows, right_padded_rows, sequence_parallel_rows, with_alternatives
 from verl.models.routing import expert_weights, routers
-from verl.models.shared_prefixes import TreeAttention, shared_rows
 from verl.models.ulysses import SequenceParallel, check_heads
 from verl.protocol import DataProto
 from verl.utils.progress import tick
@@ -41,7 +32,7 @@ from verl.workers.engine.common.base_engine import (
 )
 from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
-from verl.workers.engine.common.prefix_batches import SharedPrefixes, find_shared_prefixes, replayed_experts
+from verl.workers.engine.common.prefix_sharing import PrefixSharing
 from verl.workers.engine.common.routers import LayerRouter, MoEShape, Routers, Routes, TokenShare
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
@@ -122,12 +113,10 @@ class FSDPEngine(BaseTrainEngine):
                 "use_prefix_grouper: requires packed tokens, but this model runs with padding. Set it to False, or "
                 "model.use_remove_padding=True if that is off."
             )
-        self.prefix_sharing = prefix_sharing if self._packs else "false"
-        self._required_tokens = self._computed_tokens = 0  # of the current pass, without and with sharing
-        self.tree_attention: TreeAttention | None = None
-        """Implementation of attention over shared prefixes; None: selected by size."""
         if not self._packs:
             self._routers = None
+        replays = self._routers is not None and self._routers.replay
+        self.prefix_sharing = PrefixSharing(prefix_sharing if self._packs else "false", replays)
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs
@@ -160,27 +149,21 @@ class FSDPEngine(BaseTrainEngine):
 
     def _run_training(self, run: ModelPass) -> None:
         self.model.train()
-        self._required_tokens = self._computed_tokens = 0
-        prefixes = self._shared_prefixes(run)
-        for (part, rows), last in with_last(self._micro_batches(run, prefixes)):
+        for (part, rows), last in with_last(self._micro_batches(run)):
             if self._one_group and not self._memory.offloads_gradients:
                 sharding.set_last_micro_batch(self.model, last)
             self._memory.before_micro_batch()
-            outputs = self._forward(part, run, filler=rows is None, shares=prefixes is not None)
-            run.on_outputs(outputs, part, rows).backward()
+            run.on_outputs(self._forward(part, run, filler=rows is None), part, rows).backward()
             tick(len(rows or ()))
 
     def _pass_metrics(self) -> Metrics:
-        if self.prefix_sharing == "false":
-            return {}
-        return {"prefix_saving": (self._required_tokens - self._computed_tokens, max(1, self._required_tokens))}
+        return self.prefix_sharing.metrics()
 
     def _run_inference(self, run: ModelPass) -> list[tuple[list[int] | None, Routes]]:
         recorded = []
-        prefixes = self._shared_prefixes(run)
         with self._inference():
-            for part, rows in self._micro_batches(run, prefixes):
-                run.on_outputs(self._forward(part, run, rows is None, prefixes is not None), part, rows)
+            for part, rows in self._micro_batches(run):
+                run.on_outputs(self._forward(part, run, filler=rows is None), part, rows)
                 if run.record_routing and self._routers is not None and self._routers.active is not None:
                     recorded.append((rows, self._routers.active))
                 tick(len(rows or ()))
@@ -235,39 +218,22 @@ class FSDPEngine(BaseTrainEngine):
         for module in sharding.sharded_modules(self.model):
             module.reshard()
 
-    def _shared_prefixes(self, run: ModelPass) -> SharedPrefixes | None:
-        return find_shared_prefixes(run.data, self.prefix_sharing, self._replays)
-
-    @property
-    def _replays(self) -> bool:
-        return self._routers is not None and self._routers.replay
-
-    def _share_prefixes(self, rows: PackedRows, part: DataProto) -> PackedRows:
-        experts = replayed_experts(part) if self._replays else None
-        if experts is not None:
-            experts = experts[packed_tokens(part.batch["attention_mask"])]
-        return shared_rows(rows, experts, self.tree_attention)
-
-    def _micro_batches(
-        self, run: ModelPass, prefixes: SharedPrefixes | None
-    ) -> Iterator[tuple[DataProto, list[int] | None]]:
+    def _micro_batches(self, run: ModelPass) -> Iterator[tuple[DataProto, list[int] | None]]:
         """Yield each micro-batch with its row indices, which are None for a filler."""
         micro = run.micro.scaled_by(self._sharing.size if self._sharing else 1)
+        prefixes = self.prefix_sharing.begin(run.data)
         return micro_batches(
             run.data, micro, self._cost, lambda count: groups.max_over_ranks(count, self.device), prefixes
         )
 
-    def _forward(self, part: DataProto, run: ModelPass, filler: bool, shares: bool) -> dict[str, torch.Tensor]:
-        """Return the fields of one micro-batch, on the device. `shares`: compute common prefixes once."""
+    def _forward(self, part: DataProto, run: ModelPass, filler: bool) -> dict[str, torch.Tensor]:
+        """Return the fields of one micro-batch, on the device."""
         batch = part.batch
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
         without_padding: Any = packed_rows if self._packs else right_padded_rows
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
-        if not filler:
-            self._required_tokens += rows.input_ids.numel()
-            if shares:
-                rows = self._share_prefixes(rows, part)
-            self._computed_tokens += rows.input_ids.numel()
+        if self._packs and not filler:
+            rows = self.prefix_sharing.apply(rows, part)
         if "other_log_probs" in run.fields:
             rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
         if self._sharing is not None:
