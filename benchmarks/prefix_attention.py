@@ -67,7 +67,7 @@ def rows_of(case: str, tokens: int, heads: tuple[int, int, int], repeats: int) -
     tree = group_tree(prompt, response, n, max(1, tokens // (prompt + n * response)))
     selected = TreePacking(tree, np.concatenate(tree.paths)).attention
     results = []
-    for attention in ("whole rows", "gather", "merge", "flex"):
+    for attention in ("whole rows", "gather", "merge"):
         row: dict[str, Any] = {"case": case, "attention": attention, "selected": attention == selected}
         row |= {"computed": tree.total, "keys": float(tree.lengths.sum() / tree.total)}
         try:

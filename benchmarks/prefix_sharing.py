@@ -39,7 +39,6 @@ _VARIANTS: dict[str, tuple[str, Any]] = {
     "on": ("auto", None),
     "on, gather": ("true", "gather"),
     "on, merge": ("true", "merge"),
-    "on, flex": ("true", "flex"),
 }
 _PASSES = 3  # operations of forward and backward over those of forward; recomputation is not counted
 

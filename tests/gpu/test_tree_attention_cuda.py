@@ -18,7 +18,7 @@ from verl.workers.engine.base import MicroBatching
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-VARIANTS = ("gather", "merge", "flex")
+VARIANTS = ("gather", "merge")
 # Lengths of rows, and tokens shared with the row before.
 TREES = {
     "groups": ([700, 650, 513, 1000, 900], [0, 300, 300, 0, 850]),

@@ -2,8 +2,7 @@
 
 Rows are ordered depth first (lexicographically): every row shares its longest possible prefix with the row before it,
 and contributes only its remaining tokens. Contributed tokens, concatenated in this order, are the *computed* tokens.
-The tokens of a row are its *path*. All descendants of a computed token are the computed tokens from it up to an end, so
-that token q attends to token k if and only if k <= q < ends[k].
+The tokens of a row are its *path*; a token attends to the tokens before it on its path.
 
 Everything here is numpy on the host; loops run over rows, not over tokens.
 """
@@ -14,6 +13,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+
+# Keys of all rows per computed token up to which attention copies the keys of each row. On an H200 copies are faster
+# than a second kernel up to 4 keys and as fast at 6 (benchmarks/prefix_attention.py).
+MAX_GATHERED_KEYS = 5.0
 
 
 def prefix_order(rows: Sequence[bytes], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,18 +78,6 @@ class PrefixTree:
             own = np.arange(self.starts[row], self.starts[row + 1])
             paths.append(np.concatenate([paths[-1][:shared], own]) if shared else own)
         return paths
-
-    @cached_property
-    def weights(self) -> np.ndarray:
-        """[total]: number of rows that contain each computed token."""
-        return np.bincount(np.concatenate(self.paths), minlength=self.total) if self.paths else np.zeros(0, np.int64)
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        """[total]: end of the descendants of each computed token."""
-        owner = np.repeat(np.arange(len(self.lengths)), self.new)
-        # The rows that contain a token are consecutive, beginning with the one that contributes it.
-        return self.starts[owner + self.weights]
 
     def padded(self, extra: int) -> PrefixTree:
         """Return the tree with one more row of `extra` tokens that shares none."""

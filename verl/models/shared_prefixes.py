@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from verl.models.packing import PackedRows, Packing
-from verl.models.prefix_tree import PrefixTree, prefix_order, token_bytes
+from verl.models.prefix_tree import MAX_GATHERED_KEYS, PrefixTree, prefix_order, token_bytes
 from verl.models.ulysses import SequenceParallel
 from verl.utils.device import copy_to_device
 
-TreeAttention = Literal["gather", "merge", "flex"]
+TreeAttention = Literal["gather", "merge"]
 """Implementations of attention over a tree on CUDA, see `verl.models.tree_attention`."""
-# Keys of all rows per computed token, above which copies of shared keys cost more than a second kernel.
-_MAX_GATHERED_KEYS = 4.0
 
 
 class GatheredKeys(NamedTuple):
@@ -80,9 +78,6 @@ class TreePacking(Packing):
         cuda = self.cu_seqlens.is_cuda
         self.gathered = self._gathered() if cuda else None
         self.branches = self._branches() if cuda and self.attention == "merge" else None
-        self.block_mask: Any = None
-        if cuda and self.attention == "flex":
-            self.block_mask = tree_block_mask(*self._to_device(torch.from_numpy(tree.ends)))
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
         return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
@@ -95,7 +90,7 @@ class TreePacking(Packing):
 
     def _select_attention(self) -> TreeAttention:
         keys = int(self.tree.lengths[self._contributing].sum())
-        return "gather" if keys <= _MAX_GATHERED_KEYS * self.total else "merge"
+        return "gather" if keys <= MAX_GATHERED_KEYS * self.total else "merge"
 
     def _gathered(self) -> GatheredKeys:
         paths = [self.tree.paths[row] for row in self._contributing]
@@ -141,18 +136,6 @@ class TreePacking(Packing):
 
     def _to_device(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return copy_to_device(tensors, self.cu_seqlens.device)
-
-
-def tree_block_mask(ends: torch.Tensor) -> Any:
-    """Return FlexAttention's block mask of a prefix tree; `ends` [T]: end of the descendants of each token."""
-
-    def on_path(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends[key])
-
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    create = torch.compile(create_block_mask, dynamic=True) if ends.is_cuda else create_block_mask
-    return create(on_path, None, None, len(ends), len(ends), device=ends.device)
 
 
 def _starts(lengths: np.ndarray) -> torch.Tensor:

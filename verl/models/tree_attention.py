@@ -5,13 +5,11 @@ Implementations with the same result:
 - `gather`: one variable-length call; a sequence's keys are a copy of its whole path.
 - `merge`: sequences attend to themselves, and to their shared prefix in a second call; the two parts are merged by
   their log-sum-exp. Keys are not copied for each row.
-- `flex`: FlexAttention with a block mask.
 - rows: attention of whole paths, in any dtype and on any device. Costs as much as attention without sharing.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,11 +31,8 @@ def tree_attention(
     """query [T, heads, dim], key, value [T, kv heads, dim] of the computed tokens -> [T, heads, dim]."""
     if not has_kernel(query, value, softcap):
         return rows_attention(query, key, value, packing, scale, window, softcap)
-    full = window is None and softcap is None
-    if full and packing.branches is not None:
+    if packing.branches is not None and window is None and softcap is None:
         return merged_attention(query, key, value, packing, packing.branches, scale)
-    if full and packing.block_mask is not None:
-        return masked_attention(query, key, value, packing.block_mask, scale)
     return gathered_attention(query, key, value, packing, scale, window, softcap)
 
 
@@ -192,22 +187,3 @@ def kernel_backward(
     return torch.ops.aten._flash_attention_backward(
         gradient, query, key, value, out, lse, *seqlens, 0.0, causal, rng_state, unused, scale=scale
     )
-
-
-# ---------------------------------------------------------------- FlexAttention
-
-
-@cache
-def _compiled_flex_attention() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, scale: float
-) -> torch.Tensor:
-    """Attention with a block mask, compiled for any number of tokens."""
-    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-    out = _compiled_flex_attention()(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)

@@ -31,6 +31,8 @@ class FSDPModelMemory:
     state_bytes: int = 4
     """Bytes of one optimizer moment of one parameter."""
     grad_offload: bool = False
+    copied_keys: float = 1.0
+    """Copies of the keys and values that attention saves; several if rows share prefixes."""
     device: str = "cuda"
 
     # ---------------------------------------------------------------- state between passes
@@ -86,7 +88,7 @@ class FSDPModelMemory:
         """
         s, c = self.shape, self.compute_bytes
         norm = (8 + c if s.norm_in_float32 else 4 + 2 * c) * s.hidden
-        attention = c * (2 * s.query_width + 2 * s.key_width) + 4 * s.heads
+        attention = c * (2 * s.query_width + 2 * s.key_width * self.copied_keys) + 4 * s.heads
         if s.head_norms:
             attention += (4 + c) * (s.query_width + s.key_width)
         if self.compiled:

@@ -27,6 +27,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.schema import get_path
 from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
+from verl.models.prefix_tree import MAX_GATHERED_KEYS
 from verl.planning.engines import (
     BYTES,
     EngineFootprint,
@@ -229,6 +230,7 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
         reshard=fsdp.reshard_after_forward,
         state_bytes=BYTES[block["optim"].state_dtype] if trains else 4,
         grad_offload=trains and bool(fsdp.grad_offload),
+        copied_keys=1.0 if block["use_prefix_grouper"] == "false" else MAX_GATHERED_KEYS,
         device=device,
     )
 

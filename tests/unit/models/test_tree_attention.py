@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.models.test_attention import one_sequence
 from verl.models import tree_attention
 from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking, tree_block_mask
+from verl.models.shared_prefixes import TreePacking
 
 TREES = {
     "a group": ([9, 7, 9, 8], [0, 5, 5, 5]),
@@ -83,17 +83,6 @@ def test_whole_rows(name, window, softcap):
 def test_random_trees_of_whole_rows(tree):
     packing = packing_of(*tree)
     check(lambda *x: tree_attention.rows_attention(*x, packing, 0.3), packing)
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_block_mask_of_flex_attention_is_the_paths(name):
-    tree = packing_of(*TREES[name]).tree
-    at = torch.arange(tree.total)
-    mask = tree_block_mask(torch.from_numpy(tree.ends)).mask_mod(0, 0, at[:, None], at)
-    expected = torch.zeros_like(mask)
-    for path in map(torch.from_numpy, tree.paths):
-        expected[path[:, None], path] |= torch.ones(len(path), len(path), dtype=torch.bool).tril()
-    assert torch.equal(mask, expected)
 
 
 # ---------------------------------------------------------------- implementations around CUDA kernels

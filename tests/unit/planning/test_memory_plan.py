@@ -11,11 +11,12 @@ from transformers import AutoConfig, PretrainedConfig
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.schema import get_path
+from verl.models.prefix_tree import MAX_GATHERED_KEYS
 from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.phases import DEVICE_PARTS, GB, HOST_PARTS, DeviceMemory, MemoryPlan, PhaseMemory
-from verl.planning.plan import memory_plan, micro_batch_sizes, supervised_memory_plan
+from verl.planning.plan import memory_plan, micro_batch_sizes, role_models, supervised_memory_plan
 from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
 
@@ -107,6 +108,14 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     plain, checkpointed = (FSDPModelMemory(SHAPE, checkpointing=on).update(tokens, tokens, 1) for on in (False, True))
     assert plain["activations"] > 5 * checkpointed["activations"]
     assert checkpointed["activations"] > tokens * SHAPE.layers * 2 * SHAPE.hidden
+
+
+def test_attention_over_shared_prefixes_saves_copies_of_keys_and_values():
+    plain, shared = (
+        role_models(load(f"{ACTOR}.use_prefix_grouper={mode}"), {"actor": SHAPE})["actor"].layer_activations()
+        for mode in ("False", "auto")
+    )
+    assert shared - plain == (MAX_GATHERED_KEYS - 1) * 2 * SHAPE.key_width * 2  # bf16
 
 
 def test_gradients_of_earlier_micro_batches_count_unless_they_wait_in_host_memory():

@@ -55,6 +55,16 @@ def test_whole_groups_are_kept_together_if_they_fit():
     ]
 
 
+@pytest.mark.parametrize(("prompt", "micro_batches"), [(500, 2), (4096, 3)])
+def test_a_long_prompt_is_not_repeated_to_save_a_micro_batch(prompt, micro_batches):
+    """Three groups of four responses fit into two micro-batches if the second group is split."""
+    lengths, shared = (3 * part for part in group(prompt, 100, 4))
+    rows = SharedPrefixes(np.arange(12), np.array(shared), np.array(lengths))
+    budget = (3 * (prompt + 400) + prompt) // 2
+    parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=budget), COST_PER_TOKEN)
+    assert len(parts) == micro_batches
+
+
 def test_a_group_over_the_budget_is_split_evenly_and_repeats_its_prompt():
     lengths, shared = group(10, 4, 6)
     rows = SharedPrefixes(np.arange(6), np.array(shared), np.array(lengths))

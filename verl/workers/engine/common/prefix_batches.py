@@ -14,6 +14,8 @@ from verl.workers.engine.base import MicroBatching
 # Fraction of the total cost that may be repeated in exchange for micro-batches of more equal cost.
 _TOLERANCE = 0.01
 _BISECTIONS = 8
+# Tokens that one more micro-batch costs, as an estimate: an additional one is cheaper than to repeat a long prefix.
+_MICRO_BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ def shared_micro_batch_rows(
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
     A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
-    limit counts computed tokens (or rows); a row over the limit forms its own micro-batch. The number is minimal for
-    ranges, but `at_least` if there are enough rows. Prefixes are repeated as little as possible; within a small
-    tolerance, the costs are balanced, so that all ranks are busy for about the same time.
+    limit counts computed tokens (or rows); a row over the limit forms its own micro-batch. The total cost of
+    micro-batches and of the prefixes that they repeat is minimal for ranges; there are `at_least` if there are enough
+    rows. Within a small tolerance, the costs are balanced, so that all ranks are busy for about the same time.
     """
     lengths, shared = prefixes.lengths, prefixes.shared
     if micro.max_tokens is not None:
@@ -64,7 +66,7 @@ def shared_micro_batch_rows(
         size = _RangeSums(np.ones_like(lengths), np.ones_like(lengths))
     costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
     limit = micro.max_tokens or micro.size or len(lengths)
-    cuts = _cheapest_cuts(size, limit, costs, min(at_least, len(lengths)))
+    cuts = _cheapest_cuts(size, limit, costs, float(cost(_MICRO_BATCH_TOKENS)), min(at_least, len(lengths)))
     parts = sorted(pairwise(cuts), key=lambda part: (-costs.of(*part), part))
     return [prefixes.order[first:end].tolist() for first, end in parts]
 
@@ -88,16 +90,16 @@ class _RangeSums:
         return np.minimum(starts, np.arange(len(keys)))
 
 
-def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, at_least: int) -> list[int]:
-    """Return the boundaries of the ranges: 0, …, number of rows."""
+def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, overhead: float, at_least: int) -> list[int]:
+    """Return the boundaries of the ranges: 0, …, number of rows. `overhead`: cost of a range beside its rows."""
     within_limit = size.earliest_starts(limit)
-    cuts, repeated = _least_repeated(within_limit, costs)
+    cuts, repeated = _least_repeated(within_limit, costs, overhead)
     most = max(at_least, len(cuts) - 1)
     allowed = repeated + _TOLERANCE * costs.sums[-1]
     low, high = 0.0, max(costs.of(*part) for part in pairwise(cuts))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        candidate, repeated = _least_repeated(np.maximum(within_limit, costs.earliest_starts(middle)), costs)
+        candidate, repeated = _least_repeated(np.maximum(within_limit, costs.earliest_starts(middle)), costs, overhead)
         if len(candidate) - 1 <= most and repeated <= allowed:
             cuts, high = candidate, middle
         else:
@@ -107,24 +109,21 @@ def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, at_least: 
     return cuts
 
 
-def _least_repeated(starts: np.ndarray, costs: _RangeSums) -> tuple[list[int], float]:
-    """Return the boundaries of the fewest ranges, among these with the least repeated cost, and that cost.
+def _least_repeated(starts: np.ndarray, costs: _RangeSums, overhead: float) -> tuple[list[int], float]:
+    """Return the boundaries with the least cost of repeated prefixes and of ranges, and that cost.
 
     `starts`: the earliest start of a range by its end, see `earliest_starts`.
     """
     rows = len(starts)
-    counts = np.zeros(rows + 1, dtype=np.int64)
-    repeated, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
+    total, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
     for end, first in enumerate(starts.tolist(), start=1):
-        # Counts do not decrease: the candidates with the fewest ranges follow `first`.
-        last = int(np.searchsorted(counts[:end], counts[first], side="right"))
-        total = repeated[first:last] + costs.repeated[first:last]
-        best = int(total.argmin())
-        counts[end], repeated[end], previous[end] = counts[first] + 1, total[best], first + best
+        candidates = total[first:end] + costs.repeated[first:end] + overhead
+        best = int(candidates.argmin())
+        total[end], previous[end] = candidates[best], first + best
     cuts = [rows]
     while cuts[-1]:
         cuts.append(int(previous[cuts[-1]]))
-    return cuts[::-1], float(repeated[rows])
+    return cuts[::-1], float(total[rows])
 
 
 def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:
