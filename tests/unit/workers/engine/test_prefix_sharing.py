@@ -20,7 +20,7 @@ from tests.support.engine_cases import (
 from tests.support.prefix_cases import BATCHES, RESPONSE, computed_tokens, shared_batch
 from tests.support.router_cases import moe_model
 from verl.config import ActorConfig, as_config
-from verl.config.names import LOSS_AGG_MODES
+from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 from verl.models.forward import ResponseModel
 from verl.models.model_checks import enable_packed_attention
 from verl.models.packing import packed_rows
@@ -100,7 +100,8 @@ def test_random_trees_have_the_states_and_gradients_of_a_plain_pass(wide_model, 
 
 @pytest.mark.parametrize(
     ("mode", "loss"),
-    [(mode, "vanilla") for mode in LOSS_AGG_MODES] + [("token-mean", name) for name in ("gspo", "clip_cov", "kl_cov")],
+    [(mode, "vanilla") for mode in LOSS_AGG_MODES]
+    + [("token-mean", name) for name in POLICY_LOSSES if name != "vanilla"],
 )
 def test_losses_and_aggregations_of_the_actor(mode, loss):
     """Also in several micro-batches where the loss does not depend on them."""
@@ -171,6 +172,16 @@ def test_checkpointing_adapters_and_windows(family, changes, options):
         results.append(run(engine, data, MicroBatching(max_tokens=16)))
     for plain, shared in zip(results[0][::2], results[1][::2], strict=True):
         assert_close(shared, plain)
+
+
+def test_the_most_likely_tokens_of_a_teacher():
+    data, engine = shared_batch("conversation"), make_engine(model_of_kind("causal_lm"), train=False)
+    plain, shared = {}, {}
+    for mode, fields in (("false", plain), ("true", shared)):
+        engine.prefix_sharing.mode = mode
+        fields.update(engine.infer(data, ["log_probs"], 0.7, MicroBatching(max_tokens=16), top_k=3).batch.items())
+    assert torch.equal(shared.pop("top_ids"), plain.pop("top_ids"))
+    assert_close(shared, plain)
 
 
 def test_auto_shares_only_if_enough_is_saved():
