@@ -14,10 +14,6 @@ from functools import cached_property
 
 import numpy as np
 
-# Keys of all rows per computed token up to which attention copies the keys of each row. On an H200 copies are faster
-# than a second kernel up to 4 keys and as fast at 6 (benchmarks/prefix_attention.py).
-MAX_GATHERED_KEYS = 5.0
-
 
 def prefix_order(rows: Sequence[bytes], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows in depth-first order [b], and for each of them the tokens shared with the row before it [b].

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from verl.models.packing import PackedRows, Packing
-from verl.models.prefix_tree import MAX_GATHERED_KEYS, PrefixTree, prefix_order, token_bytes
+from verl.models.prefix_tree import PrefixTree, prefix_order, token_bytes
 from verl.models.ulysses import SequenceParallel
+from verl.utils.buffer_sizes import MAX_GATHERED_KEYS
 from verl.utils.device import copy_to_device
 
 TreeAttention = Literal["gather", "merge"]

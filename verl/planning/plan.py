@@ -27,7 +27,6 @@ from verl.config.rollout import RolloutConfig
 from verl.config.schema import get_path
 from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
-from verl.models.prefix_tree import MAX_GATHERED_KEYS
 from verl.planning.engines import (
     BYTES,
     EngineFootprint,
@@ -51,6 +50,7 @@ from verl.planning.phases import (
     RoleMemory,
 )
 from verl.planning.shapes import MegatronLayout, ModelShape
+from verl.utils.buffer_sizes import MAX_GATHERED_KEYS
 
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
 # Measured: a process on a GPU (driver context, library workspaces), and NCCL buffers if there are several ranks.

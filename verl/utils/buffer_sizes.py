@@ -8,6 +8,9 @@ from __future__ import annotations
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 PORTION = 1 << 25
 """Number of elements whose bfloat16 moments are expanded to float32 at a time; a larger tensor is expanded alone."""
+# Keys of all rows per computed token up to which attention copies the keys of each row. On an H200 copies are faster
+# than a second kernel up to 4 keys and as fast at 6 (benchmarks/prefix_attention.py).
+MAX_GATHERED_KEYS = 5.0
 # Captured sizes; a step is padded to the next one. Above the last, launch overhead does not matter.
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
 MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)

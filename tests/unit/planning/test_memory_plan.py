@@ -11,7 +11,6 @@ from transformers import AutoConfig, PretrainedConfig
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.schema import get_path
-from verl.models.prefix_tree import MAX_GATHERED_KEYS
 from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.fsdp import FSDPModelMemory
@@ -19,6 +18,7 @@ from verl.planning.phases import DEVICE_PARTS, GB, HOST_PARTS, DeviceMemory, Mem
 from verl.planning.plan import memory_plan, micro_batch_sizes, role_models, supervised_memory_plan
 from verl.planning.remedies import applicable_remedies
 from verl.planning.shapes import ModelShape
+from verl.utils.buffer_sizes import MAX_GATHERED_KEYS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SHAPE = ModelShape.from_config(
