@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from verl.config.extensions import ExtensionTable, Traits
 
-RECORD_FOLDER = "record"
-"""Name of a run's recording in `trainer.default_local_dir`."""
-
 
 @dataclass(frozen=True)
 class EstimatorTraits(Traits):

@@ -304,6 +304,8 @@ def _objects(content: bytes) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     """A metric as a number; non-finite values are recorded as texts. None: not a number."""
+    if type(value) is float:
+        return value
     try:
         return None if value is None or isinstance(value, Mapping | list) else float(value)
     except ValueError:

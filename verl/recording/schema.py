@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
-from verl.config.names import RECORD_FOLDER
+from verl.utils.checkpoint.steps import RECORD_FOLDER
 
 __all__ = ["EVENTS", "FOLDER", "STREAMS", "VERSION", "Field", "Stream", "arrow_schema", "step_file", "step_of_file"]
 

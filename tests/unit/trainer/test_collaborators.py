@@ -17,10 +17,12 @@ from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.rollout_manager import RolloutManager
+from verl.trainer.ppo.row_balancing import row_costs
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils import hf_tokenizer
+from verl.utils.balancing import SequenceCost
 from verl.utils.plain_store import load_plain
 
 GRPO = ("algorithm=grpo", "actor_rollout_ref.rollout.n=2", "reward_model.reward_kwargs={num_processes: 0}")
@@ -138,7 +140,8 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     assert len(batch) == 16
     assert groups.mfu(batch, {"update_actor": 2.0}) == {}, "the peak rate of this device is unknown"
     groups.device_flops = 1e9
-    forward = groups._cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response).sum()
+    assert config.actor_rollout_ref.actor.ppo_epochs == 1
+    forward = row_costs(batch, SequenceCost.from_folder(config.actor_rollout_ref.model.path)).sum()
     assert groups.mfu(batch, {"update_actor": 2.0}) == {"perf/mfu/actor": pytest.approx(3 * forward / 2e9)}
     assert groups.mfu(batch, {}) == {}
     assert batch.batch["token_level_scores"].sum(-1).gt(0).any()

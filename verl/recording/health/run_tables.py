@@ -15,7 +15,7 @@ from verl.recording.reader import Recording
 __all__ = ["RunTables", "load"]
 
 _MAX_GROUP_STEPS = 80
-_MAX_TEXTS = 256
+_MAX_TEXTS = 96
 # Beginnings of the names of metrics that rules read.
 _METRICS = (
     "actor/",

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from verl.config.names import RECORD_FOLDER
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.trainer.recovery.signals import SignalForwarder
 from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
 from verl.utils.checkpoint.manifest import MANIFEST
-from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
+from verl.utils.checkpoint.steps import RECORD_FOLDER, has_expected_sizes, newest_first, step_of
 from verl.utils.fs import expand_path
 from verl.utils.json_lines import JsonLines
 from verl.utils.process_tree import adopt_orphans, children, with_descendants

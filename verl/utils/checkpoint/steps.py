@@ -10,7 +10,6 @@ import time
 import uuid
 from pathlib import Path
 
-from verl.config.names import RECORD_FOLDER
 from verl.utils.checkpoint.manifest import LATEST, MANIFEST, Manifest, damaged_files, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -20,6 +19,8 @@ LOCK = ".lock"
 FETCHED = ".remote"
 """Folder for steps that were copied back from a remote."""
 ITERATION = "latest_checkpointed_iteration.txt"
+RECORD_FOLDER = "record"
+"""Folder with the recording of the run (`verl.recording`)."""
 
 _LEFTOVER = re.compile(r"\.(?P<step>global_step_\d+)\.(?P<kind>tmp|old|del)-\d+-[0-9a-f]+")
 _PARTIAL = re.compile(rf"\.({re.escape(LATEST)}|{re.escape(ITERATION)}|{re.escape(MANIFEST)})\.[0-9a-f]+\.partial")
