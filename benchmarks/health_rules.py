@@ -130,26 +130,26 @@ def training(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
 def watch(case: Case, run: Path, process: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
     """Check the recording until an expected rule reports a problem, the run ends or the time is over."""
     stopped_at: float | None = None
-    found: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     while time.monotonic() < deadline:
         is_running = process.poll() is None
         tables = _tables(run)
         if tables is not None:
             step = tables.last_step
             for finding in health.findings(tables):
-                found.setdefault(finding.rule, step)
-            hits = [rule for rule in case.rules if rule in found]
+                first_steps.setdefault(finding.rule, step)
+            hits = [rule for rule in case.rules if rule in first_steps]
             if hits:
                 delay = {} if stopped_at is None else {"s after the stop": time.monotonic() - stopped_at}
-                first = min(hits, key=lambda rule: found[rule])
-                return {"run": case.name, "detected by": ", ".join(hits), "at step": found[first], **delay}
+                first = min(hits, key=lambda rule: first_steps[rule])
+                return {"run": case.name, "detected by": ", ".join(hits), "at step": first_steps[first], **delay}
             if case.stops_rank and stopped_at is None and step >= _STOPPED_AFTER:
                 stopped_at = time.monotonic()
                 os.kill(rank_pid(run, process.pid), signal.SIGSTOP)
         if not is_running:
             break
         time.sleep(_POLL_S)
-    note = ", ".join(f"{rule} at step {step}" for rule, step in found.items()) or "no finding"
+    note = ", ".join(f"{rule} at step {step}" for rule, step in first_steps.items()) or "no finding"
     return {"run": case.name, "detected by": "-" if case.rules else "nothing to detect", "note": note}
 
 

@@ -61,13 +61,13 @@ class Recording:
     tokens: FileStream
 
     def __init__(self, folder: str | Path) -> None:
-        given = Path(folder).expanduser()
-        candidates = (given / schema.FOLDER, given)
-        found = next((path for path in candidates if (path / schema.RUN_FILE).is_file()), None)
-        if found is None:
-            why = "has no recording" if given.is_dir() else "is no folder"
-            raise RecordingError(f"{given} {why} (no {schema.FOLDER}/{schema.RUN_FILE}). Pass the folder of a run.")
-        self.folder = found
+        root = Path(folder).expanduser()
+        candidates = (root / schema.FOLDER, root)
+        record = next((path for path in candidates if (path / schema.RUN_FILE).is_file()), None)
+        if record is None:
+            why = "has no recording" if root.is_dir() else "is no folder"
+            raise RecordingError(f"{root} {why} (no {schema.FOLDER}/{schema.RUN_FILE}). Pass the folder of a run.")
+        self.folder = record
         self._check_version()
         for stream in schema.STREAMS.values():
             kind = {"lines": LineStream, "steps": StepStream, "file": FileStream}[stream.layout]

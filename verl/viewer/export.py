@@ -101,8 +101,8 @@ def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, 
             partial.append(step)
     total = len(summary["steps"]["groups"])
     if len(steps) < total or partial:
-        some = f" (only some answers of {', '.join(map(str, sorted(partial)))})" if partial else ""
-        notes.append(f"groups of {len(steps)} of {total} steps: {', '.join(map(str, sorted(steps)))}{some}")
+        incomplete = f" (only some answers of {', '.join(map(str, sorted(partial)))})" if partial else ""
+        notes.append(f"groups of {len(steps)} of {total} steps: {', '.join(map(str, sorted(steps)))}{incomplete}")
     return f"It contains {'; '.join(notes)}. Search is left out." if notes else "Only search is left out."
 
 

@@ -281,8 +281,8 @@ def _validation_answer(row: dict[str, Any]) -> dict[str, Any]:
 def _hits(table: pa.Table, text: str) -> list[dict[str, Any]]:
     turns = table["turns"].combine_chunks()
     texts = turns.flatten().field("text")
-    found = pc.fill_null(pc.match_substring(texts, text, ignore_case=True), False)
-    parents, indices = turns.value_parent_indices(), np.flatnonzero(found.to_numpy(zero_copy_only=False))
+    matches = pc.fill_null(pc.match_substring(texts, text, ignore_case=True), False)
+    parents, indices = turns.value_parent_indices(), np.flatnonzero(matches.to_numpy(zero_copy_only=False))
     hits = []
     for index in indices.tolist():
         row, content = parents[index].as_py(), texts[index].as_py()

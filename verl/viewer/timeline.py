@@ -73,16 +73,16 @@ def waits(by_lane: dict[str, list[_Span]]) -> list[dict[str, Any]]:
             if rank:
                 key = (step, role, phase)
                 ends[key][lane] = max(end, ends[key].get(lane, end))
-    found = []
+    entries = []
     for (step, role, phase), by_name in ends.items():
         if len(by_name) > 1:
             slowest = max(by_name, key=lambda lane: by_name[lane])
             others = [by_name[slowest] - end for lane, end in by_name.items() if lane != slowest]
             mean, longest = float(np.mean(others)), float(max(others))
-            found.append(
+            entries.append(
                 {"step": step, "role": role, "phase": phase, "slowest": slowest, "mean": mean, "longest": longest}
             )
-    return sorted(found, key=lambda wait: (wait["step"], -wait["mean"]))
+    return sorted(entries, key=lambda wait: (wait["step"], -wait["mean"]))
 
 
 def memory(events: pa.Table, metrics: pa.Table) -> dict[str, Any]:
@@ -118,15 +118,15 @@ def series(engines: pa.Table, devices: pa.Table) -> dict[str, Any]:
 
 
 def _split(table: pa.Table, name: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for value in sorted(set(table[name].to_pylist()), key=_lane_order):
         rows = table.filter(pc.equal(table[name], value))
         rows = rows.take(np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MAX_POINTS)).astype(int)))
         entry = {"name": value, "columns": {column: numbers(rows[column]) for column in columns}}
         if name == "device":
             entry["lanes"] = rows["lanes"][-1].as_py()
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _lane_order(lane: str) -> tuple[Any, ...]:

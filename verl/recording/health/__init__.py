@@ -44,5 +44,5 @@ RULES: tuple[Callable[[RunTables], Finding | None], ...] = (
 
 def findings(tables: RunTables) -> list[Finding]:
     """The findings of all rules: current ones first, alerts before warnings."""
-    found = [finding for rule in RULES if (finding := rule(tables)) is not None]
-    return sorted(found, key=lambda finding: (not finding.is_current, finding.level != "alert", -finding.last_step))
+    reported = [finding for rule in RULES if (finding := rule(tables)) is not None]
+    return sorted(reported, key=lambda finding: (not finding.is_current, finding.level != "alert", -finding.last_step))

@@ -58,9 +58,9 @@ class AlertPoster:
     def _check(self) -> float:
         """Post what is new; return the seconds that the rules took."""
         begin = time.perf_counter()
-        found = health.findings(health.load(self._recording, time.time()))
+        findings = health.findings(health.load(self._recording, time.time()))
         seconds = time.perf_counter() - begin
-        for finding in found:
+        for finding in findings:
             if finding.level == "alert" and finding.is_current:
                 is_new = time.monotonic() - self._posted.get(finding.rule, -_REPEAT_S) >= _REPEAT_S
                 if not is_new or self._post(finding):

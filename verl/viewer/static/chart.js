@@ -22,15 +22,15 @@ export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
-  return found;
+  const values = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) values.push(Math.abs(value) < step * 1e-9 ? 0 : value);
+  return values;
 }
 
 function logTicks(low, high) {
-  const found = [];
-  for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) if (power >= low && power <= high) found.push(power);
-  return found.length > 1 ? found : [low, high];
+  const values = [];
+  for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) if (power >= low && power <= high) values.push(power);
+  return values.length > 1 ? values : [low, high];
 }
 
 class Canvas {

@@ -140,8 +140,8 @@ export async function renderOverview(view) {
     h("h2", {}, "Health"), health, grid, await configSection(runs));
   draw();
   const showHealth = async () => {
-    const found = await Promise.all(runs.map((_, run) => get("health", { run })));
-    const current = found.flatMap((findings, run) => findings.filter((entry) => entry.is_current).map((entry) => ({ ...entry, run })));
+    const results = await Promise.all(runs.map((_, run) => get("health", { run })));
+    const current = results.flatMap((findings, run) => findings.filter((entry) => entry.is_current).map((entry) => ({ ...entry, run })));
     health.replaceChildren(...(current.length ? findingCards(current, runs, true) : [h("p", { class: "good" }, "No finding for the newest steps.")]));
   };
   showHealth();

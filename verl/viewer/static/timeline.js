@@ -109,14 +109,14 @@ function seriesCharts({ engines, devices }, start) {
     plot.update({ series: shown.map((entry, number) => ({ name: entry.lanes?.[0] ?? entry.name, color: PALETTE[number], x: entry.columns.time.map((time) => time - (start ?? 0)), y: entry.columns[name].map((value) => (value === null ? null : value * scale)) })) });
     return plot.figure;
   };
-  const found = [
+  const charts = [
     chart("Generated tokens per second", engines, "tokens_per_s"), chart("Running requests", engines, "running"), chart("Waiting requests", engines, "waiting"),
     chart("Used share of the KV cache", engines, "kv_used"), chart("Preempted requests", engines, "preemptions"), chart("Device memory in use (GB)", devices, "memory_used", 1e-9), chart("Memory of tensors (GB)", devices, "memory_tensors", 1e-9),
     chart("Device utilisation", devices, "utilization"), chart("Power (W)", devices, "power"),
   ].filter(Boolean);
-  if (!found.length) return [];
+  if (!charts.length) return [];
   const hidden = Math.max(engines.length, devices.length) - PALETTE.length;
-  return [h("h2", {}, "Engines and devices"), hidden > 0 ? h("p", { class: "note" }, `The first ${PALETTE.length} are shown; ${hidden} more are recorded.`) : "", h("div", { class: "charts" }, found)];
+  return [h("h2", {}, "Engines and devices"), hidden > 0 ? h("p", { class: "note" }, `The first ${PALETTE.length} are shown; ${hidden} more are recorded.`) : "", h("div", { class: "charts" }, charts)];
 }
 
 function median(values) {
