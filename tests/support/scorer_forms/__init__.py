@@ -46,7 +46,7 @@ class Form:
     right: bool
     named: bool = False  # an example from a bug report
     later: bool = False  # written after the scorer was finished
-    limit: bool = False  # known to be scored wrongly; documented in docs/rewards.md
+    limit: bool = False  # known to be scored wrongly; documented in docs/guides/rewards.md
 
     def sort_key(self) -> tuple[bool, str]:
         return not self.named, hashlib.sha256(self.template.encode()).hexdigest()
