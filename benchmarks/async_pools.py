@@ -1,6 +1,6 @@
 """Pool sizes and speed-up of asynchronous training: the real buffer and admission control on a virtual clock.
 
-    python benchmarks/async_pools.py                                    # the tables of docs/asynchronous.md
+    python benchmarks/async_pools.py                                    # the tables of docs/results.md
     python benchmarks/async_pools.py --ranks 16 --staleness 4 --lengths mine.json
     python benchmarks/async_pools.py --count answers.parquet --tokenizer MODEL > mine.json
 

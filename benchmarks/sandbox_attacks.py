@@ -1,4 +1,4 @@
-"""Hostile programs against the sandbox at every level of isolation: the tables of docs/sandbox.md, as Markdown.
+"""Hostile programs in the sandbox at every level of isolation: the tables of docs/reference/sandbox.md, as Markdown.
 
     python benchmarks/sandbox_attacks.py --attack     # do they reach files, processes, the network?
     python benchmarks/sandbox_attacks.py --measure    # how much memory and disk space do they get, against the limits?

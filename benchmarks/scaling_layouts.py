@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: layouts of large models on many GPUs, by the formulas of the memory plan.
+"""The tables of docs/guides/large_models.md: layouts of large models on many GPUs, by the formulas of the memory plan.
 
 python benchmarks/scaling_layouts.py [--device-gb 80] [--length 4096] [--sequences 512]
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# On-policy distillation on GSM8K: teacher Qwen2.5-7B, student Qwen2.5-0.5B. Arguments are overrides.
-# Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# On-policy distillation on GSM8K: teacher Qwen2.5-7B, student Qwen2.5-0.5B.
+# Needs: GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/distillation/run_gsm8k.sh [key=value …]
 set -euo pipefail
 
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}

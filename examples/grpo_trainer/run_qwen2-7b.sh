@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K with Qwen2-7B: no critic; eight answers per prompt are compared with each other, and a KL loss keeps the
-# policy near the reference.
-# bash examples/grpo_trainer/run_qwen2-7b.sh [key=value …]
+# GRPO on GSM8K with Qwen2-7B: no critic, eight responses per prompt, a KL loss to the reference.
+# Needs: 8 GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/grpo_trainer/run_qwen2-7b.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

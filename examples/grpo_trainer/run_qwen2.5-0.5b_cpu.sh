@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K with Qwen2.5-0.5B on a machine without GPU: two processes, two small steps. It shows that data, model and
-# reward fit together before a GPU is paid for; the accuracy will not move.
-# bash examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh [key=value …]
+# GRPO on GSM8K with Qwen2.5-0.5B in two small steps: checks that data, model and reward work together before a GPU is
+# used. The accuracy does not change.
+# Needs: two CPU cores, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# GSM8K with a calculator, GRPO, Qwen2.5-3B-Instruct on 8 GPUs. Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# GRPO on GSM8K with a calculator and Qwen2.5-3B-Instruct.
+# Needs: 8 GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/multi_turn/run_qwen2.5-3b_gsm8k_calculator.sh [key=value …]
 set -euo pipefail
 rollout=actor_rollout_ref.rollout
 exec python3 -m verl.trainer.main_ppo \

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# PPO on GSM8K with DeepSeek-LLM 7B: eight GPUs, optimizer states in host memory between phases.
-# bash examples/ppo_trainer/run_deepseek7b_llm.sh [key=value …]
+# PPO on GSM8K with DeepSeek-LLM 7B; optimizer states are in host memory between phases.
+# Needs: 8 GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/ppo_trainer/run_deepseek7b_llm.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# PPO on GSM8K with Gemma 2B: actor, critic and rollout share two GPUs.
-# bash examples/ppo_trainer/run_gemma.sh [key=value …]
+# PPO on GSM8K with Gemma 2B: actor, critic and rollout share the devices.
+# Needs: 2 GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/ppo_trainer/run_gemma.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# PPO on GSM8K and MATH with Qwen2-7B on Megatron: the actor as TP 4 × PP 2, the critic as TP 4; layouts may differ.
-# bash examples/ppo_trainer/run_qwen2-7b_math_megatron.sh [key=value …]
+# PPO on GSM8K and MATH with Qwen2-7B on Megatron: the actor as TP 4 × PP 2, the critic as TP 4.
+# Needs: 8 GPUs, `make setup-megatron`, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+#   python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
+# Usage: bash examples/ppo_trainer/run_qwen2-7b_math_megatron.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

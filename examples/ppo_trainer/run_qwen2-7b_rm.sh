@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# PPO with Qwen2-7B and a reward model instead of a rule; the KL to the reference is part of the reward, so that the
-# policy does not drift to whatever the reward model overrates. Data: examples/data_preprocess/hh_rlhf.py.
-# bash examples/ppo_trainer/run_qwen2-7b_rm.sh [key=value …]
+# PPO with Qwen2-7B and a reward model. The KL to the reference is part of the reward, so that the policy does not exploit
+# errors of the reward model.
+# Needs: 8 GPUs, and:
+#   python examples/data_preprocess/hh_rlhf.py --local_save_dir ~/data/hh_rlhf
+# Usage: bash examples/ppo_trainer/run_qwen2-7b_rm.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

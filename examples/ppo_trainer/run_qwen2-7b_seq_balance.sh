@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# PPO with Qwen2-7B where answers differ much in length: micro-batches are cut by tokens instead of samples, and
-# rows are spread over ranks so that each has about as many tokens.
-# bash examples/ppo_trainer/run_qwen2-7b_seq_balance.sh [key=value …]
+# PPO with Qwen2-7B for responses of very different lengths: micro-batches by tokens, rows balanced over ranks.
+# Needs: 8 GPUs, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/ppo_trainer/run_qwen2-7b_seq_balance.sh [key=value …]
 set -euo pipefail
 
 exec python3 -m verl.trainer.main_ppo \

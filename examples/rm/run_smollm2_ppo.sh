@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# PPO of SmolLM2-135M-Instruct against the reward model of run_smollm2_rm.sh, from which the critic starts too; the KL to
+# PPO of SmolLM2-135M-Instruct with the reward model of run_smollm2_rm.sh, from which the critic starts, too. The KL to
 # the initial policy is part of the reward.
-# bash examples/rm/run_smollm2_ppo.sh [key=value …]
+# Needs: one GPU; the results of run_smollm2_rm.sh.
+# Usage: bash examples/rm/run_smollm2_ppo.sh [key=value …]
 set -euo pipefail
 
 MODEL=${MODEL:-$HOME/models/SmolLM2-135M-Instruct}

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A reward model from SmolLM2-135M-Instruct on UltraFeedback's pairs, on one GPU in a minute. Before:
+# Trains a reward model from SmolLM2-135M-Instruct on pairs of UltraFeedback, in a minute.
+# Needs: one GPU, and:
 #   python examples/models/smollm2.py --local_dir ~/models/SmolLM2-135M-Instruct
 #   python examples/data_preprocess/ultrafeedback.py --local_save_dir ~/data/ultrafeedback
-# bash examples/rm/run_smollm2_rm.sh [key=value …]
+# Usage: bash examples/rm/run_smollm2_rm.sh [key=value …]
 set -euo pipefail
 
 MODEL=${MODEL:-$HOME/models/SmolLM2-135M-Instruct}

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning on the worked answers of GSM8K. Arguments are overrides: run_gsm8k_sft.sh optim.lr=5e-6
-# Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# SFT on the worked answers of GSM8K.
+# Needs: one GPU or more, and:
+#   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Usage: bash examples/sft/run_gsm8k_sft.sh [key=value …]
 set -euo pipefail
 
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}

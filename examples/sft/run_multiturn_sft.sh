@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning on conversations: every answer of the assistant is learned, on eight GPUs, packed.
-# A row has `messages`, a list of {role, content}; a message may have `loss`, its weight (0: not learned).
-# bash examples/sft/run_multiturn_sft.sh [key=value …]
+# SFT on conversations: every assistant message is trained, rows are packed.
+# Needs: 8 GPUs; rows with `messages` of {role, content}; `loss` of a message is its weight (0: not trained).
+# Usage: bash examples/sft/run_multiturn_sft.sh [key=value …]
 set -euo pipefail
 
 DATA_DIR=${DATA_DIR:-$HOME/data/conversations}

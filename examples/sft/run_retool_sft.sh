@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# The warm start of recipe/retool: conversations that call a Python interpreter, on eight GPUs.
-# A row has `messages` (calls as `tool_calls` or in the text, results as role `tool`) and `tools`, the schemas.
-# What comes out is the model that recipe/retool/run_qwen2_7b_dapo.sh begins with.
-# bash examples/sft/run_retool_sft.sh [key=value …]
+# SFT on conversations that call a Python interpreter: the initial model of recipe/retool/run_qwen2_7b_dapo.sh.
+# Needs: 8 GPUs; rows with `messages` (calls as `tool_calls` or in the text, results as role `tool`) and `tools`.
+# Usage: bash examples/sft/run_retool_sft.sh [key=value …]
 set -euo pipefail
 
 DATA_ROOT=${DATA_ROOT:-$HOME}

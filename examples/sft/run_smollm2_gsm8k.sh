@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns the worked answers of GSM8K on one GPU, in minutes; accuracy before and after. Before:
+# SFT of SmolLM2-135M-Instruct on the worked answers of GSM8K, in minutes, with accuracy before and after.
+# Needs: one GPU, and:
 #   python examples/models/smollm2.py --local_dir ~/models/SmolLM2-135M-Instruct
 #   python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-# bash examples/sft/run_smollm2_gsm8k.sh [key=value …]
+# Usage: bash examples/sft/run_smollm2_gsm8k.sh [key=value …]
 set -euo pipefail
 
 MODEL=${MODEL:-$HOME/models/SmolLM2-135M-Instruct}

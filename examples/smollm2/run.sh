@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on two-step arithmetic with SmolLM2-135M-Instruct on one GPU, in minutes. Before:
+# GRPO on two-step arithmetic with SmolLM2-135M-Instruct, in minutes.
+# Needs: one GPU, and:
 #   python examples/models/smollm2.py --local_dir ~/models/SmolLM2-135M-Instruct
 #   python examples/smollm2/make_data.py --local_save_dir ~/data/two_step
-# bash examples/smollm2/run.sh [key=value …]
+# Usage: bash examples/smollm2/run.sh [key=value …]
 set -euo pipefail
 
 MODEL=${MODEL:-$HOME/models/SmolLM2-135M-Instruct}

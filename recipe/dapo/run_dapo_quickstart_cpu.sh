@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# DAPO on the quick start's word problems: a small model on two CPU cores, in minutes, without downloads.
-# Run `python examples/quickstart/run.py` once before: it creates the problems and the initial model.
-# bash recipe/dapo/run_dapo_quickstart_cpu.sh [key=value …]
+# DAPO on the word problems of the quick start with a small model, in minutes.
+# Needs: two CPU cores, and once:
+#   python examples/quickstart/run.py
+# Usage: bash recipe/dapo/run_dapo_quickstart_cpu.sh [key=value …]
 set -euo pipefail
 
 QUICKSTART=${QUICKSTART:-runs/quickstart}

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# DAPO on DAPO-Math-17k with Qwen2.5-7B (a base model), validated on AIME 2024: one node with eight GPUs of 80 GB.
-# bash recipe/dapo/run_dapo_qwen2.5_7b.sh [key=value …]
+# DAPO on DAPO-Math-17k with Qwen2.5-7B (a base model), validated on AIME 2024.
+# Needs: 8 GPUs of 80 GB, and:
+#   python examples/data_preprocess/dapo_math.py --local_save_dir ~/data/dapo_math
+#   python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
+# Usage: bash recipe/dapo/run_dapo_qwen2.5_7b.sh [key=value …]
 set -euo pipefail
 
 # A response may have 8192 tokens; the length penalty grows over the last 2048.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# ReTool with DAPO: a model that was fine-tuned on multi-turn tool use learns when to call a code interpreter while it
-# solves competition mathematics. Data and model are in $DATA_ROOT (default: the current folder).
-# bash recipe/retool/run_qwen2_7b_dapo.sh [key=value …]
+# ReTool with DAPO: a model that was fine-tuned on tool use learns when to call a code interpreter in competition
+# mathematics.
+# Needs: 8 GPUs, `make setup-vllm`; data and model in $DATA_ROOT (default: the current folder).
+# Usage: bash recipe/retool/run_qwen2_7b_dapo.sh [key=value …]
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")

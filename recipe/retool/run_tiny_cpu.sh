@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# ReTool in small: a tiny model on a CPU learns to run code, in minutes and without downloads. Its programs
-# run in the sandbox. bash recipe/retool/run_tiny_cpu.sh [key=value …]
+# ReTool with a tiny model that learns to run code in the sandbox, in minutes.
+# Needs: two CPU cores; no downloads.
+# Usage: bash recipe/retool/run_tiny_cpu.sh [key=value …]
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

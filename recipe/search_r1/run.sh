@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Search-R1 on one machine, retriever included: by default a tiny model on a CPU learns to search, in minutes, without
-# downloads. The same for SmolLM2 on a GPU: run_smollm2.sh.
-# bash recipe/search_r1/run.sh [key=value …]
+# Search-R1 with its retriever: a tiny model learns to search, in minutes. With SmolLM2 on a GPU: run_smollm2.sh.
+# Needs: two CPU cores, `pip install -e .[search]`; no downloads.
+# Usage: bash recipe/search_r1/run.sh [key=value …]
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

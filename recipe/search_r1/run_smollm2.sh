@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Search-R1 with SmolLM2-135M-Instruct on HotpotQA, one GPU, retriever included. Before:
+# Search-R1 with SmolLM2-135M-Instruct on HotpotQA, with its retriever.
+# Needs: one GPU, `pip install -e .[search]`, and:
 #   python examples/models/smollm2.py --local_dir ~/models/SmolLM2-135M-Instruct
-# bash recipe/search_r1/run_smollm2.sh [key=value …]
+# Usage: bash recipe/search_r1/run_smollm2.sh [key=value …]
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -47,6 +47,7 @@ FILES = {
     ("verl/utils/dataset/files.py", "datasets.load_dataset_builder"): "datasets >= 4 runs no scripts; reads the card",
     ("verl/config/compose.py", "yaml.load"): "a subclass of SafeLoader; only files of this package",
     ("examples/data_preprocess/raw_data.py", "datasets.load_dataset"): "datasets >= 4 runs no scripts",
+    ("examples/notebooks/agent_with_a_tool.py", "torch.load"): "weights_only=True; a file of the same run",
 }
 CHANNELS = {
     # Between processes of one run: (file, name): why no one else can write to it

@@ -51,10 +51,11 @@ KNOWN = [
 DOCUMENTS = [
     *ROOT.glob("examples/*/README.md"),
     *ROOT.glob("recipe/*/README.md"),
-    ROOT / "docs/algorithms.md",
-    ROOT / "docs/guide.md",
-    ROOT / "docs/performance.md",
-    ROOT / "docs/troubleshooting.md",
+    *ROOT.glob("docs/guides/*.md"),
+    *ROOT.glob("docs/concepts/*.md"),
+    ROOT / "docs/start/first_run.md",
+    ROOT / "docs/start/your_task.md",
+    ROOT / "docs/results.md",
 ]
 RETOOL = "recipe/retool/run_qwen2_7b_dapo.sh"
 
@@ -89,6 +90,14 @@ def test_a_script_fails_when_the_run_fails(script, tmp_path):
 def test_a_script_is_explained_in_the_readme_beside_it(script):
     path = ROOT / script
     assert path.name in (path.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_states_purpose_and_needs_and_is_in_the_table(script):
+    header = re.match(r"#!.*\n((?:#.*\n)+)", (ROOT / script).read_text())[1]
+    assert re.match(r"# \w.*\n(?:# .*\n)*# Needs: ", header)
+    assert f"# Usage: bash {script} [key=value …]" in header
+    assert script in (ROOT / "docs/guides/examples.md").read_text()
 
 
 def test_configuration_keys_in_documents_exist():

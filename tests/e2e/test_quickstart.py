@@ -79,9 +79,9 @@ def test_the_note_of_a_dead_ray_does_not_keep_the_quick_start_from_its_own(monke
 def test_the_pages_name_the_steps_that_run():
     page = (ROOT / "examples/quickstart/README.md").read_text()
     assert re.findall(r"total_training_steps=(\d+)", page) == [str(STEPS)]
-    readme = (ROOT / "README.md").read_text()
-    assert re.findall(r"(\d+)\s+supervised\s+steps", readme) == [str(WARM_START_STEPS)]
-    assert re.findall(r"(\d+)\s+steps\s+of\s+PPO", readme) == [str(STEPS)]
+    first_run = (ROOT / "docs/start/first_run.md").read_text()
+    assert re.findall(r"(\d+)\s+supervised\s+steps", first_run) == [str(WARM_START_STEPS)]
+    assert re.findall(r"(\d+)\s+steps\s+of\s+PPO", first_run) == [str(STEPS)]
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.needs("server")
 
 
 def command(engine: str, model: str, port: int) -> list[str]:
-    """As docs/servers.md says, and what a small CPU machine needs besides."""
+    """As docs/reference/servers.md says, and what a small CPU machine needs besides."""
     at = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     if engine == "vllm":
         vllm = str(Path(sys.executable).with_name("vllm"))

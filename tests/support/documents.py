@@ -111,7 +111,8 @@ def _output(text: str, fence: re.Match[str], following: re.Match[str] | None, do
     directive = _DIRECTIVE.search(between)
     if directive and (directive[1], directive[2]) != ("output", "example"):
         raise ValueError(f"{document}: unknown directive {directive[0]!r}")
-    return None if between else textwrap.dedent(following["text"])
+    indent = len(following["indent"])
+    return None if between else "".join(line[indent:] or "\n" for line in following["text"].splitlines(keepends=True))
 
 
 def matches(expected: str, printed: str) -> bool:

@@ -171,7 +171,8 @@ def check_devices() -> Iterator[Check]:
         yield Check(section, "driver", driver.read_text().splitlines()[0].removeprefix("NVRM version: "), "info")
     torch, error = _try_torch()
     if torch is None:
-        yield Check(section, "torch", error, "failed", "Install a torch build for this machine: docs/install.md.")
+        remedy = "Install a torch build for this machine: docs/start/installation.md."
+        yield Check(section, "torch", error, "failed", remedy)
         return
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
     yield Check(section, "torch computes", f"{torch['version']}, {build}")
@@ -273,7 +274,7 @@ def check_sandbox() -> Iterator[Check]:
 
     isolation = available()
     status: Status = "ok" if isolation.level == "full" else "warning"
-    remedy = "" if status == "ok" else f"Missing: {', '.join(isolation.missing)} (docs/sandbox.md)."
+    remedy = "" if status == "ok" else f"Missing: {', '.join(isolation.missing)} (docs/reference/sandbox.md)."
     yield Check("sandbox", "isolation", str(isolation), status, remedy)
 
 

@@ -117,7 +117,7 @@ def overview() -> str:
     lines += [
         "",
         "verl SUBCOMMAND --help: usage and most important keys. verl train --help data: all keys of a block.",
-        "First steps: verl doctor; verl init my_project. Documentation: docs/command_line.md of the repository.",
+        "First steps: verl doctor; verl init my_project. Documentation: docs/index.md of the repository.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -31,7 +31,7 @@ class RolloutCorrectionConfig(Block):
     rollout_is_threshold: str = key("Upper bound of the weights; as lo_hi (0.5_2.0), weights out of range become 0.")
     rollout_is_batch_normalize: bool = key("Divide the importance weights of a batch by their mean.")
     rollout_rs: str | None = key(
-        "Mask tokens or sequences with a large mismatch: a comma list of token_k1, seq_max_k2 … (docs/algorithms.md).",
+        "Mask tokens or sequences with a large mismatch: comma list of token_k1, seq_max_k2 … (policy_and_weights.md).",
         null="off",
     )
     rollout_rs_threshold: str | None = key(

@@ -143,7 +143,8 @@ def _resolve_auto_weights(config: PPOConfig, report: Report) -> None:
     if stale:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: responses may be {_max_age(config)} steps old, so importance"
-            f" weights are used ({_CORRECTION}.rollout_is = token; docs/asynchronous.md has the bias of each method)."
+            f" weights are used ({_CORRECTION}.rollout_is = token; docs/concepts/policy_and_weights.md has the bias of"
+            " each method)."
         )
 
 
@@ -230,8 +231,8 @@ def _staleness(config: PPOConfig, report: Report) -> None:
     if _trains_on_stale_responses(config) and rule.rollout_is is None and not rule.bypass_mode:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: responses may be {max_age} steps old, and the loss treats them"
-            f" as on-policy. Set {_CORRECTION}.rollout_is=token for importance weights (docs/asynchronous.md has the"
-            " bias of each method)."
+            f" as on-policy. Set {_CORRECTION}.rollout_is=token for importance weights"
+            " (docs/concepts/policy_and_weights.md has the bias of each method)."
         )
 
 

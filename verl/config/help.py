@@ -1,7 +1,7 @@
 """Text of `--help` for programs with a configuration: the most important keys, or all keys of one block.
 
 Descriptions, types and defaults come from the declarations and the YAML files (`schema`, `compose`), as in
-docs/config.md. Imports neither torch nor hydra.
+docs/reference/config.md. Imports neither torch nor hydra.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _overview_lines(program: Program, usage: str, width: int) -> Iterator[str]:
     if options:
         yield from ("", *textwrap.wrap(f"Sets of defaults: {', '.join(options)}", width, subsequent_indent="  "))
     yield f"\nThe composed configuration, without a run: {usage} key=value … --cfg job"
-    yield "All keys on one page: docs/config.md"
+    yield "All keys on one page: docs/reference/config.md"
 
 
 def _block_lines(root: Root, path: str, usage: str, width: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.seconds import MeanLengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds
 from verl.planning.shapes import ModelShape
 
-# Bytes per second of a disk with checksums (docs/performance.md, Checkpoints: 0.8 to 1.1 GB/s).
+# Bytes per second of a disk with checksums (docs/results.md, Checkpoints: 0.8 to 1.1 GB/s).
 _DISK = 1e9
 
 

@@ -28,8 +28,8 @@ from verl.planning.plan import micro_batch_sizes, role_models, supervised_model,
 from verl.planning.shapes import ModelShape
 from verl.utils.buffer_sizes import bytes_per_token
 
-_ENGINE_TABLE = "docs/performance.md, The training engine: benchmarks/training_step.py --engine-only --cases a"
-_ASYNC_7B = "docs/asynchronous.md, 7B: benchmarks/asynchronous.py --shape qwen2.5-7b"
+_ENGINE_TABLE = "docs/results.md, The training engine: benchmarks/training_step.py --engine-only --cases a"
+_ASYNC_7B = "docs/results.md, Throughput on one GPU, 7B: benchmarks/asynchronous.py --shape qwen2.5-7b"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ MEASURED_RATES = (
     MeasuredRate("Qwen2.5-7B", "inference", 64 * 2048 / 3.2, 1024, 1024, True, f"{_ASYNC_7B} (old log-probs 3.2 s)"),
 )
 # Milliseconds of a decode step by (model, sequences, context), with their sources; `decode_seconds` is fitted to them.
-_ENGINES, _INFERENCE = "docs/engines.md, Measured: benchmarks/inference.py", "docs/inference.md, Speed"
+_ENGINES, _INFERENCE = (
+    "docs/results.md, Rollout engines: benchmarks/inference.py",
+    "docs/results.md, Native engine",
+)
 MEASURED_DECODE_STEPS = {
     ("Qwen2.5-0.5B", 32, 256): (1.00, _INFERENCE),
     ("Qwen2.5-0.5B", 256, 256): (1.67, _INFERENCE),
@@ -68,17 +71,17 @@ MEASURED_DECODE_STEPS = {
     ("Qwen2.5-7B", 512, 256): (14.6, _ENGINES),
     ("Qwen2.5-7B", 1024, 256): (27.7, _ENGINES),
 }
-# Rates reached on the H200: a large bf16 product, and reads of weights and KV (docs/performance.md, docs/inference.md).
+# Rates reached on the H200: a large bf16 product, and reads of weights and KV (docs/results.md).
 _MATMUL, _READ = 780e12, 4.15e12
 # Fitted to MEASURED_DECODE_STEPS: a step takes this multiple of products and reads, and a part that does not shrink.
 _DECODE_FACTOR, _DECODE_FIXED = 1.26, (0.6e-3, 0.4e-3)
-# Prefill of 8,192 tokens at 7B: 158 ms, of which 139 ms are products (docs/inference.md).
+# Prefill of 8,192 tokens at 7B: 158 ms, of which 139 ms are products (docs/results.md).
 _PREFILL_FACTOR = 158 / 139
-# Start and end of a generation phase (docs/performance.md, whole steps: 0.53 s, of which 0.45 s are engine steps).
+# Start and end of a generation phase (docs/results.md, whole steps: 0.53 s, of which 0.45 s are engine steps).
 _GENERATION_FIXED = 0.08
-# Weight sync of a step in one process: 0.05 s at 0.5B, 0.07 s at 1.5B (docs/performance.md, whole steps).
+# Weight sync of a step in one process: 0.05 s at 0.5B, 0.07 s at 1.5B (docs/results.md, whole steps).
 _SYNC_FIXED, _SYNC_PER_PARAMETER = 0.04, 2e-11
-# Host time of a micro-batch, per layer: 1,150 tokens at 17,700 and 198,000 tokens/s (docs/performance.md, no dynamic).
+# Host time of a micro-batch, per layer: 1,150 tokens at 17,700 and 198,000 tokens/s (docs/results.md, no dynamic).
 _HOST_PER_LAYER = {"update": 2.7e-3, "inference": 0.24e-3}
 # Assumption for GPUs of different nodes.
 _BETWEEN_NODES = 40e9

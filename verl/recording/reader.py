@@ -41,7 +41,7 @@ def read(folder: str | Path) -> Recording:
         run.groups.table(step=12)
         run.trajectories.table(step=12, uid=uid, columns=["turns", "advantages"])
 
-    Fields: docs/recording.md. Raises RecordingError for other folders and for recordings of a newer version.
+    Fields: docs/reference/recording.md. Raises RecordingError for other folders and for recordings of a newer version.
     """
     return Recording(folder)
 

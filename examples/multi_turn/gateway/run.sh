@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A black-box agent, trained through the gateway: a small model on two CPU cores, in minutes, with nothing to download.
-# bash examples/multi_turn/gateway/run.sh [key=value …]
+# Trains an agent that only knows the OpenAI API, through the gateway: a small model, in minutes.
+# Needs: two CPU cores; no downloads.
+# Usage: bash examples/multi_turn/gateway/run.sh [key=value …]
 set -euo pipefail
 
 cd "$(dirname "$0")/../../.."

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from off_policy_bias import CORRECTIONS, TabularPolicy, bias_and_noise, token_versions
 
 VERSIONS = 8
-DOCS = Path(__file__).parents[3] / "docs" / "asynchronous.md"
+DOCS = Path(__file__).parents[3] / "docs/concepts/policy_and_weights.md"
 
 
 @pytest.fixture(scope="module")

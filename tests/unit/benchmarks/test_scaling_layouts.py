@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md are what their command prints, of models with the parameters they are known for."""
+"""The layouts of docs/guides/large_models.md are those of their command, of models with their known parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def test_models_have_the_parameters_that_they_are_known_for(name):
     assert found == pytest.approx(BILLIONS[name], rel=0.015)
 
 
-def test_the_page_has_the_table_that_the_command_prints():
-    rows = list(table(MODELS["Qwen2.5-7B"], Work(4096, 512, 72 * GB)))
-    assert "\n".join(rows) in (ROOT / "docs/scaling.md").read_text()
-    assert len(rows) == 2 + 14
+def test_the_layouts_of_the_guide_are_those_that_the_command_prints():
+    page = (ROOT / "docs/guides/large_models.md").read_text()
+    section = page.partition("| model | GPUs | layout |")[2].partition("\n\n")[0]
+    documented = [[cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines()[2:]]
+    assert len(documented) == 6
+    for model, gpus, layout, total in documented:
+        rows = [line.strip("| ").split(" | ") for line in table(MODELS[model], Work(4096, 512, 72 * GB))]
+        assert len(rows) == 2 + 14
+        assert [row[8] for row in rows if row[:2] == [gpus, layout.replace("FSDP", "fsdp")]] == [total]

@@ -1,4 +1,4 @@
-"""docs/config.md says what the declarations say."""
+"""docs/reference/config.md says what the declarations say."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from verl.config import PPOConfig
 from verl.config.docs import render
 from verl.config.schema import walk
 
-PAGE = Path(__file__).parents[3] / "docs" / "config.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/config.md"
 
 
 def test_page_is_up_to_date():
-    assert PAGE.read_text() == render(), "run: python -m verl.config.docs > docs/config.md"
+    assert PAGE.read_text() == render(), "run: python -m verl.config.docs > docs/reference/config.md"
 
 
 def test_page_has_every_key():

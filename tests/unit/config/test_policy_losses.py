@@ -71,7 +71,7 @@ def test_a_clip_that_the_loss_does_not_read_is_said():
 
 
 def test_the_docs_say_what_each_loss_brings_and_from_which_paper():
-    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text().partition("## Policy losses")[2]
+    text = (Path(__file__).parents[3] / "docs/guides/algorithms.md").read_text().partition("## Loss")[2]
     for loss, own in POLICY_LOSSES.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{loss}` |"))
         assert own.paper in row

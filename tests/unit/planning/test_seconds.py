@@ -68,7 +68,7 @@ def test_rates_between_measured_sizes_are_interpolated_and_constant_outside():
     assert reached_flops("update", 70e9) == reached_flops("update", 8e9)
 
 
-# docs/performance.md, (a): 32 x 8 rows of 128 + 256 tokens at 110,600 tokens/s.
+# docs/results.md, (a): 32 x 8 rows of 128 + 256 tokens at 110,600 tokens/s.
 MEASURED_WORKLOAD = (
     "data.train_batch_size=32",
     f"{ACTOR}.ppo_mini_batch_size=32",

@@ -185,7 +185,7 @@ def test_every_advised_key_exists():
     source = "".join(path.read_text() for path in folder.glob("*.py"))
     keys = set(re.findall(r'\("((?:algorithm|actor_rollout_ref|data|reward_model|trainer|optim)\.[a-z_.]+)", ', source))
     assert len(keys) > 8
-    sections = _documented_keys(folder.parents[2] / "docs/config.md")
+    sections = _documented_keys(folder.parents[2] / "docs/reference/config.md")
     assert keys - sections == set()
 
 

@@ -323,8 +323,8 @@ def test_a_damaged_step_is_named(tmp_path):
 
 
 def test_the_page_of_fields_is_current():
-    page = (ROOT / "docs/recording.md").read_text()
-    assert page == render(), "run: python -m verl.recording.docs > docs/recording.md"
+    page = (ROOT / "docs/reference/recording.md").read_text()
+    assert page == render(), "run: python -m verl.recording.docs > docs/reference/recording.md"
 
 
 def test_every_field_has_one_line_of_meaning():

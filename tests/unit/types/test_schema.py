@@ -79,5 +79,5 @@ def test_a_call_gets_what_it_reads_and_an_update_the_users_own_tensors_too():
 
 
 def test_the_page_is_made_from_the_table():
-    page = (ROOT / "docs/columns.md").read_text()
-    assert page == schema.render(), "python -m verl.types.schema > docs/columns.md"
+    page = (ROOT / "docs/reference/columns.md").read_text()
+    assert page == schema.render(), "python -m verl.types.schema > docs/reference/columns.md"

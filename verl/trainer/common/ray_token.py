@@ -49,7 +49,7 @@ def create_token() -> None:
             ) from error
         logger.info(
             "Created a Ray auth token in %s (mode 0600). The other nodes need the same token: use a shared home folder,"
-            " copy the file to the same place on every node, or set %s or %s there. See docs/cluster.md.",
+            " copy the file to the same place on every node, or set %s or %s there. See docs/guides/large_models.md.",
             *(path, _PATH, _TOKEN),
         )
     elif _is_enabled() and not os.environ.get(_TOKEN) and _is_readable_by_others(path):
@@ -91,7 +91,7 @@ def enable_token() -> None:
 def _copy_remedy() -> str:
     return (
         f"Copy the token file of node 0 (~/.ray/auth_token, or its {_PATH}) to {token_file()} with mode 0600, or set"
-        f" {_TOKEN} to the same value on all nodes. See docs/cluster.md."
+        f" {_TOKEN} to the same value on all nodes. See docs/guides/large_models.md."
     )
 
 

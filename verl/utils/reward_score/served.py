@@ -1,4 +1,4 @@
-"""Scores of a reward model on a server: `reward_model.url` (docs/rewards.md)."""
+"""Scores of a reward model on a server: `reward_model.url` (docs/guides/rewards.md)."""
 
 from __future__ import annotations
 

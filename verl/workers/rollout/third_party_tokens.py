@@ -164,5 +164,5 @@ def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: i
 def _reject(engine: str, problem: str) -> None:
     raise RuntimeError(
         f"rollout: {engine} does not report the log-probs of the distribution it samples from: {problem}. Importance"
-        " ratios would be wrong. Use a tested version (docs/engines.md), or rollout.name=native."
+        " ratios would be wrong. Use a tested version (docs/guides/large_models.md), or rollout.name=native."
     )

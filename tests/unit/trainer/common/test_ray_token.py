@@ -188,7 +188,7 @@ def test_joining_a_cluster_that_rejects_the_token_names_the_remedy(answering, mo
     with pytest.raises(RayUnavailableError) as caught:
         start_ray()
     assert f"127.0.0.1:{answering} {'rejects the' if token else 'requires a'}" in str(caught.value)
-    assert "docs/cluster.md" in str(caught.value)
+    assert "docs/guides/large_models.md" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(home):
@@ -205,7 +205,7 @@ def test_a_node_without_a_token_names_the_file_and_the_variables(answering):
     message = str(caught.value)
     assert str(token_file()) in message
     assert "RAY_AUTH_TOKEN" in message
-    assert "docs/cluster.md" in message
+    assert "docs/guides/large_models.md" in message
 
 
 @pytest.mark.processes

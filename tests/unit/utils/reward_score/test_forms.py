@@ -13,7 +13,7 @@ def test_every_case_is_judged_as_it_was_made(scorer):
         pytest.importorskip("math_verify", reason="needs math-verify (pip install math-verify)")
     wrongly = [case for case in cases(scorer) if not case.is_scored_correctly()]
     assert [(case.text, case.truth) for case in wrongly if not case.form.limit] == []
-    # A limit that is one no more must be taken off the list, here and in docs/rewards.md.
+    # A limit that is one no more must be taken off the list, here and in docs/guides/rewards.md.
     assert {case.form.template for case in wrongly} == {form.template for form in forms(scorer) if form.limit}
 
 

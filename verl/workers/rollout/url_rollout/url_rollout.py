@@ -121,5 +121,5 @@ def connect(
     except (LookupError, TypeError) as error:
         raise ServerError(
             f"rollout.server_urls: the configuration that {client.url} reports cannot be read"
-            f" ({type(error).__name__}: {error}). docs/servers.md lists the tested versions."
+            f" ({type(error).__name__}: {error}). docs/reference/servers.md lists the tested versions."
         ) from error
