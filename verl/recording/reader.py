@@ -119,7 +119,7 @@ class Recording:
 class Stream:
     """One stream. `table()` returns its rows; fields that a recording lacks are null."""
 
-    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+    def __init__(self, recording: Recording, declared: schema.StreamSpec) -> None:
         self._recording, self.declared = recording, declared
         self._path = recording.folder / declared.path
 
@@ -138,7 +138,7 @@ class Stream:
 class LineStream(Stream):
     """JSON lines. Lines that are already parsed are not read again; an incomplete last line is ignored."""
 
-    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+    def __init__(self, recording: Recording, declared: schema.StreamSpec) -> None:
         super().__init__(recording, declared)
         self._offset, self._parts = 0, [schema.arrow_schema(declared.name).empty_table()]
 
@@ -175,7 +175,7 @@ class LineStream(Stream):
 class MetricStream(LineStream):
     """Metrics as a table with a column per metric, besides `step`, `time` and `attempt`; one row per step."""
 
-    def __init__(self, recording: Recording, declared: schema.Stream) -> None:
+    def __init__(self, recording: Recording, declared: schema.StreamSpec) -> None:
         super().__init__(recording, declared)
         self._records: list[dict[str, Any]] = []
         self._names: dict[str, None] = {}

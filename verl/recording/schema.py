@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from verl.utils.checkpoint.steps import RECORD_FOLDER
 
-__all__ = ["EVENTS", "FOLDER", "STREAMS", "VERSION", "Field", "Stream", "arrow_schema", "step_file", "step_of_file"]
+__all__ = ["EVENTS", "FOLDER", "STREAMS", "VERSION", "Field", "StreamSpec", "arrow_schema", "step_file", "step_of_file"]
 
 VERSION = 1
 FOLDER = RECORD_FOLDER
@@ -35,7 +35,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamSpec:
     """One stream.
 
     `layout`: `lines` (one JSON object per line, appended to `<name>.jsonl`), `steps` (a parquet file per step in the
@@ -82,7 +82,7 @@ _TURN = pa.struct(
 )
 
 _STREAMS = (
-    Stream(
+    StreamSpec(
         "metrics",
         "lines",
         "the metrics of one step",
@@ -93,7 +93,7 @@ _STREAMS = (
             Field("data", pa.map_(_text, _double), "metrics by name; `table()` returns a column per metric instead"),
         ),
     ),
-    Stream(
+    StreamSpec(
         "phases",
         "lines",
         "one phase of the controller, or one call of a rank",
@@ -109,7 +109,7 @@ _STREAMS = (
         ),
         by_step=False,
     ),
-    Stream(
+    StreamSpec(
         "engines",
         "lines",
         "the load of one inference engine at one time",
@@ -127,7 +127,7 @@ _STREAMS = (
         ),
         by_step=False,
     ),
-    Stream(
+    StreamSpec(
         "devices",
         "lines",
         "one device at one time",
@@ -146,7 +146,7 @@ _STREAMS = (
         ),
         by_step=False,
     ),
-    Stream(
+    StreamSpec(
         "events",
         "lines",
         "one event",
@@ -160,7 +160,7 @@ _STREAMS = (
         ),
         by_step=False,
     ),
-    Stream(
+    StreamSpec(
         "groups",
         "steps",
         "one prompt of a training step, with all its answers",
@@ -183,7 +183,7 @@ _STREAMS = (
             Field("recorded", _bool, "whether the answers are in `trajectories`; false: beyond the budget of the step"),
         ),
     ),
-    Stream(
+    StreamSpec(
         "trajectories",
         "steps",
         "one row of an answer; agents that rewrite their context have several rows per answer",
@@ -220,7 +220,7 @@ _STREAMS = (
             _extra,
         ),
     ),
-    Stream(
+    StreamSpec(
         "validation",
         "steps",
         "one answer to a validation prompt",
@@ -242,7 +242,7 @@ _STREAMS = (
             Field("status", _text, "finished, aborted or failed (agents)"),
         ),
     ),
-    Stream(
+    StreamSpec(
         "tokens",
         "file",
         "one token of the vocabulary",
@@ -256,7 +256,7 @@ _STREAMS = (
     ),
 )  # fmt: skip
 
-STREAMS: dict[str, Stream] = {stream.name: stream for stream in _STREAMS}
+STREAMS: dict[str, StreamSpec] = {stream.name: stream for stream in _STREAMS}
 
 EVENTS: dict[str, str] = {
     "start": "the program started at step 0; `data`: first_step, host, pid, versions",

@@ -6,9 +6,9 @@ import sys
 from verl.trainer.data_check import check_reward_function as check_files
 from verl.trainer.data_check_command import main_reward as main
 from verl.trainer.data_check_command import show_report as show
-from verl.workers.reward_manager.check import Finding, RewardReport, RewardRow, check_reward
+from verl.workers.reward_manager.check import RewardFinding, RewardReport, RewardRow, check_reward
 
-__all__ = ["Finding", "RewardReport", "RewardRow", "check_files", "check_reward", "main", "show"]
+__all__ = ["RewardFinding", "RewardReport", "RewardRow", "check_files", "check_reward", "main", "show"]
 
 if __name__ == "__main__":
     sys.exit(main())

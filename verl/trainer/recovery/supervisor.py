@@ -37,7 +37,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Attempt(Generic[C]):
+class SupervisedAttempt(Generic[C]):
     """Input of a child: its configuration, and the Ray head that all attempts share, or None."""
 
     config: C
@@ -48,7 +48,7 @@ def supervise(
     config: C,
     ensure_head: Callable[[Any], Any] = lambda head: None,
     stop_head: Callable[[Any], None] = lambda head: None,
-) -> Attempt[C]:
+) -> SupervisedAttempt[C]:
     """Fork a child for every attempt; return in the child. This process itself never returns: it exits when the run has
     ended.
 
@@ -91,10 +91,10 @@ class Supervisor(Generic[C]):
         self.head: Any = None
         self._stopped_in_delay = False
 
-    def next_attempt(self) -> Attempt[C]:
+    def next_attempt(self) -> SupervisedAttempt[C]:
         """Return the input of the next child; called in the child."""
         first = self.attempts == 0
-        return Attempt(self._config if first else self._saved.resume_config(self._config), self.head)
+        return SupervisedAttempt(self._config if first else self._saved.resume_config(self._config), self.head)
 
     def restarts(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> bool:
         """Decide and log whether to restart; wait for the delay before a restart. Returns the decision."""

@@ -30,7 +30,7 @@ _FIRST_CALL_SECONDS_WITH_BUDGET = 10.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class RewardFinding:
     """The result of one check."""
 
     question: str
@@ -52,7 +52,7 @@ class ScoredAnswer:
 class RewardReport:
     """The results of all checks."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RewardFinding] = field(default_factory=list)
     samples: list[ScoredAnswer] = field(default_factory=list)
     """Answers to the first rows with their scores."""
     fatal_error: str | None = None
@@ -147,7 +147,7 @@ def _cases(rows: Sequence[RewardRow], is_user_function: bool, quick: bool, repor
             yield _Case("everything", number, replace(sample, solution_str=text))
     if errors and not is_user_function:
         text = f"{len(errors)} of {len(rows)} cannot be compared with: {errors[0]}"
-        report.findings.append(Finding("ground truths", text, "failed"))
+        report.findings.append(RewardFinding("ground truths", text, "failed"))
 
 
 def _first_call_returns(submit: Submit, sample: Sample, timeout: float, report: RewardReport) -> bool:
@@ -156,7 +156,7 @@ def _first_call_returns(submit: Submit, sample: Sample, timeout: float, report: 
         submit(sample).result(timeout=timeout)
     except TimeoutError:
         text = f"the first call did not return within {timeout:g} s"
-        report.findings.append(Finding("speed", text, "warning"))
+        report.findings.append(RewardFinding("speed", text, "warning"))
         return False
     return True
 
@@ -177,37 +177,37 @@ def _call_times(submit: Submit, cases: Sequence[_Case], clock: _TimeBudget) -> l
     return seconds
 
 
-def _check_failures(cases: Sequence[_Case]) -> Finding:
+def _check_failures(cases: Sequence[_Case]) -> RewardFinding:
     failed = [case for case in cases if case.scores[0].error is not None]
     if not failed:
-        return Finding("failed calls", f"none of {len(cases)}", "ok")
+        return RewardFinding("failed calls", f"none of {len(cases)}", "ok")
     case = failed[0]
     last_line = str(case.scores[0].error).splitlines()[-1]
     text = f"{len(failed)} of {len(cases)}; answer {case.sample.solution_str[:60]!r}: {last_line}"
-    return Finding("failed calls", text, "failed")
+    return RewardFinding("failed calls", text, "failed")
 
 
-def _check_speed(seconds: Sequence[float], unfinished: int) -> Finding:
+def _check_speed(seconds: Sequence[float], unfinished: int) -> RewardFinding:
     if unfinished or not seconds:
-        return Finding("speed", f"{unfinished} calls had not returned within the time budget", "warning")
+        return RewardFinding("speed", f"{unfinished} calls had not returned within the time budget", "warning")
     ordered = sorted(seconds)
     p50, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
     text = f"p50 {1000 * p50:.3g} ms, p99 {1000 * p99:.3g} ms, slowest {1000 * ordered[-1]:.3g} ms"
-    return Finding("speed", text, "warning" if p99 > _SLOW_SECONDS else "ok")
+    return RewardFinding("speed", text, "warning" if p99 > _SLOW_SECONDS else "ok")
 
 
-def _check_determinism(cases: Sequence[_Case]) -> Finding:
+def _check_determinism(cases: Sequence[_Case]) -> RewardFinding:
     """Compare two scores of the same answer; the second was computed in another order of calls."""
     twice = [case for case in cases if len(case.scores) > 1]
     for case in twice:
         first, second = case.scores[:2]
         if first.value != second.value:
             text = f"no: {case.sample.solution_str[:60]!r} scored {first.value:g}, then {second.value:g}"
-            return Finding("same answer, same score", text, "failed")
-    return Finding("same answer, same score", f"yes, {len(twice)} answers twice, in another order", "ok")
+            return RewardFinding("same answer, same score", text, "failed")
+    return RewardFinding("same answer, same score", f"yes, {len(twice)} answers twice, in another order", "ok")
 
 
-def _check_correctness(cases: Sequence[_Case], is_user_function: bool) -> Iterator[Finding]:
+def _check_correctness(cases: Sequence[_Case], is_user_function: bool) -> Iterator[RewardFinding]:
     right = {case.row: case for case in cases if case.kind == "right"}
     if right:
         yield _check_right_answers(list(right.values()), cases, is_user_function)
@@ -224,32 +224,32 @@ def _check_correctness(cases: Sequence[_Case], is_user_function: bool) -> Iterat
             first = wrongly_full[0]
             text = f"gets full score ({first.value:g}) in {len(wrongly_full)} of {len(tried)}: {_describe(first)}"
         elif kind == "empty" and highest.value > 0:
-            yield Finding(question, text, "warning" if is_user_function else "failed")
+            yield RewardFinding(question, text, "warning" if is_user_function else "failed")
             continue
-        yield Finding(question, text, "failed" if wrongly_full else "ok")
+        yield RewardFinding(question, text, "failed" if wrongly_full else "ok")
 
 
 def _full_score(right: _Case | None) -> float:
     return right.value if right is not None and right.value > 0 else float("inf")
 
 
-def _check_right_answers(right: Sequence[_Case], cases: Sequence[_Case], is_user_function: bool) -> Finding:
+def _check_right_answers(right: Sequence[_Case], cases: Sequence[_Case], is_user_function: bool) -> RewardFinding:
     question = "ground truth as the answer"
     if not is_user_function:
         wrong = [case for case in right if case.value != 1.0]
         if not wrong:
-            return Finding(question, f"scores 1 in all {len(right)} rows", "ok")
+            return RewardFinding(question, f"scores 1 in all {len(right)} rows", "ok")
         text = f"scores {wrong[0].value:g} in {len(wrong)} of {len(right)} rows: {_describe(wrong[0])}"
-        return Finding(question, text, "failed")
+        return RewardFinding(question, text, "failed")
     empty = {case.row: case.value for case in cases if case.kind == "empty"}
     no_better = [case for case in right if case.value <= empty.get(case.row, 0.0)]
     if not no_better:
-        return Finding(question, f"scores {min(case.value for case in right):g} at least", "ok")
+        return RewardFinding(question, f"scores {min(case.value for case in right):g} at least", "ok")
     text = (
         f"scores no better than no answer in {len(no_better)} of {len(right)} rows: {_describe(no_better[0])}. If the "
         "function expects another format, declare it: register_score(data_source, answer=…)"
     )
-    return Finding(question, text, "warning")
+    return RewardFinding(question, text, "warning")
 
 
 def _describe(case: _Case) -> str:
