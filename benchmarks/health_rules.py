@@ -102,6 +102,7 @@ def run_case(case: Case, files: dict[str, Path], start: Path, folder: Path, limi
     overrides = [
         *training_overrides("grpo", files, start, folder),
         "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.default_local_dir={run}",
         "trainer.validation_data_dir=null",

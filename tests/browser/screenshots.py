@@ -1,6 +1,6 @@
 """Screenshots of all pages of a recorded run, for the documentation.
 
-    make train && python -m tests.browser.screenshots runs/quickstart/ppo docs/images
+    make train ALGO=grpo && python -m tests.browser.screenshots runs/quickstart/grpo docs/figures
 
 Needs chromium, chromedriver and selenium, as `make test-browser`.
 """
@@ -33,6 +33,7 @@ def main() -> None:
     ):
         for name, place in pages(run).items():
             browser.open(f"http://127.0.0.1:{port}/#{place}")
+            browser.wait("!document.body.innerText.includes('checking…')")  # findings appear after the charts
             browser.driver.save_screenshot(str(options.target / f"{options.prefix}-{name}.png"))
         browser.driver.get("about:blank")
 

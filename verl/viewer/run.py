@@ -53,7 +53,7 @@ class ViewedRun:
 
     def __init__(self, folder: str | Path) -> None:
         self._recording: Recording = read(folder)
-        self.folder = self._recording.folder
+        self.folder, self._name = self._recording.folder, str(folder)
         self._lock = threading.RLock()
         self._cache: dict[tuple[str, int], tuple[int, Any]] = {}
         """By name and step: modification time of the step's file, and what was computed from it."""
@@ -75,7 +75,7 @@ class ViewedRun:
             steps = metrics["step"].to_pylist()
             names = ("program", "project", "experiment", "verl", "texts")
             return {name: run.get(name) for name in names} | {
-                "folder": str(self.folder.parent if self.folder.name == schema.FOLDER else self.folder),
+                "folder": self._name,
                 "last_step": steps[-1] if steps else None,
                 "start": events[0]["time"] if events else None,
                 "attempts": [attempt._asdict() for attempt in recorded.attempts],

@@ -8,6 +8,7 @@ import { nearestStep, stepBar } from "./groups.js";
 const ROW = 16, GAP = 8, LABEL = 150, AXIS = 22;
 // Phases that contain others, or that are not part of the step.
 const NO_PHASES = new Set(["timing_s/step", "timing_s/record"]);
+const AFTER_STEP = new Set(["save_checkpoint", "testing"]);
 
 /** Depth of every span among those of its lane that contain it; spans are sorted by start. */
 export function depths(spans) {
@@ -62,7 +63,7 @@ function breakdown(columns, index) {
   const list = [
     { name: "name", label: "phase", value: (row) => row.name },
     { name: "seconds", label: "time", value: (row) => row.seconds, show: (row) => duration(row.seconds), numeric: true },
-    { name: "share", label: "of the step", value: (row) => row.seconds, show: (row) => h("span", {}, bar(row), total ? percent(row.seconds / total) : "–") },
+    { name: "share", label: "of the step", value: (row) => row.seconds, show: (row) => (AFTER_STEP.has(row.name) ? h("span", { class: "muted" }, "after it") : h("span", {}, bar(row), total ? percent(row.seconds / total) : "–")) },
     { name: "median", label: "median of the run", value: (row) => row.median, show: (row) => duration(row.median), numeric: true },
   ];
   return h("div", {}, h("h2", {}, `Step: ${duration(total)}`), table(list, rows, { sort: { column: "seconds", descending: true } }));
@@ -130,6 +131,7 @@ class Lanes {
     const names = [...new Set(lanes.flatMap((lane) => lane.spans.map((span) => span[0])))];
     const total = new Map(names.map((name) => [name, 0]));
     for (const lane of lanes) for (const [name, from, to] of lane.spans) total.set(name, total.get(name) + to - from);
+    total.set("step", 0); // it contains the others, which need the colors
     names.sort((a, b) => total.get(b) - total.get(a));
     this.colors = new Map(names.map((name, number) => [name, number < PALETTE.length ? PALETTE[number] : "--other"]));
     let top = 4;
