@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +102,16 @@ class Recording:
         starts = events.filter(pc.field("kind").isin(_ATTEMPT_EVENTS)).to_pylist()
         return [Attempt(e["attempt"], int(json.loads(e["data"])["first_step"]), e["time"]) for e in starts]
 
+    def without_superseded(self, table: pa.Table) -> pa.Table:
+        """Return the rows of a table with the columns `step` and `attempt` that no later attempt has trained again."""
+        attempts = self.attempts
+        keep = pa.chunked_array([pa.repeat(True, len(table))])
+        for attempt in attempts:
+            is_earlier = pc.less(table["attempt"], attempt.number)
+            is_again = pc.and_(is_earlier, pc.greater_equal(table["step"], attempt.first_step))
+            keep = pc.and_(keep, pc.invert(pc.fill_null(is_again, False)))
+        return table.filter(keep)
+
     def is_superseded(self, step: int, attempt: int, attempts: Sequence[Attempt]) -> bool:
         """Return whether a later attempt started at or before the step."""
         return any(later.number > attempt and later.first_step <= step for later in attempts)
@@ -140,7 +151,12 @@ class LineStream(Stream):
 
     def __init__(self, recording: Recording, declared: schema.StreamSpec) -> None:
         super().__init__(recording, declared)
-        self._offset, self._parts = 0, [schema.arrow_schema(declared.name).empty_table()]
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget everything that was read."""
+        self._offset, self._inode = 0, -1
+        self._parts = [schema.arrow_schema(self.declared.name).empty_table()]
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         content = self._new_lines()
@@ -155,6 +171,10 @@ class LineStream(Stream):
         if not self._path.is_file():
             return b""
         with self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._offset:  # a new recording in the same folder
+                self._reset()
+                self._inode = stat.st_ino
             file.seek(self._offset)
             content = file.read()
         content = content[: content.rfind(b"\n") + 1]
@@ -175,8 +195,8 @@ class LineStream(Stream):
 class MetricStream(LineStream):
     """Metrics as a table with a column per metric, besides `step`, `time` and `attempt`; one row per step."""
 
-    def __init__(self, recording: Recording, declared: schema.StreamSpec) -> None:
-        super().__init__(recording, declared)
+    def _reset(self) -> None:
+        super()._reset()
         self._records: list[dict[str, Any]] = []
         self._names: dict[str, None] = {}
 

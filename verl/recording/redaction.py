@@ -26,14 +26,17 @@ class Redaction:
             text = pattern.sub(REPLACEMENT, text)
         return text
 
-    def value(self, value: Any) -> Any:
-        """Return nested dicts and lists with all matches in their texts and keys replaced."""
+    def value(self, value: Any, keys: bool = False) -> Any:
+        """Return nested dicts and lists with all matches in their texts replaced; with `keys`, also in keys of dicts.
+
+        Keys are part of users' data, but names of fields, metrics and configuration keys must not change.
+        """
         if not self._patterns:
             return value
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.value(key): self.value(item) for key, item in value.items()}
+            return {self.value(key) if keys else key: self.value(item, keys) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [self.value(item, keys) for item in value]
         return value

@@ -272,7 +272,7 @@ EVENTS: dict[str, str] = {
     "sampled": "a step had more trajectories than record.max_mb_per_step; `data`: groups, recorded, seed",
     "skipped": "trajectories of a step were not recorded, because the writer had not finished earlier steps",
     "thinned": "trajectories of steps were deleted to stay within record.max_gb; `data`: stream, steps",
-    "stopped": "recording stopped: the small streams alone exceed record.max_gb, or the folder cannot be written",
+    "stopped": "only metrics and events are recorded from now on: the small streams alone exceed record.max_gb",
     "end": "the program ended; `message`: the error, if there is one",
 }
 """Kinds of events."""

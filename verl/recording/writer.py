@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import queue
 import threading
 import time
 from collections import defaultdict
@@ -37,12 +36,16 @@ _MAX_LINES = 20_000
 _ROW_GROUP = 128
 # Streams of which steps may be deleted, in this order.
 _THINNED = ("trajectories", "validation")
+# Streams that are recorded even if the budget is used up.
+_ALWAYS_RECORDED = ("metrics", "events")
+# Folder of the steps that a later attempt trains again: <folder>/<attempt>/<stream>.
+_SUPERSEDED = "superseded"
 
 
 class RecordWriter:
     """One per attempt of a run; the caller owns the folder. Methods are thread-safe and do not wait for the disk.
 
-    Errors of the thread are stored until `raise_error`; the thread goes on with the next record.
+    The first error of the thread is stored until `raise_error`; the thread goes on with the next record.
     """
 
     def __init__(
@@ -63,8 +66,8 @@ class RecordWriter:
         self._max_bytes = max_bytes
         self._set_aside(first_step, run_id)
         folder.mkdir(parents=True, exist_ok=True)
-        self._delete_steps(first_step)
         self.attempt = 1 + _last_attempt(folder / schema.STREAMS["events"].path)
+        self._move_superseded_steps(first_step)
         content = {"schema": schema.VERSION, "verl": __version__, "run_id": run_id, **self._redaction.value(run)}
         with atomic_write(folder / schema.RUN_FILE) as file:
             file.write((to_json(content, indent=1) + "\n").encode())
@@ -76,7 +79,7 @@ class RecordWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._jobs = threading.Semaphore(_MAX_JOBS)
-        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self._error: Exception | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
@@ -91,6 +94,7 @@ class RecordWriter:
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
         """Record an event of a kind of `schema.EVENTS`."""
         text = to_json(self._redaction.value(data)) if data else None
+        message = self._redaction.text(message)
         self.line("events", {"time": _now(), "step": step, "kind": kind, "message": message, "data": text})
 
     def submit(self, job: Callable[[], None]) -> bool:
@@ -109,9 +113,10 @@ class RecordWriter:
         return True
 
     def raise_error(self) -> None:
-        """Raise the oldest error of the thread that was not raised yet."""
-        if not self._errors.empty():
-            raise self._errors.get()
+        """Raise the error of the thread that was not raised yet, if any."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self, timeout: float = 60.0) -> None:
         """Write everything that was recorded, for up to `timeout` seconds, and end the thread; safe to call twice."""
@@ -173,17 +178,21 @@ class RecordWriter:
 
     def _run(self) -> None:
         while items := self._take():
-            lines: list[tuple[str, Mapping[str, Any]]] = []
-            for item in items:
-                if isinstance(item, tuple):
-                    lines.append(item)
-                else:
-                    self._guard(functools.partial(self._append, lines))
-                    lines = []
-                    self._guard(item)
-            self._guard(functools.partial(self._append, lines))
+            self._process(items)
+            items.clear()  # a job refers to its batch
         for file in self._files.values():
             file.close()
+
+    def _process(self, items: Sequence[_Item]) -> None:
+        lines: list[tuple[str, Mapping[str, Any]]] = []
+        for item in items:
+            if isinstance(item, tuple):
+                lines.append(item)
+            else:
+                self._guard(functools.partial(self._append, lines))
+                lines = []
+                self._guard(item)
+        self._guard(functools.partial(self._append, lines))
 
     def _take(self) -> list[_Item]:
         """Wait for items and take all; [] when the writer is closed and nothing is left."""
@@ -195,50 +204,73 @@ class RecordWriter:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - raised by `raise_error`, or by the future of the job
-            self._errors.put(error)
+        except Exception as error:  # noqa: BLE001 - raised by `raise_error`
+            if self._error is None:
+                # The frames of tracebacks refer to batches, which must not stay in memory.
+                error.__context__ = error.__cause__ = None
+                self._error = error.with_traceback(None)
 
     def _append(self, lines: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Append these lines, with one write per stream."""
         by_stream: dict[str, list[Any]] = defaultdict(list)
         for stream, record in lines:
-            by_stream[stream].append(self._redaction.value(record))
+            # The data of events is JSON, which is redacted before it is encoded.
+            by_stream[stream].append(record if stream == "events" else self._redaction.value(record))
         for name, records in by_stream.items():
-            if not self._stopped:
+            if not self._stopped or name in _ALWAYS_RECORDED:
                 self._bytes += self._files[name].append(records)
         self._shrink()
 
     def _shrink(self, newest: int | None = None) -> None:
-        """Delete steps until the recording is within its budget; stop recording if that is not possible."""
+        """Delete steps until the recording is within its budget. If the other streams alone exceed it, nothing is
+        deleted, and only metrics and events are recorded from now on."""
         if self._stopped or self._max_bytes is None or self._bytes <= self._max_bytes:
             return
-        for stream in _THINNED:
-            files = {step: path for path in (self.folder / stream).glob("*.parquet")
-                     if (step := schema.step_of_file(path)) is not None}  # fmt: skip
+        self._delete_superseded_steps()
+        files = {stream: self._step_files(stream) for stream in _THINNED}
+        deletable = sum(path.stat().st_size for paths in files.values() for path in paths.values())
+        if self._bytes - deletable > self._max_bytes:
+            self._stop(newest)
+            return
+        for stream, paths in files.items():
             dropped = []
-            while self._bytes > self._max_bytes and files:
-                step = step_to_drop(sorted(files))
-                step = min(files) if step is None else step
-                path = files.pop(step)
+            while self._bytes > self._max_bytes and paths:
+                step = step_to_drop(sorted(paths))
+                step = min(paths) if step is None else step
+                path = paths.pop(step)
                 self._bytes -= path.stat().st_size
                 path.unlink()
                 dropped.append(step)
             if dropped:
                 self.event("thinned", max(dropped), data={"stream": stream, "steps": sorted(dropped)})
-        if self._bytes > self._max_bytes:
-            reason = f"the small streams alone exceed trainer.record.max_gb ({self._max_bytes / 1e9:g} GB)"
-            # Not by `event`: later lines are not written.
-            event = {"time": _now(), "attempt": self.attempt, "step": newest, "kind": "stopped", "message": reason}
-            self._files["events"].append([event])
-            self._stopped = True
-            logger.warning("recording stops: %s: %s", self.folder, reason)
 
-    def _delete_steps(self, first_step: int) -> None:
-        """Delete the files of steps that this attempt trains again."""
+    def _stop(self, newest: int | None) -> None:
+        limit = f"trainer.record.max_gb ({(self._max_bytes or 0) / 1e9:g} GB)"
+        reason = f"the small streams alone exceed {limit}; only metrics and events are recorded from now on"
+        self._stopped = True
+        self.event("stopped", 0 if newest is None else newest, reason)
+        logger.warning("recording: %s: %s", self.folder, reason)
+
+    def _step_files(self, stream: str) -> dict[int, Path]:
+        """Return the files of a stream by step."""
+        found = {schema.step_of_file(path): path for path in (self.folder / stream).glob("*.parquet")}
+        return {step: path for step, path in found.items() if step is not None}
+
+    def _move_superseded_steps(self, first_step: int) -> None:
+        """Move the files of steps that this attempt trains again to `superseded/<attempt>`. They are deleted first if
+        the recording exceeds its budget."""
         for stream in schema.STREAMS.values():
-            for path in (self.folder / stream.path).glob("*.parquet") if stream.layout == "steps" else ():
-                if (step := schema.step_of_file(path)) is not None and step >= first_step:
-                    path.unlink()
+            files = self._step_files(stream.path) if stream.layout == "steps" else {}
+            for step, path in files.items():
+                if step >= first_step:
+                    target = self.folder / _SUPERSEDED / str(self.attempt) / stream.path
+                    target.mkdir(parents=True, exist_ok=True)
+                    path.rename(target / path.name)
+
+    def _delete_superseded_steps(self) -> None:
+        for path in (self.folder / _SUPERSEDED).rglob("*.parquet"):
+            self._bytes -= path.stat().st_size
+            path.unlink()
 
     def _set_aside(self, first_step: int, run_id: str | None) -> None:
         try:

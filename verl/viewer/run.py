@@ -148,7 +148,8 @@ class ViewedRun:
     def timeline(self, first: int, last: int) -> dict[str, Any]:
         """Lanes with the phases of these steps, idle time, waits, and the events meanwhile."""
         with self._lock:
-            phases, events = self._recording.phases.table(), self._recording.events.table()
+            phases = self._recording.without_superseded(self._recording.phases.table())
+            events = self._recording.events.table()
         return timeline.lanes(phases, events, first, last)
 
     def series(self) -> dict[str, Any]:

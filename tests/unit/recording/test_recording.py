@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +138,37 @@ def test_a_resumed_run_supersedes_repeated_steps_only(tmp_path):
     assert table["accuracy"].to_pylist() == [None, 0.75, None]
     assert run.trajectories.steps == [1, 2, 3], "step 4 is of the first attempt"
     assert run.trajectories.table(["score"])["score"].to_pylist() == [1.0, 2.0, -3.0]
+    moved = [pq.read_table(path)["score"][0].as_py() for path in sorted(run.folder.glob("superseded/2/*/*.parquet"))]
+    assert moved == [3.0, 4.0], "nothing is deleted"
+
+
+def test_rows_of_superseded_attempts_are_left_out_of_a_table(tmp_path):
+    for first_step in (0, 3):
+        writer = open_writer(tmp_path, first_step)
+        for step in range(first_step, 5):
+            writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+        writer.close()
+    run = recording.read(tmp_path)
+    phases = run.without_superseded(run.phases.table())
+    assert list(zip(phases["step"].to_pylist(), phases["attempt"].to_pylist(), strict=True)) == [
+        (0, 1), (1, 1), (2, 1), (3, 2), (4, 2),
+    ]  # fmt: skip
+
+
+def test_a_reader_notices_a_new_recording_in_the_same_folder(tmp_path):
+    writer = open_writer(tmp_path, run_id="one")
+    for step in range(5):
+        log(writer, step, loss=1.0)
+    writer.close()
+    run = recording.read(tmp_path)
+    assert len(run.metrics.table()) == len(run.metrics.names) * 5 == 5
+    writer = open_writer(tmp_path, run_id="two")
+    for step in range(9):
+        log(writer, step, other=2.0)
+    writer.close()
+    assert run.metrics.table()["other"].to_pylist() == [2.0] * 9
+    assert run.metrics.names == ["other"]
+    assert len(run.events.table()) == 1
 
 
 def test_a_restart_from_the_beginning_continues_the_recording_and_another_command_moves_it(tmp_path):
@@ -189,6 +224,26 @@ def test_errors_of_the_disk_are_raised_later_and_do_not_stop_the_writer(tmp_path
         writer.raise_error()
     writer.raise_error()
     assert len(recording.read(tmp_path).metrics.table()) == 1
+
+
+def test_a_stored_error_keeps_no_batch_in_memory(tmp_path):
+    class Batch:
+        pass
+
+    def fail(batch: Batch) -> None:
+        raise OSError("disk full") from ValueError("cause")
+
+    writer = open_writer(tmp_path)
+    batches = []
+    for _ in range(5):
+        batch = Batch()
+        batches.append(weakref.ref(batch))
+        assert writer.submit(functools.partial(fail, batch))
+        del batch
+        with contextlib.suppress(OSError):
+            finish(writer)
+    assert [batch() for batch in batches] == [None] * 5
+    writer.close()
 
 
 def test_jobs_are_refused_while_earlier_ones_wait(tmp_path):
@@ -255,14 +310,34 @@ def test_the_recording_stays_within_its_budget_and_names_what_was_deleted(tmp_pa
     assert sorted(dropped + kept) == list(range(1, 31))
 
 
-def test_recording_stops_if_small_streams_alone_exceed_the_budget(tmp_path):
-    writer = open_writer(tmp_path, max_bytes=2000)
+def test_only_metrics_and_events_are_recorded_if_small_streams_alone_exceed_the_budget(tmp_path):
+    writer = open_writer(tmp_path, max_bytes=20_000)
+    write_step(writer, 0, [1.0])
     for step in range(200):
         log(writer, step, loss=0.5)
+        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
         finish(writer)
+    write_step(writer, 1, [1.0])
     writer.close()
-    assert sum(file.stat().st_size for file in (tmp_path / "record").iterdir()) < 3000
-    assert recording.read(tmp_path).events.table()["kind"].to_pylist()[-1] == "stopped"
+    run = recording.read(tmp_path)
+    assert run.events.table()["kind"].to_pylist() == ["start", "thinned", "stopped"]
+    assert len(run.metrics.table()) == 200
+    assert 0 < len(run.phases.table()) < 200
+    assert run.trajectories.steps == []
+
+
+def test_superseded_steps_are_deleted_before_others(tmp_path):
+    values = pa.array([np.random.default_rng(0).standard_normal(4000).astype(np.float32)], pa.list_(pa.float32()))
+    for first_step in (0, 1):
+        writer = open_writer(tmp_path, first_step, max_bytes=50_000)
+        for step in (1, 2):
+            columns = {"step": [step], "uid": ["a"], "advantages": values}
+            assert writer.submit(functools.partial(writer.write_table, "trajectories", step, columns))
+            finish(writer)
+        writer.close()
+    run = recording.read(tmp_path)
+    assert run.trajectories.steps == [1, 2]
+    assert list(run.folder.glob("superseded/*/*/*")) == []
 
 
 # -------------------------------------------------------------------- redaction
@@ -275,8 +350,22 @@ def test_matches_are_replaced_in_every_text_of_a_record(tmp_path):
     writer.close()
     event = recording.read(tmp_path).events.table().to_pylist()[-1]
     assert event["message"] == "key [redacted] of a [redacted]"
-    assert json.loads(event["data"]) == {"nested": [{"[redacted]": "[redacted]"}]}
-    assert not any("sk-" in file.read_text() for file in (tmp_path / "record").glob("*.json*"))
+    assert json.loads(event["data"]) == {"nested": [{"sk-1": "[redacted]"}]}, "fields keep their names"
+    assert redact.value({"sk-1": "Secret"}, keys=True) == {"[redacted]": "[redacted]"}
+
+
+def test_a_pattern_that_matches_names_and_numbers_leaves_a_readable_recording(tmp_path):
+    writer = open_writer(tmp_path, redaction=Redaction([r"\w{4,}", r"\d+"]))
+    log(writer, 1, first_metric=0.5, second_metric=1.5)
+    writer.event("checkpoint", 1, data={"seconds": 123456, "path": "folder"})
+    writer.close()
+    run = recording.read(tmp_path)
+    assert [attempt.first_step for attempt in run.attempts] == [0]
+    assert run.metrics.table(["first_metric", "second_metric"]).to_pylist() == [
+        {"first_metric": 0.5, "second_metric": 1.5}
+    ]
+    data = json.loads(run.events.table().to_pylist()[-1]["data"])
+    assert data == {"seconds": 123456, "path": "[redacted]"}
 
 
 # -------------------------------------------------------------------- folders and versions

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -204,6 +206,16 @@ def test_numbers_only_and_a_budget_per_step(task, tmp_path):
     assert {row["answer"] for row in run.validation.table().to_pylist()} <= {None}
     assert len(run.tokens.table()) == 0
     assert b"Say " not in b"".join(path.read_bytes() for path in run.folder.rglob("*.*"))
+
+
+def test_large_fields_of_the_data_count_towards_the_budget(task, tmp_path):
+    rows = pq.read_table(task["train"]).to_pylist()
+    extra = {"extra_info": {"tests": "x" * 20_000}}  # 8 prompts × 4 responses: 640 kB
+    pq.write_table(pa.Table.from_pylist([row | extra for row in rows]), tmp_path / "large.parquet")
+    large = task | {"train": str(tmp_path / "large.parquet")}
+    settings = ("trainer.record.max_mb_per_step=0.3", "trainer.total_training_steps=1", "data.val_files=[]")
+    _, run = record(large, tmp_path / "run", *settings)
+    assert 0 < sum(run.groups.table(step=1)["recorded"].to_pylist()) < 8
 
 
 def test_async_groups_have_their_staleness(task, tmp_path):

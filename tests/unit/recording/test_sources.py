@@ -116,8 +116,9 @@ def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
     assert not any("critic" in lane for lane in device["lanes"]), "one lane per process"
 
 
-def test_a_failing_poll_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):
+def test_a_poll_that_fails_repeatedly_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("verl.trainer.common.rank_poll._MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.rank_poll._MIN_INTERVAL_S", 0.01)
     failing = SimpleNamespace(rank_usage=None)  # has no query_ranks
     writer = writer_of(tmp_path)
     with caplog.at_level(logging.WARNING, logger="verl"):
@@ -180,14 +181,28 @@ def test_warnings_of_the_log_are_events_and_their_number_is_bounded(tmp_path, te
     assert json.loads(events[0]["data"]) == {"level": "WARNING", "logger": "verl.test_sources"}
 
 
+def test_a_log_message_with_wrong_arguments_does_not_raise(tmp_path, capsys):
+    writer = writer_of(tmp_path)
+    handler = _WarningHandler(writer, RunStatus(10), True)
+    handler.emit(logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "count %d", ("a",), None))
+    writer.close()
+    assert "TypeError" in capsys.readouterr().err
+    assert "warning" not in recording.read(tmp_path).events.table()["kind"].to_pylist()
+
+
 def test_a_restart_is_recorded_with_its_cause(tmp_path):
-    record_restart(tmp_path, "no recording", 1)
+    settings = load_config(None, ["data.train_files=a", "actor_rollout_ref.model.path=a/b"], check_files=False).trainer
+    record_restart(tmp_path, "no recording", 1, settings.record)
     assert list(tmp_path.iterdir()) == []
     writer_of(tmp_path).close()
-    record_restart(tmp_path, "actor rank 3 died", 7)
+    settings.record.redact = ["rank \\d"]
+    record_restart(tmp_path, "actor rank 3 died: a text", 7, settings.record)
     run = recording.read(tmp_path)
     event = run.events.table().to_pylist()[-1]
-    assert (event["kind"], event["message"], event["step"]) == ("restart", "actor rank 3 died", 7)
+    assert (event["kind"], event["message"], event["step"]) == ("restart", "actor [redacted] died: a text", 7)
+    settings.record.texts = False
+    record_restart(tmp_path, "actor rank 3 died: a text", 7, settings.record)
+    assert run.events.table().to_pylist()[-1]["message"] == "actor rank 3 died"
     assert len(run.attempts) == 1
     assert RecordWriter(tmp_path / "record", {}, first_step=3).attempt == 2
 

@@ -111,7 +111,7 @@ def write_jsonl(rows: Iterable[dict[str, Any]], path: Path, redaction: Redaction
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         for row in rows:
-            value = plain_value(row) if redaction is None else redaction.value(plain_value(row))
+            value = plain_value(row) if redaction is None else redaction.value(plain_value(row), keys=True)
             line = json.dumps(value, ensure_ascii=False, default=str).translate(_LINE_BREAKS)
             stream.write(f"{line}\n".encode())
     return path

@@ -27,6 +27,8 @@ _MIN_INTERVAL_S, _INTERVAL_SHARE = 5.0, 1 / 2000
 # Seconds between two polls, if steps are shorter.
 _MIN_POLL_S = 1.0
 _TIMEOUT_S = 10.0
+# Consecutive failed polls after which it stops to poll.
+_MAX_FAILURES = 5
 
 Groups = Callable[[], Mapping[str, Any]]
 """Returns the worker groups of the run by role; {} before they are started."""
@@ -47,6 +49,8 @@ class RankPoll:
         """By engine: time and load of the last record."""
         self._lanes: dict[tuple[str, int], str] = {}
         """Name of every process (host, pid): its first role and rank."""
+        self._failures = 0
+        """Consecutive polls that failed."""
         self._works = True
         self._thread = threading.Thread(target=self._run, name="recording-ranks", daemon=True)
         self._thread.start()
@@ -79,13 +83,19 @@ class RankPoll:
 
     def _poll(self) -> None:
         if not self._works:
+            with self._wake:
+                self._step_ends.clear()
             return
         try:
             ranks = self._query()
-        except Exception as error:  # noqa: BLE001 - logged once; a missing record must not end a training run
-            self._works = False
-            logger.warning("recording: calls of ranks and loads of engines are not recorded any more: %r", error)
+        except Exception as error:  # a missing record must not end a training run
+            self._failures += 1
+            logger.debug("recording: the ranks could not be queried", exc_info=True)
+            if self._failures == _MAX_FAILURES:
+                self._works = False
+                logger.warning("recording: calls of ranks and loads of engines are not recorded any more: %r", error)
             return
+        self._failures = 0
         self._record_spans(ranks)
         if self._closing or time.time() - self._last_series >= self._interval():
             self._last_series = time.time()

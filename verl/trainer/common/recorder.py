@@ -29,8 +29,8 @@ from verl.utils.fs import expand_path
 __all__ = ["KEY", "Recorder"]
 
 KEY = "trainer.record"
-# Events per kind of log message: a warning in every step must not fill the recording.
-_MAX_WARNINGS = 20
+# Events per kind of log message, and of all kinds: a warning in every step must not fill the recording.
+_MAX_WARNINGS, _MAX_ALL_WARNINGS = 20, 1000
 _CONTROLLER = "controller"
 # Seconds to write the last records at the end of a run; after a second stop signal, which must not wait.
 _CLOSE_TIMEOUT_S, _KILLED_TIMEOUT_S = 60.0, 2.0
@@ -192,13 +192,16 @@ class _WarningHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         template = str(record.msg)
+        if self._counts[template] >= _MAX_WARNINGS or self._counts.total() >= _MAX_ALL_WARNINGS:
+            return
         self._counts[template] += 1
-        if self._counts[template] <= _MAX_WARNINGS:
+        try:
             # The arguments may contain texts of the model.
             message = record.getMessage() if self._texts else template
-            self._writer.event(
-                "warning", self._status.step, message, {"level": record.levelname, "logger": record.name}
-            )
+        except Exception:  # noqa: BLE001 - reported as by all handlers: arguments that do not match the message
+            self.handleError(record)
+            return
+        self._writer.event("warning", self._status.step, message, {"level": record.levelname, "logger": record.name})
 
 
 def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,8 +110,12 @@ class RecordedStep:
         self._group_of_row = np.array([number[uid] for uid in uids], dtype=np.int64)
 
     def _group_bytes(self) -> list[int]:
+        """Estimate the size of each group before compression."""
         per_token = 4 * sum(column in self._local.batch.keys() for column in _TOKEN_COLUMNS.values()) + 4 + _TEXT_BYTES
         sizes = self._lengths * per_token + self._prompt_lengths * (4 + _TEXT_BYTES)
+        if self._options.texts:
+            for column in self._objects.values():
+                sizes = sizes + [_text_size(value) for value in column]
         return np.bincount(self._group_of_row, sizes, len(self._uids)).astype(np.int64).tolist()
 
     def _column(self, name: str, rows: np.ndarray, default: Any = None) -> list[Any]:
@@ -297,10 +301,21 @@ def ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_rig
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind), pa.list_(kind))
 
 
+def _text_size(value: Any) -> int:
+    """Estimate the bytes of a value as JSON."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_text_size(key) + _text_size(item) for key, item in value.items())
+    if isinstance(value, list | tuple | set):
+        return sum(map(_text_size, value))
+    return value.nbytes if isinstance(value, np.ndarray) and value.dtype != object else 8
+
+
 def json_text(value: Any, redaction: Redaction) -> str | None:
     """Return the value as JSON; None for None and for empty dicts."""
     value = plain_value(value)
-    return None if value is None or value == {} else to_json(redaction.value(value), default=_as_text)
+    return None if value is None or value == {} else to_json(redaction.value(value, keys=True), default=_as_text)
 
 
 def _as_text(value: Any) -> Any:

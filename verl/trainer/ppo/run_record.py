@@ -46,14 +46,17 @@ class RunRecord:
         """Begin to record."""
         if not self._trainer.record.enable:
             return
+        act = partial(self._open, start, groups)
+        self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
+
+    def _open(self, start: RunStart, groups: Groups) -> None:
         record = self._trainer.record
         # A tokenizer cannot be used by two threads at the same time.
         tokenizer = copy.deepcopy(self._tokenizer)
         budget = int(record.max_mb_per_step * 1e6)
-        self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
         first_step = 0 if self._trainer.val_only else start.first_step
-        act = partial(self.recorder.open, first_step, self._config.to_dict(), groups, start.resume_from, tokenizer)
-        self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
+        self.recorder.open(first_step, self._config.to_dict(), groups, start.resume_from, tokenizer)
+        self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Write everything that was recorded. `error`: the exception that ends the run, if any."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from verl.config.trainer import RecordConfig
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.trainer.recovery.signals import SignalForwarder
 from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
@@ -114,7 +115,7 @@ class Supervisor(Generic[C]):
         logger.warning(
             "restart %d of %d in %.0f s: %s; %s", decision.number, limit, decision.delay, failure.cause, resume
         )
-        record_restart(self._saved.root, failure.cause, process.step)
+        record_restart(self._saved.root, failure.cause, process.step, self._trainer.record)
         forwarder.wait(decision.delay)
         self._stopped_in_delay = forwarder.received is not None
         return not self._stopped_in_delay
@@ -136,10 +137,14 @@ class Supervisor(Generic[C]):
         sys.exit(code if code >= 0 else 1)
 
 
-def record_restart(run_folder: Path, cause: str, step: int | None) -> None:
+def record_restart(run_folder: Path, cause: str, step: int | None, settings: RecordConfig) -> None:
     """Append an event to the recording of the run, if there is one. The process that writes the recording has ended."""
     if (folder := run_folder / RECORD_FOLDER).is_dir():
-        event = {"time": round(time.time(), 3), "step": step, "kind": "restart", "message": cause}
+        from verl.recording.redaction import Redaction
+
+        # What follows the colon is the message of an exception, which may contain texts of the model.
+        message = Redaction(settings.redact).text(cause) if settings.texts else cause.partition(":")[0]
+        event = {"time": round(time.time(), 3), "step": step, "kind": "restart", "message": message}
         try:
             JsonLines(folder / "events.jsonl").append([event])
         except OSError as error:
