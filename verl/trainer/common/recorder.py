@@ -18,13 +18,14 @@ import numpy as np
 from verl.config import RunConfig
 from verl.planning.phases import GB, MemoryPlan
 from verl.recording import schema
-from verl.recording.redaction import REPLACEMENT, Redaction
+from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter
 from verl.trainer.common.alerts import AlertPoster
 from verl.trainer.common.checkpoint import SaveResult
 from verl.trainer.common.rank_poll import Groups, RankPoll
 from verl.trainer.common.run_status import RunStatus
 from verl.utils.fs import expand_path
+from verl.utils.secrets import mask_secrets
 
 __all__ = ["KEY", "Recorder"]
 
@@ -84,7 +85,7 @@ class Recorder:
             "experiment": trainer.experiment_name,
             "budget": {"max_mb_per_step": settings.max_mb_per_step, "max_gb": settings.max_gb},
             "texts": settings.texts,
-            "config": config if settings.alert_url is None else _without_alert_url(config),
+            "config": mask_secrets(config),
         }
         run_id = os.environ.get("VERL_RUN")
         writer = RecordWriter(self.folder, run, first_step, int(settings.max_gb * 1e9), self.redaction, run_id)
@@ -223,12 +224,6 @@ def events_of(metrics: Mapping[str, Any], totals: Mapping[str, float]) -> dict[s
     }
     events = {"dropped_groups": dropped, "failed_rewards": errors, "failed": failed}
     return {kind: counts for kind, counts in events.items() if counts}
-
-
-def _without_alert_url(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration without the address of the webhook, which may contain a secret."""
-    trainer = config["trainer"]
-    return {**config, "trainer": {**trainer, "record": {**trainer["record"], "alert_url": REPLACEMENT}}}
 
 
 def planned_memory(plan: MemoryPlan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from verl.config.problems import closest
 from verl.utils.console.lines import FULL
 from verl.utils.progress import pulsing
 from verl.utils.registry import Registry
+from verl.utils.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,13 @@ class Tracking:
         """
         names = check_backends(default_backend)
         run = TrackedRun(
-            project_name, experiment_name, _plain_config(config), first_step, tracking_dir, console, total_steps
+            project_name,
+            experiment_name,
+            mask_secrets(_plain_config(config)),
+            first_step,
+            tracking_dir,
+            console,
+            total_steps,
         )
         self.failures: Counter[str] = Counter()
         self._trackers: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
