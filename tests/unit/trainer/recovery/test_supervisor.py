@@ -43,7 +43,8 @@ supervised_process._SILENT_S, supervised_process._EXIT_S = 1.5, 5.0
 supervised_process._SUSPENDED_S = 1.0
 folder = pathlib.Path(sys.argv[1])
 trainer = SimpleNamespace(
-    max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None
+    max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None,
+    record=SimpleNamespace(redact=[], texts=True),
 )
 setup_logging()
 
