@@ -132,7 +132,7 @@ def run_supervised_case(case: Case, task: dict[str, str], steps: Path, recorded:
     root, run = {"sft": (SFTConfig, run_sft), "rm": (RMConfig, run_rm)}[case.program]
     shutil.rmtree("runs", ignore_errors=True)
     run(load_config(None, supervised_overrides(task, steps, case.program), root=root))
-    for line in next(Path.cwd().rglob("metrics.jsonl")).read_text().splitlines():
+    for line in next(Path.cwd().glob("runs/**/metrics.jsonl")).read_text().splitlines():
         record = json.loads(line)
         recorded["metrics"].setdefault(str(record["step"]), {}).update(exact_metrics(record["data"]))
 
