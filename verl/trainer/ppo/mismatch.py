@@ -99,8 +99,11 @@ class RolloutMismatch:
         return correction.metrics | {alias: correction.metrics[name] for alias, name in _METRIC_ALIASES.items()}
 
     def add_denominator(self, batch: DataProto, columns: DataProto) -> None:
-        """Add the column with which the update computes importance weights from its own log-probs, if configured and
-        the rollout has reported its log-probs. `columns`: the same rows, on the controller."""
+        """Add `denominator_log_probs`, the rollout's log-probs in the importance ratio, for an update that computes the
+        weights itself. No effect without `rollout_is`, or if the rollout reported no log-probs.
+
+        `columns`: the same rows, on the controller.
+        """
         full, drawn, _ = self._rollout_log_probs(columns)
         if self._config.rollout_is is None or full is None:
             return
@@ -121,8 +124,8 @@ class RolloutMismatch:
         return full, drawn, False
 
     def has_weights_by_row(self, batch: DataProto) -> bool:
-        """Return whether the importance weights of a row depend on this row only: not for the ratios of sequences with
-        several rows."""
+        """Return whether the importance weights of a row can be computed from this row alone. False if
+        `rollout_is=sequence` and a trajectory has several rows."""
         return self._config.rollout_is != "sequence" or Trajectories.of(batch).one_row_each
 
     def require_one_row_each(self, batch: DataProto) -> None:
