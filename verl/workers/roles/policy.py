@@ -398,6 +398,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:
             self._transfer = InProcessTransfer(self.engine, self.rollout, self._bucket_bytes)
+        self._release_kv()  # the first weight sync loads the trainer's weights onto the same device
         # The ranks of a tensor-parallel engine receive the same rows; results are collected from the first.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)

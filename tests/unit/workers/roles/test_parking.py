@@ -39,8 +39,9 @@ def start(monkeypatch, tmp_path):
     path, scorer = save_tiny_model(tmp_path / "model"), tmp_path / "scorer"
     AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(scorer)
 
-    def make(block, role, **offloads):
+    def make(block, role, rollout=None, **offloads):
         changes = [f"{block}.fsdp_config.{name}={value}" for name, value in offloads.items()]
+        changes += [f"actor_rollout_ref.rollout.{rollout}"] if rollout else []
         paths = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", "data.train_files=x"]
         paths += [f"reward_model.path={scorer}", "reward_model.enable=True", "reward_model.model.input_tokenizer=null"]
         config = load_config(None, [*paths, "trainer.device=cpu", *changes], check_files=False)
@@ -80,3 +81,16 @@ def test_an_engine_waits_where_its_configuration_says_after_loading_a_pass_and_a
     with pytest.raises(RuntimeError, match="broken"):
         getattr(worker, method)(data)
     assert engine.moves == [("device", True, False), *parked]
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_the_kv_cache_is_released_until_the_first_generation(start, frees):
+    """The first weight sync loads the trainer's weights onto the device of the engine."""
+    worker = start("actor_rollout_ref.actor", "actor_rollout", rollout=f"free_cache_engine={frees}")
+    assert (worker.rollout.held_bytes()["kv_cache"] == 0) is frees
+    worker.update_rollout_weights(1)
+    assert (worker.rollout.held_bytes()["kv_cache"] == 0) is frees
+    worker.begin_generation()
+    assert worker.rollout.held_bytes()["kv_cache"] > 0
+    worker.end_generation()
+    assert (worker.rollout.held_bytes()["kv_cache"] == 0) is frees
