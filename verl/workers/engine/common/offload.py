@@ -326,8 +326,12 @@ class CopyStream:
 
 def local_shard(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard, detached; a plain tensor is returned whole."""
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        # Detaching the shard, not the DTensor, avoids DTensor's dispatch: 46 of 75 ms of an optimizer step of a small
+        # model on a CPU.
+        with torch.no_grad():
+            value = value.to_local()
+    return value.detach()
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
