@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
+from verl.utils.checkpoint.steps import RECORD_FOLDER
 
 _KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
 
@@ -18,14 +19,15 @@ _KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experim
 def main(arguments: Sequence[str]) -> int:
     """Print the summary; return 0, or 2 if there are no metrics."""
     parser = argparse.ArgumentParser(prog="verl summary", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder of trainer.tracking_dir, or its metrics.jsonl")
+    parser.add_argument("folder", type=Path, help="trainer.default_local_dir, trainer.tracking_dir or a metrics.jsonl")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    file = options.folder / METRICS_FILE if options.folder.is_dir() else options.folder
+    file = _metrics_file(options.folder)
     if not file.is_file():
         sys.stderr.write(
-            f"verl summary: there is no file {file}. Name the folder of trainer.tracking_dir (default:"
-            " ./runs/<project_name>/<experiment_name>). A run writes the file if trainer.logger contains file.\n"
+            f"verl summary: there is no file {file}. Name the folder of a run: trainer.default_local_dir (default:"
+            " ./checkpoints/<project_name>/<experiment_name>), or trainer.tracking_dir if trainer.logger contains"
+            " file.\n"
         )
         return 2
     summary = read_summary(file)
@@ -37,6 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     else:
         sys.stdout.write("\n".join([summary.render(), *_next_commands(file.with_name(CONFIG_FILE))]) + "\n")
     return 0
+
+
+def _metrics_file(folder: Path) -> Path:
+    """Return the metrics file of a folder; every run has one in the recording in its checkpoint folder."""
+    if not folder.is_dir():
+        return folder
+    recorded = folder / RECORD_FOLDER / METRICS_FILE
+    tracked = folder / METRICS_FILE
+    return recorded if recorded.is_file() and not tracked.is_file() else tracked
 
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:

@@ -211,7 +211,12 @@ def _show_reward(report: RewardReport, console: Console) -> None:
     console.print(table)
     if report.fatal_error is not None:
         console.print(escape(f"no answer could be scored. The first error:\n{report.fatal_error}"), soft_wrap=True)
-    console.print("not to be trusted" if report.failed else "ok: this reward distinguishes right from wrong")
+    if report.failed:
+        console.print("not to be trusted")
+    elif report.right_answers_verified:
+        console.print("ok: this reward distinguishes right from wrong")
+    else:
+        console.print("not verified: no answer that was tried has the score of a right one", soft_wrap=True)
 
 
 def _column_table(columns: list[DataColumn]) -> Table:

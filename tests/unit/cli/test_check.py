@@ -87,11 +87,13 @@ def test_an_invalid_configuration_has_exit_code_2(capsys):
 def test_a_configuration_file_with_some_blocks(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
+    # A file of its own: reward.py is loaded once per process, and its registration ended with another test.
+    (project / "own_reward.py").write_text((project / "reward.py").read_text())
     (project / "mine.yaml").write_text(
         "data: {train_files: data/train.parquet, train_batch_size: 16, max_prompt_length: 24,"
         " max_response_length: 32}\n"
         "actor_rollout_ref: {model: {path: model}, actor: {ppo_mini_batch_size: 16}}\n"
-        "custom_reward_function: {path: reward.py}\n"
+        "custom_reward_function: {path: own_reward.py}\n"
     )
     assert main(["--config-path", str(project), "--config-name", "mine", "--rows", "1", "--scored", "4"]) == 0
     assert "ok: this reward distinguishes right from wrong" in capsys.readouterr().out

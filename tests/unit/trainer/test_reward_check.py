@@ -68,6 +68,14 @@ def test_the_exit_code_is_the_verdict(file, own, capsys):
     assert "the judge is not at home" in capsys.readouterr().out
 
 
+def test_a_reward_whose_right_answers_are_unknown_is_not_called_good(tmp_path, file, capsys):
+    (tmp_path / "format.py").write_text("def compute_score(solution_str, ground_truth):\n    return 0.0\n")
+    assert main([file, f"custom_reward_function.path={tmp_path / 'format.py'}", *HERE]) == 0
+    output = capsys.readouterr().out
+    assert "not verified" in output
+    assert "distinguishes" not in output
+
+
 def test_arguments_of_the_function_are_given_as_in_a_run(file, own, capsys):
     bonus = "custom_reward_function.reward_kwargs.bonus=0.5"
     assert main([file, own, "custom_reward_function.name=good", bonus, *HERE]) == 0

@@ -19,6 +19,7 @@ from verl.workers.reward_manager.scorer import Sample, Score
 
 Submit = Callable[[Sample], "Future[Score]"]
 FindingStatus = Literal["ok", "warning", "failed"]
+RIGHT_ANSWERS = "ground truth as the answer"
 
 _SLOW_SECONDS = 1.0
 _MIN_CALLS = 6
@@ -61,6 +62,11 @@ class RewardReport:
     @property
     def failed(self) -> bool:
         return self.fatal_error is not None or any(finding.verdict == "failed" for finding in self.findings)
+
+    @property
+    def right_answers_verified(self) -> bool:
+        """Whether right answers scored more than no answer."""
+        return any(finding.question == RIGHT_ANSWERS and finding.verdict == "ok" for finding in self.findings)
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def _full_score(right: _Case | None) -> float:
 
 
 def _check_right_answers(right: Sequence[_Case], cases: Sequence[_Case], is_user_function: bool) -> RewardFinding:
-    question = "ground truth as the answer"
+    question = RIGHT_ANSWERS
     if not is_user_function:
         wrong = [case for case in right if case.value != 1.0]
         if not wrong:

@@ -85,6 +85,14 @@ def test_the_command_prints_the_same_from_the_file(summary, tmp_path, capsys):
     assert next(iter(numbers["seconds"].items())) == ("rollout", 12.0)
 
 
+def test_the_folder_of_a_run_has_its_metrics_in_the_recording(summary, tmp_path, capsys):
+    (tmp_path / "record").mkdir()
+    records = [{"step": step, "time": logged_at, "data": data} for step, logged_at, data in STEPS]
+    (tmp_path / "record/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["summary", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == summary.render() + "\n"
+
+
 def test_next_commands_come_from_the_stored_configuration(tmp_path, capsys):
     trainer = {"default_local_dir": str(tmp_path), "logger": ["file"], "tracking_dir": str(tmp_path / "a run")}
     trainer |= {"project_name": "p", "experiment_name": "e"}
@@ -96,7 +104,9 @@ def test_next_commands_come_from_the_stored_configuration(tmp_path, capsys):
 
 def test_a_folder_without_metrics_is_an_error_that_names_the_key(tmp_path, capsys):
     assert main(["summary", str(tmp_path)]) == 2
-    assert "trainer.tracking_dir" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "trainer.default_local_dir" in message
+    assert "trainer.tracking_dir" in message
     (tmp_path / "metrics.jsonl").write_text("nonsense\n")
     assert main(["summary", str(tmp_path)]) == 2
     assert "contains no training steps" in capsys.readouterr().err

@@ -80,6 +80,7 @@ def test_a_function_with_a_format_of_its_own_is_only_doubted():
     report, verdict_of = verdicts(own_format)
     assert verdict_of["ground truth as the answer"] == "warning"
     assert not report.failed
+    assert not report.right_answers_verified
     report, verdict_of = verdicts(own_format, is_user_function=False)
     assert verdict_of["ground truth as the answer"] == "failed"
 
