@@ -165,7 +165,9 @@ def _tables(run: Path) -> health.RunTables | None:
 def rank_pid(run: Path, root: int) -> int:
     """Process of the last rank of the run."""
     phases = recording.read(run).phases.table().to_pylist()
-    ranks = {row["lane"]: row["pid"] for row in phases if "/" in row["lane"] and not row["lane"].startswith("engine/")}
+    ranks = {
+        row["track"]: row["pid"] for row in phases if "/" in row["track"] and not row["track"].startswith("engine/")
+    }
     pid = ranks[max(ranks)]
     if pid not in with_descendants(root):
         raise RuntimeError(f"process {pid} of {max(ranks)} is no descendant of the run.")

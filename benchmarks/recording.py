@@ -170,16 +170,16 @@ def _write_lines(writer: RecordWriter, step: int, steps: int, answers: int, rng:
     writer.line("metrics", {"step": step, "time": start + _STEP_S, "data": data})
     for name, seconds in _PHASES.items():
         place = {"step": step, "host": "node0", "pid": 1}
-        writer.line("phases", place | {"lane": "controller", "phase": name, "start": start, "end": start + seconds})
+        writer.line("phases", place | {"track": "controller", "phase": name, "start": start, "end": start + seconds})
         for rank in range(_RANKS):
             if name in _METHODS:
-                lane = {"lane": f"actor_rollout/{rank}", "phase": _METHODS[name], "pid": 10 + rank}
+                track = {"track": f"actor_rollout/{rank}", "phase": _METHODS[name], "pid": 10 + rank}
             elif name == "gen":
-                lane = {"lane": f"engine/{rank}", "phase": "generating", "pid": 10 + rank}
+                track = {"track": f"engine/{rank}", "phase": "generating", "pid": 10 + rank}
             else:
                 continue
             end = start + seconds * float(rng.uniform(0.8, 1.0))
-            writer.line("phases", place | lane | {"start": round(start, 3), "end": round(end, 3)})
+            writer.line("phases", place | track | {"start": round(start, 3), "end": round(end, 3)})
         start += seconds
     for rank in range(_RANKS):
         writer.line(
@@ -197,7 +197,7 @@ def _write_lines(writer: RecordWriter, step: int, steps: int, answers: int, rng:
                 "time": start,
                 "device": f"GPU-{rank}",
                 "host": "node0",
-                "lanes": [f"actor_rollout/{rank}"],
+                "tracks": [f"actor_rollout/{rank}"],
                 "name": "H200",
             }
             | {"memory_used": int(rng.uniform(60e9, 120e9)), "memory_total": 141 * 10**9}
@@ -291,7 +291,7 @@ def _validation_columns(
         "sample_index": [0] * count,
         "data_source": ["math"] * count,
         "prompt": [texts.text(prompts.integers(0, 500, 60)) for _ in range(count)],
-        "answer": [texts.text(texts.ids(200)) for _ in range(count)],
+        "response": [texts.text(texts.ids(200)) for _ in range(count)],
         "score": correct.astype(float).tolist(),
         "correct": correct.tolist(),
         "rewards": [{"acc": float(value)} for value in correct],

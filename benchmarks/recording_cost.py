@@ -1,11 +1,14 @@
 """Cost of recording a run: the same training steps with `trainer.record.enable` True and False, by `main_ppo` on Ray.
 
-    python benchmarks/recording_cost.py [--folder FOLDER] [--shape qwen2.5-0.5b] [--steps 10] [--json FILE]
+    python benchmarks/recording_cost.py [--folder FOLDER] [--shape qwen2.5-0.5b] [--steps 7] [--order off,on,on,off]
 
-The model has random weights of a known shape, and the lengths of responses are forced, so both runs do the same work.
-`record %` is the time that recording takes in the trainer's thread (`timing_s/record`) relative to the step; `s/step`
-is a median without the first two steps. The recorded run remains in FOLDER/<shape>/recorded: `verl view` shows it.
-Without a GPU everything is tiny: this only tests the script.
+The model has random weights of a known shape, and the lengths of responses are forced, so all runs do the same work.
+The order is symmetric: what drifts over time (caches of compiled kernels, clocks of the GPU) affects both sides alike.
+The first table has a row per run; the second compares phases: medians over all steps of both runs of a setting, without
+the first two steps of each. `noise %` is the difference between the two runs without recording: a difference of the
+same size is not caused by recording. `record ms/step` is the time that recording takes in the trainer's thread
+(`timing_s/record`). The last recorded run remains in FOLDER/<shape>/recorded: `verl view` shows it. Without a GPU
+everything is tiny. Four runs of 7 steps of 0.5B take about 4 minutes on an H200.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import argparse
 import os
 import shutil
 import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +28,6 @@ from _report import report
 from _shapes import SHAPES
 from _training_work import Work
 
-from verl import recording
-
 _WARM_UP = 2
 
 
@@ -33,21 +36,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/recording_cost"))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b" if cuda else "tiny")
-    parser.add_argument("--steps", type=int, default=10 if cuda else 5)
+    parser.add_argument("--steps", type=int, default=7 if cuda else 12)
+    parser.add_argument("--order", default="off,on,on,off", help="runs, separated by commas")
     parser.add_argument("--limit", type=float, default=270.0, help="maximum seconds of a run")
-    parser.add_argument("--json", help="append the table to this file")
+    parser.add_argument("--json", help="append the tables to this file")
     options = parser.parse_args()
     prompts, n, prompt, mean, longest = (32, 8, 128, 256, 2048) if cuda else (4, 4, 32, 16, 64)
     work = Work("b", options.shape, prompts, n, prompt, mean, longest, options.steps)
     folder = work.write((options.folder / options.shape).resolve())
-    rows = [measure(work, folder, name, is_recorded, options.limit) for name, is_recorded in
-            (("recorded", True), ("not recorded", False))]  # fmt: skip
-    report(f"Cost of recording: {work.title()}", rows, options.json)
+    runs = [train(work, folder, name == "on", options.limit) for name in options.order.split(",")]
+    report(f"Cost of recording: {work.title()}", [run.row() for run in runs], options.json)
+    report("Medians per phase, s", compare(runs), options.json)
 
 
-def measure(work: Work, folder: Path, name: str, is_recorded: bool, limit: float) -> dict[str, Any]:
-    """Train; return the row of the table."""
-    slug = name.replace(" ", "_")
+@dataclass(frozen=True)
+class Run:
+    """A run: its measured steps, and why it is incomplete, if it is."""
+
+    is_recorded: bool
+    steps: Sequence[Mapping[str, float]]
+    folder: Path
+    megabytes: float
+    problem: str | None
+
+    def row(self) -> dict[str, Any]:
+        """The row of the first table."""
+        row: dict[str, Any] = {"run": "recorded" if self.is_recorded else "not recorded"}
+        if not self.steps:
+            return row | {"note": self.problem or "too few steps"}
+        row["s/step"] = statistics.median(step["timing_s/step"] for step in self.steps)
+        if self.is_recorded:
+            seconds = [step["timing_s/record"] for step in self.steps]
+            row["record ms/step"] = 1e3 * statistics.fmean(seconds)
+            row["record %"] = 100 * sum(seconds) / sum(step["timing_s/step"] for step in self.steps)
+            row["MB"] = self.megabytes
+        return row | ({"note": self.problem} if self.problem else {})
+
+
+def train(work: Work, folder: Path, is_recorded: bool, limit: float) -> Run:
+    """Train, and read the steps."""
+    slug = "recorded" if is_recorded else "not_recorded"
     run, metrics = folder / slug, folder / "runs" / "training_step" / slug / "metrics.jsonl"
     shutil.rmtree(run, ignore_errors=True)
     metrics.unlink(missing_ok=True)
@@ -58,24 +86,39 @@ def measure(work: Work, folder: Path, name: str, is_recorded: bool, limit: float
         *base(work, budget, checkpointing=False, compiled=False),
         f"data.val_files={folder / f'{work.case}.parquet'}",
         "data.val_max_samples=16",
-        "trainer.val_before_train=True",
+        "trainer.val_before_train=False",
         "trainer.test_freq=5",
         f"trainer.record.enable={is_recorded}",
     ]
     environment = {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path}
     problem = run_limited(command(work, folder, slug, overrides), folder, environment, folder / f"{slug}.log", limit)
-    steps = training_steps(metrics)
-    if len(steps) <= _WARM_UP:
-        return {"run": name, "note": problem or "too few steps"}
-    measured = steps[_WARM_UP:]
-    row: dict[str, Any] = {"run": name, "s/step": statistics.median(step["timing_s/step"] for step in measured)}
-    if is_recorded:
-        seconds = [step["timing_s/record"] for step in measured]
-        row["record ms/step"] = 1e3 * statistics.fmean(seconds)
-        row["record %"] = 100 * sum(seconds) / sum(step["timing_s/step"] for step in measured)
-        size = sum(file.stat().st_size for file in (run / "record").rglob("*") if file.is_file())
-        row |= {"MB": size / 1e6, "recorded steps": len(recording.read(run).trajectories.steps)}
-    return row | ({"note": problem} if problem else {})
+    size = sum(file.stat().st_size for file in (run / "record").rglob("*") if file.is_file())
+    return Run(is_recorded, training_steps(metrics)[_WARM_UP:], run, size / 1e6, problem)
+
+
+def compare(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows of the second table: the step and its phases, the longest first."""
+    complete = [run for run in runs if run.steps]
+    on, off = ([run for run in complete if run.is_recorded is side] for side in (True, False))
+    if not on or not off:
+        return []
+    names = {name for run in complete for step in run.steps for name in step if name.startswith("timing_s/")}
+    rows = []
+    for name in names - {"timing_s/record"}:
+        recorded, plain = (_median([step for run in side for step in run.steps], name) for side in (on, off))
+        if recorded is None or plain is None:
+            continue
+        each = [value for run in off if (value := _median(run.steps, name)) is not None]
+        noise = 100 * (max(each) - min(each)) / plain if len(each) > 1 and plain else None
+        difference = 100 * (recorded - plain) / plain if plain else None
+        row = {"phase": name.removeprefix("timing_s/"), "recorded": recorded, "not recorded": plain}
+        rows.append(row | {"difference %": difference, "noise %": noise})
+    return sorted(rows, key=lambda row: -float(row["not recorded"]))
+
+
+def _median(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    values = [step[name] for step in steps if name in step]
+    return statistics.median(values) if values else None
 
 
 if __name__ == "__main__":

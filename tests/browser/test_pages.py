@@ -42,7 +42,7 @@ def test_overview_compares_runs_and_their_configurations(browser, serve, recorde
         browser.wait(f"{keys}[0] === 0")  # the legend is shown for several series only
 
 
-def test_timeline_has_lanes_breakdown_and_waits(browser, address):
+def test_timeline_has_tracks_breakdown_and_waits(browser, address):
     browser.open(f"{address}#timeline?step=3")
     label = browser.evaluate("document.querySelector('.page canvas').ariaLabel")
     assert "controller idle 0 %" in label
@@ -56,7 +56,7 @@ def test_timeline_has_lanes_breakdown_and_waits(browser, address):
 
 def test_a_tokens_log_prob_is_two_clicks_from_a_step(browser, address):
     browser.open(f"{address}#groups?step=2")
-    assert "3 groups, 6 answers" in browser.text
+    assert "3 groups, 6 responses" in browser.text
     assert "1 without signal" in browser.text
     browser.screenshot("groups")
     browser.click("tr.link", 2)
@@ -97,7 +97,7 @@ def test_validation_lists_newly_correct_and_newly_wrong(browser, address):
     assert "Newly correct or better (1)" in browser.text
     assert "Newly wrong or worse (1)" in browser.text
     browser.click("tr.link", 1)
-    browser.wait("document.body.innerText.includes('Answers over time')")
+    browser.wait("document.body.innerText.includes('Responses over time')")
     assert browser.evaluate("document.querySelectorAll('section details.turn').length") == 3
     browser.screenshot("validation")
 
@@ -105,7 +105,7 @@ def test_validation_lists_newly_correct_and_newly_wrong(browser, address):
 def test_health_has_findings_with_remedies_and_events(browser, serve, tmp_path):
     writer = open_writer(tmp_path, data={"max_response_length": 64})
     for step in range(1, 6):
-        write_step(writer, step, {"response_length/clip_ratio": 0.5})
+        write_step(writer, step, {"response_length/clip_ratio": 0.5, "response_length/mean": 60.0})
     writer.event("end", 5, "ValueError: <b>broken</b>")
     close(writer)
     with serve(tmp_path) as url:
@@ -182,7 +182,7 @@ def test_truncated_files_leave_the_rest_readable(browser, serve, recorded, tmp_p
     path.write_bytes(path.read_bytes()[:-20])
     with serve(tmp_path / "run") as url:
         browser.open(f"{url}#groups?step=3")
-        assert "3 groups, 6 answers" in browser.text
+        assert "3 groups, 6 responses" in browser.text
         if name.startswith("groups"):
             browser.open(f"{url}#groups?step=2")
             assert "is damaged" in browser.text

@@ -30,10 +30,10 @@ def test_every_page_shows_the_run(browser, serve, run):
             if page == "overview":
                 assert browser.evaluate("document.querySelectorAll('figure').length") > 2
             if page == "timeline":
-                lanes = set(recorded.phases.table()["lane"].to_pylist())
+                tracks = set(recorded.phases.table()["track"].to_pylist())
                 label = browser.evaluate("document.querySelector('.page canvas').ariaLabel")
                 assert "controller idle" in label
-                assert any(lane in label for lane in lanes - {"controller"})
+                assert any(track in label for track in tracks - {"controller"})
 
 
 def test_answers_are_those_of_the_run(browser, serve, run):

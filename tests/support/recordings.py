@@ -54,8 +54,8 @@ def write_step(writer: RecordWriter, step: int, metrics: dict[str, float] | None
         _submit(writer, lambda: writer.write_table("validation", step, _validation(step)))
     writer.line("metrics", {"step": step, "time": start + 10, "data": data | (metrics or {})})
     spans = [("controller", "step", 0, 10), ("controller", "gen", 0, 6), ("actor/0", "update", 6, 9)]
-    for lane, phase, begin, end in [*spans, ("actor/1", "update", 6, 7), ("engine/0", "generating", 0, 5)]:
-        place = {"step": step, "lane": lane, "phase": phase, "host": "h", "pid": 1}
+    for track, phase, begin, end in [*spans, ("actor/1", "update", 6, 7), ("engine/0", "generating", 0, 5)]:
+        place = {"step": step, "track": track, "phase": phase, "host": "h", "pid": 1}
         writer.line("phases", place | {"start": start + begin, "end": start + end})
     writer.line("engines", {"time": start, "engine": "engine/0", "running": 3, "waiting": 0, "kv_used": 0.5})
     _submit(writer, lambda: writer.write_table("groups", step, _groups(step)))
@@ -150,7 +150,7 @@ def _validation(step: int) -> dict[str, Any]:
         "sample_index": [0] * 3,
         "data_source": ["math"] * 3,
         "prompt": ["first", HOSTILE, "third"],
-        "answer": [f"answer of step {step}", HOSTILE, "text"],
+        "response": [f"answer of step {step}", HOSTILE, "text"],
         "score": [float(value) for value in correct],
         "correct": correct,
         "ground_truth": ["42"] * 3,

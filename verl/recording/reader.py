@@ -198,6 +198,10 @@ class MetricStream(LineStream):
     def _reset(self) -> None:
         super()._reset()
         self._records: list[dict[str, Any]] = []
+        self._key: tuple[int, int] = (0, 0)
+        """Numbers of records and attempts of the cached rows and columns."""
+        self._rows: list[dict[str, Any]] = []
+        self._arrays: dict[str, pa.Array] = {}
         self._names: dict[str, None] = {}
 
     @property
@@ -209,7 +213,21 @@ class MetricStream(LineStream):
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the rows, with these columns (None: all); a metric that was not recorded is null."""
         self._load()
-        attempts = self._recording.attempts
+        self._merge(self._recording.attempts)
+        own = {"step": pa.int64(), "time": pa.float64(), "attempt": pa.int32()}
+        names = dict.fromkeys([*own, *(self._names if columns is None else columns)])
+        for name in names:
+            if name not in self._arrays:
+                kind = own.get(name)
+                values = [row.get(name) if kind else _number(row.get(name)) for row in self._rows]
+                self._arrays[name] = pa.array(values, kind or pa.float64())
+        return self._selected(pa.table({name: self._arrays[name] for name in names}), columns)
+
+    def _merge(self, attempts: Sequence[Attempt]) -> None:
+        """Merge the records into one row per step, unless nothing has changed."""
+        key = (len(self._records), len(attempts))
+        if key == self._key:
+            return
         steps: dict[int, dict[str, Any]] = {}
         for record in self._records:
             match record:
@@ -218,14 +236,7 @@ class MetricStream(LineStream):
                         # Two records of one step: validation before training, after a resume.
                         row = steps.setdefault(step, {"step": step})
                         row |= {"time": record.get("time"), "attempt": attempt, **data}
-        rows = [steps[step] for step in sorted(steps)]
-        own = {"step": pa.int64(), "time": pa.float64(), "attempt": pa.int32()}
-        names = self._names if columns is None else columns
-        arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in own.items()}
-        for name in names:
-            if name not in own:
-                arrays[name] = pa.array([_number(row.get(name)) for row in rows], pa.float64())
-        return self._selected(pa.table(arrays), columns)
+        self._key, self._rows, self._arrays = key, [steps[step] for step in sorted(steps)], {}
 
     def _load(self) -> None:
         records = _objects(self._new_lines())
@@ -241,8 +252,18 @@ class StepStream(Stream):
     @property
     def steps(self) -> list[int]:
         """The recorded steps, in order. The writer deletes files of steps that a later attempt trains again."""
-        paths = self._path.glob("*.parquet")
-        return sorted(step for path in paths if (step := schema.step_of_file(path)) is not None)
+        try:
+            names = os.listdir(self._path)
+        except FileNotFoundError:
+            return []
+        return sorted(step for name in names if (step := schema.step_of_file(name)) is not None)
+
+    def version(self, step: int) -> int:
+        """Return a number that changes when the step is recorded again (modification time); 0 if it is not recorded."""
+        try:
+            return os.stat(self._recording.folder / schema.step_file(self.declared.name, step)).st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def table(
         self, columns: Sequence[str] | None = None, *, step: int | None = None, uid: str | None = None
@@ -259,7 +280,7 @@ class StepStream(Stream):
             yield step, self._read(step, columns, None)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Return facts about a step: `attempt`; of trajectories also `groups`, `recorded` and `seed` of the sample."""
+        """Return the metadata of a step: `attempt`; of trajectories also the sample: `groups`, `recorded`, `seed`."""
         with self._open(step) as file:
             return json.loads((file.schema_arrow.metadata or {}).get(b"verl", b"{}"))
 

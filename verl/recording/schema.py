@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 import pyarrow as pa
@@ -62,14 +61,14 @@ _step = Field("step", _long, "training step; 0 is the state before training")
 _attempt = Field("attempt", _int, "number of the attempt (start of the program) that wrote the row, from 1")
 _time = Field("time", _double, "time of the record", _TIME)
 _uid = Field("uid", _text, "id of the prompt: depends only on its messages, the same in all runs")
-_sample = Field("sample_index", _int, "number of the answer among those to its prompt")
+_sample = Field("sample_index", _int, "number of the response among those to its prompt")
 _source = Field("data_source", _text, "data source of the prompt")
 _truth = Field("ground_truth", _text, "ground truth of the data; JSON if it is not a text")
 _rewards = Field("rewards", pa.map_(_text, _double), "numbers that the reward function returned, by name")
 _notes = Field(
     "reward_info", _text, "other values that the reward function returned (texts, kind of a scoring error), as JSON"
 )
-_extra = Field("extra", _text, "further columns of the answer, such as columns of the data, as JSON")
+_extra = Field("extra", _text, "further columns of the response, such as columns of the data, as JSON")
 
 _TURN = pa.struct(
     [
@@ -100,12 +99,12 @@ _STREAMS = (
         (
             _step,
             _attempt,
-            Field("lane", _text, "`controller`, role and rank of a process (`actor_rollout/0`), or `engine/0`"),
+            Field("track", _text, "`controller`, role and rank of a process (`actor_rollout/0`), or `engine/0`"),
             Field("phase", _text, "name of the phase (controller), of the method (rank), or `generating` (engine)"),
             Field("start", _double, "begin, by the clock of its host", _TIME),
             Field("end", _double, "end, by the clock of its host", _TIME),
             Field("host", _text, "name of the host"),
-            Field("pid", _long, "process id: lanes with the same host and pid share a process"),
+            Field("pid", _long, "process id: tracks with the same host and pid share a process"),
         ),
         by_step=False,
     ),
@@ -116,7 +115,7 @@ _STREAMS = (
         (
             _time,
             _attempt,
-            Field("engine", _text, "lane of the engine in `phases`: `engine/0`, by the rank that leads it"),
+            Field("engine", _text, "track of the engine in `phases`: `engine/0`, by the rank that leads it"),
             Field("running", _int, "requests that have their first token and are not finished"),
             Field("waiting", _int, "requests without a token yet"),
             Field("tokens_per_s", _double, "sampled tokens since the previous record", "tokens / s"),
@@ -136,7 +135,7 @@ _STREAMS = (
             _attempt,
             Field("device", _text, "UUID of the GPU"),
             Field("host", _text, "name of the host"),
-            Field("lanes", pa.list_(_text), "ranks that use it"),
+            Field("tracks", pa.list_(_text), "ranks that use it"),
             Field("name", _text, "product name"),
             Field("memory_used", _long, "memory in use, by all processes", "bytes"),
             Field("memory_total", _long, "memory of the device", "bytes"),
@@ -163,35 +162,35 @@ _STREAMS = (
     StreamSpec(
         "groups",
         "steps",
-        "one prompt of a training step, with all its answers",
+        "one prompt of a training step, with all its responses",
         (
             _step,
             _uid,
             _source,
             Field("prompt", _text, "first 200 characters of the prompt"),
             Field("prompt_tokens", _int, "length of the prompt", "tokens"),
-            Field("samples", pa.list_(_int), "`sample_index` of each answer, in the order of the other lists"),
-            Field("scores", pa.list_(_double), "score of each answer; null: could not be scored"),
-            Field("lengths", pa.list_(_int), "tokens of each answer, including those of tools", "tokens"),
-            Field("turns", pa.list_(_int), "turns of each answer"),
-            Field("finish_reasons", pa.list_(_text), "why each answer ended: stop, length or abort"),
-            Field("statuses", pa.list_(_text), "status of each answer: finished, aborted or failed (agents)"),
+            Field("samples", pa.list_(_int), "`sample_index` of each response, in the order of the other lists"),
+            Field("scores", pa.list_(_double), "score of each response; null: could not be scored"),
+            Field("lengths", pa.list_(_int), "tokens of each response, including those of tools", "tokens"),
+            Field("turns", pa.list_(_int), "turns of each response"),
+            Field("finish_reasons", pa.list_(_text), "why each response ended: stop, length or abort"),
+            Field("statuses", pa.list_(_text), "status of each response: finished, aborted or failed (agents)"),
             Field("score_mean", _double, "mean score"),
             Field("score_std", _double, "standard deviation of the scores (divided by n); 0: no signal"),
             Field("length_mean", _double, "mean of `lengths`", "tokens"),
             Field("staleness", _int, "version of the trainer minus the oldest version that sampled a token", "steps"),
-            Field("recorded", _bool, "whether the answers are in `trajectories`; false: beyond the budget of the step"),
+            Field("recorded", _bool, "whether they are in `trajectories`; false: beyond the budget of the step"),
         ),
     ),
     StreamSpec(
         "trajectories",
         "steps",
-        "one row of an answer; agents that rewrite their context have several rows per answer",
+        "one row of a response; agents that rewrite their context have several rows per response",
         (
             _step,
             _uid,
             _sample,
-            Field("part", _int, "number of the row among those of the answer, from 0"),
+            Field("part", _int, "number of the row among those of the response, from 0"),
             _source,
             Field("prompt", _text, "text of the prompt, without special tokens"),
             Field("messages", _text, "messages of the conversation as JSON, if the data or the agent provides them"),
@@ -210,7 +209,7 @@ _STREAMS = (
             Field("weights", pa.list_(_float), "importance weights of the rollout correction"),
             Field("versions", pa.list_(_int), "weight version that sampled each token; -1: not sampled or unknown"),
             Field("token_scores", pa.list_(_float), "scores on their tokens, with turn rewards"),
-            Field("score", _double, "score of the answer: sum of its `token_scores`"),
+            Field("score", _double, "score of the response: sum of its `token_scores`"),
             _rewards,
             _notes,
             _truth,
@@ -223,14 +222,14 @@ _STREAMS = (
     StreamSpec(
         "validation",
         "steps",
-        "one answer to a validation prompt",
+        "one response to a validation prompt",
         (
             _step,
             _uid,
             _sample,
             _source,
             Field("prompt", _text, "text of the prompt, without special tokens"),
-            Field("answer", _text, "text of the (last) response, without special tokens"),
+            Field("response", _text, "text of the (last) response, without special tokens"),
             Field("turns", pa.list_(_TURN), "turns of agents: source, name, number of tokens (null), text, reward"),
             Field("score", _double, "score; null: could not be scored"),
             Field("correct", _bool, "whether it counts as correct in `val/<source>/accuracy`; null: left out"),
@@ -266,12 +265,13 @@ EVENTS: dict[str, str] = {
     "memory_plan": "planned memory; `data`: gb (tensors per device by phase, as memory_gb/*), device_gb",
     "checkpoint": "a checkpoint is complete; `data`: seconds, gigabytes, path",
     "dropped_groups": "groups that were not trained; `data`: number by reason",
-    "failed_rewards": "answers that could not be scored; `data`: number by kind",
+    "failed_rewards": "responses that could not be scored; `data`: number by kind",
     "failed": "a save, validation or dump failed, and training continued; `data`: number by kind",
     "warning": "a warning or an error of the log; at most 20 per kind of message",
     "sampled": "a step had more trajectories than record.max_mb_per_step; `data`: groups, recorded, seed",
     "skipped": "trajectories of a step were not recorded, because the writer had not finished earlier steps",
-    "thinned": "trajectories of steps were deleted to stay within record.max_gb; `data`: stream, steps",
+    "dropped_records": "records were lost, because the writer could not keep up; `data`: number by stream",
+    "deleted_steps": "trajectories of steps were deleted to stay within record.max_gb; `data`: stream, steps",
     "stopped": "only metrics and events are recorded from now on: the small streams alone exceed record.max_gb",
     "end": "the program ended; `message`: the error, if there is one",
 }
@@ -289,6 +289,7 @@ def step_file(stream: str, step: int) -> str:
     return f"{stream}/{step:08d}.parquet"
 
 
-def step_of_file(path: Path) -> int | None:
-    """The step of a file of `step_file`; None for other files."""
-    return int(path.stem) if path.suffix == ".parquet" and path.stem.isdecimal() and len(path.stem) >= 8 else None
+def step_of_file(name: str) -> int | None:
+    """The step of a file of `step_file` by its name; None for other files."""
+    stem, _, suffix = name.rpartition(".")
+    return int(stem) if suffix == "parquet" and stem.isdecimal() and len(stem) >= 8 else None

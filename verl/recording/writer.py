@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from verl.recording import schema
 from verl.recording.redaction import Redaction
+from verl.recording.retention import set_aside, size_of
 from verl.recording.sampling import step_to_drop
 from verl.utils.disk import atomic_write
 from verl.utils.json_lines import JsonLines, to_json
@@ -35,7 +35,7 @@ _MAX_JOBS = 2
 _MAX_LINES = 20_000
 _ROW_GROUP = 128
 # Streams of which steps may be deleted, in this order.
-_THINNED = ("trajectories", "validation")
+_DELETABLE = ("trajectories", "validation")
 # Streams that are recorded even if the budget is used up.
 _ALWAYS_RECORDED = ("metrics", "events")
 # Folder of the steps that a later attempt trains again: <folder>/<attempt>/<stream>.
@@ -60,11 +60,13 @@ class RecordWriter:
         """`run`: contents of `run.json` besides the version. `first_step`: the first step that will be recorded.
 
         `run_id`: id of the command, which its restarts share. A recording that this run does not continue (`first_step`
-        is 0, and the id differs) is moved to `record_before_<time>`.
+        is 0, and the id differs) is moved to `record_before_<time>`; of those, the oldest are deleted if they exceed
+        `max_bytes`.
         """
         self.folder, self._redaction = folder, redaction or Redaction()
         self._max_bytes = max_bytes
-        self._set_aside(first_step, run_id)
+        if first_step == 0:
+            set_aside(folder, run_id, max_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         self.attempt = 1 + _last_attempt(folder / schema.STREAMS["events"].path)
         self._move_superseded_steps(first_step)
@@ -74,8 +76,12 @@ class RecordWriter:
         self._files = {
             name: JsonLines(folder / stream.path) for name, stream in schema.STREAMS.items() if stream.layout == "lines"
         }
-        self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self._bytes = size_of(folder)
         self._items: list[_Item] = []
+        self._dropped: Counter[str] = Counter()
+        """Records per stream that were not queued since the last event `dropped_records`."""
+        self._step = first_step
+        """Newest step of a record."""
         self._changed = threading.Condition()
         self._closing = False
         self._jobs = threading.Semaphore(_MAX_JOBS)
@@ -87,9 +93,15 @@ class RecordWriter:
     # ---------------------------------------------------------------- from any thread
 
     def line(self, stream: str, record: Mapping[str, Any]) -> None:
-        """Append a record to a stream of JSON lines, with the number of the attempt."""
-        if len(self._items) < _MAX_LINES:
-            self._put((stream, {**record, "attempt": self.attempt}))
+        """Append a record to a stream of JSON lines, with the number of the attempt. If the thread has fallen behind
+        by too many records, the record is dropped, with an event."""
+        with self._changed:
+            self._step = max(self._step, record.get("step") or 0)
+            if len(self._items) < _MAX_LINES:
+                self._items.append((stream, {**record, "attempt": self.attempt}))
+                self._changed.notify()
+            else:
+                self._dropped[stream] += 1
 
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
         """Record an event of a kind of `schema.EVENTS`."""
@@ -136,8 +148,8 @@ class RecordWriter:
         if self._stopped:
             return
         table = self.table(stream, rows)
-        facts = {"attempt": self.attempt, "schema": schema.VERSION, **(metadata or {})}
-        table = table.replace_schema_metadata({"verl": json.dumps(facts)})
+        content = {"attempt": self.attempt, "schema": schema.VERSION, **(metadata or {})}
+        table = table.replace_schema_metadata({"verl": json.dumps(content)})
         path = self.folder / schema.step_file(stream, step)
         self._write_parquet(table, path)
         self._shrink(step)
@@ -180,6 +192,7 @@ class RecordWriter:
         while items := self._take():
             self._process(items)
             items.clear()  # a job refers to its batch
+            self._report_dropped()
         for file in self._files.values():
             file.close()
 
@@ -200,6 +213,14 @@ class RecordWriter:
             self._changed.wait_for(lambda: self._items or self._closing)
             items, self._items = self._items, []
             return items
+
+    def _report_dropped(self) -> None:
+        """Record an event with the number of dropped records, if any."""
+        with self._changed:
+            dropped, self._dropped = self._dropped, Counter()
+        if dropped:
+            self.event("dropped_records", self._step, data=dropped)
+            logger.warning("recording: %d records were dropped: the disk is too slow", dropped.total())
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -227,7 +248,7 @@ class RecordWriter:
         if self._stopped or self._max_bytes is None or self._bytes <= self._max_bytes:
             return
         self._delete_superseded_steps()
-        files = {stream: self._step_files(stream) for stream in _THINNED}
+        files = {stream: self._step_files(stream) for stream in _DELETABLE}
         deletable = sum(path.stat().st_size for paths in files.values() for path in paths.values())
         if self._bytes - deletable > self._max_bytes:
             self._stop(newest)
@@ -242,7 +263,7 @@ class RecordWriter:
                 path.unlink()
                 dropped.append(step)
             if dropped:
-                self.event("thinned", max(dropped), data={"stream": stream, "steps": sorted(dropped)})
+                self.event("deleted_steps", max(dropped), data={"stream": stream, "steps": sorted(dropped)})
 
     def _stop(self, newest: int | None) -> None:
         limit = f"trainer.record.max_gb ({(self._max_bytes or 0) / 1e9:g} GB)"
@@ -253,7 +274,7 @@ class RecordWriter:
 
     def _step_files(self, stream: str) -> dict[int, Path]:
         """Return the files of a stream by step."""
-        found = {schema.step_of_file(path): path for path in (self.folder / stream).glob("*.parquet")}
+        found = {schema.step_of_file(path.name): path for path in (self.folder / stream).glob("*.parquet")}
         return {step: path for step, path in found.items() if step is not None}
 
     def _move_superseded_steps(self, first_step: int) -> None:
@@ -271,17 +292,6 @@ class RecordWriter:
         for path in (self.folder / _SUPERSEDED).rglob("*.parquet"):
             self._bytes -= path.stat().st_size
             path.unlink()
-
-    def _set_aside(self, first_step: int, run_id: str | None) -> None:
-        try:
-            known = json.loads((self.folder / schema.RUN_FILE).read_bytes())["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            known = None
-        if first_step == 0 and self.folder.exists() and (run_id is None or known != run_id):
-            aside = self.folder.with_name(f"{self.folder.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-            while aside.exists():
-                aside = aside.with_name(f"{aside.name}-1")
-            os.rename(self.folder, aside)
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

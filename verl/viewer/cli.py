@@ -43,7 +43,7 @@ def _serve(options: argparse.Namespace) -> None:
     from verl.viewer.run import ViewedRun
     from verl.viewer.server import create_viewer_app
 
-    runs = [ViewedRun(folder) for folder in options.folders]
+    runs = [ViewedRun(folder) for folder in run_folders(options.folders)]
     with bind_socket(options.host, options.port) as bound:
         token = options.api_key
         if token is None and not ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback:
@@ -58,13 +58,32 @@ def _export(options: argparse.Namespace) -> None:
     from verl.viewer.export import write_export
     from verl.viewer.run import ViewedRun
 
-    size = write_export([ViewedRun(folder) for folder in options.folders], options.export)
+    size = write_export([ViewedRun(folder) for folder in run_folders(options.folders)], options.export)
     logger.info("written: %s (%.1f MB)", options.export, size / 1e6)
+
+
+def run_folders(folders: Sequence[str]) -> list[str]:
+    """Replace every folder that is no run, but contains runs (`val_only`, the experiments of a project), by these."""
+    from verl.recording import schema
+
+    def is_run(folder: Path) -> bool:
+        return any((folder / part / schema.RUN_FILE).is_file() for part in (schema.FOLDER, "."))
+
+    runs: list[str] = []
+    for folder in folders:
+        path = Path(folder).expanduser()
+        contained = (
+            [] if is_run(path) or not path.is_dir() else sorted(child for child in path.iterdir() if is_run(child))
+        )
+        runs += [str(child) for child in contained] or [folder]
+    return runs
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl view", description="Show recorded runs in the browser.")
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a run (trainer.default_local_dir)")
+    parser.add_argument(
+        "folders", metavar="FOLDER", nargs="+", help="folder of a run (trainer.default_local_dir), or of runs"
+    )
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one self-contained HTML file, and exit")
     add_server_options(parser, DEFAULT_PORT, _MAX_BODY_MB)
     return parser

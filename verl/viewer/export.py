@@ -30,10 +30,10 @@ _MODULES = (
 )  # fmt: skip
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=const|function|async function|class)", re.MULTILINE)
-# Steps with groups and answers, evenly spaced, and timelines around the newest step; as far as they fit.
+# Steps with groups and responses, evenly spaced, and timelines around the newest step; as far as they fit.
 _MAX_STEPS = 8
 _MAX_TIMELINE_STEPS = 20
-# Share of the budget that validation answers may use.
+# Share of the budget that validation responses may use.
 _VALIDATION_SHARE = 0.3
 _PROMPTS_AT_ONCE = 100
 
@@ -78,7 +78,7 @@ class _Content:
 
 
 def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, Any], runs: int) -> str:
-    """Add timelines, validation answers and answers of some steps of a run; return what is left out."""
+    """Add timelines, validation responses and responses of some steps of a run; return what is left out."""
     budget = content.left // (runs - number)
     end = content.left - budget
     notes = []
@@ -91,43 +91,43 @@ def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, 
     uids = [prompt["uid"] for prompt in run.validation()["prompts"]]
     added = _add_validation(content, number, run, uids, max(end, content.left - int(_VALIDATION_SHARE * budget)))
     if added < len(uids):
-        notes.append(f"answers to {added} of {len(uids)} validation prompts")
+        notes.append(f"responses to {added} of {len(uids)} validation prompts")
     steps = [step for step in _spread(summary["steps"]["groups"], _MAX_STEPS)
              if content.add(_key("groups", run=number, step=step), run.groups(step))]  # fmt: skip
     partial = []
     for index, step in enumerate(steps):
         share = (content.left - end) // (len(steps) - index)
-        if not _add_answers(content, number, run, step, content.left - share):
+        if not _add_responses(content, number, run, step, content.left - share):
             partial.append(step)
     total = len(summary["steps"]["groups"])
     if len(steps) < total or partial:
-        incomplete = f" (only some answers of {', '.join(map(str, sorted(partial)))})" if partial else ""
+        incomplete = f" (only some responses of {', '.join(map(str, sorted(partial)))})" if partial else ""
         notes.append(f"groups of {len(steps)} of {total} steps: {', '.join(map(str, sorted(steps)))}{incomplete}")
     return f"It contains {'; '.join(notes)}. Search is left out." if notes else "Only search is left out."
 
 
 def _add_validation(content: _Content, number: int, run: ViewedRun, uids: Sequence[str], end: int) -> int:
-    """Add the answers to validation prompts until `end` bytes are left; return the number of prompts."""
+    """Add the responses to validation prompts until `end` bytes are left; return the number of prompts."""
     added = 0
     for start in range(0, len(uids), _PROMPTS_AT_ONCE):
-        for uid, answers in run.validation_answers_of(uids[start : start + _PROMPTS_AT_ONCE]).items():
-            if content.left <= end or not content.add(_key("validation_answers", run=number, uid=uid), answers):
+        for uid, responses in run.validation_responses_of(uids[start : start + _PROMPTS_AT_ONCE]).items():
+            if content.left <= end or not content.add(_key("validation_answers", run=number, uid=uid), responses):
                 return added
             added += 1
     return added
 
 
-def _add_answers(content: _Content, number: int, run: ViewedRun, step: int, end: int) -> bool:
-    """Add the answers of a step, group by group, until `end` bytes are left; returns whether all fit."""
+def _add_responses(content: _Content, number: int, run: ViewedRun, step: int, end: int) -> bool:
+    """Add the responses of a step, group by group, until `end` bytes are left; returns whether all fit."""
     groups = run.groups(step)
-    if not groups["has_answers"]:
+    if not groups["has_responses"]:
         return True
     columns = groups["columns"]
     for uid in (uid for uid, recorded in zip(columns["uid"], columns["recorded"], strict=True) if recorded):
         if content.left <= end or not content.add(_key("group", run=number, step=step, uid=uid), run.group(step, uid)):
             return False
-        for sample, answer in run.answers(step, uid).items():
-            if not content.add(_key("answer", run=number, step=step, uid=uid, sample=sample), answer):
+        for sample, response in run.responses(step, uid).items():
+            if not content.add(_key("answer", run=number, step=step, uid=uid, sample=sample), response):
                 return False
     return True
 

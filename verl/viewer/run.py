@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from verl.recording import Recording, RecordingError, health, read, schema
 from verl.viewer import timeline
-from verl.viewer.values import column_lists, flatten, merge_answers, numbers
+from verl.viewer.values import column_lists, flatten, merge_responses, numbers
 
 __all__ = ["QUERIES", "ViewedRun"]
 
@@ -35,7 +35,7 @@ _ANSWER_FIELDS = (
     "ground_truth", "finish_reason", "status", "agent", "extra",
 )  # fmt: skip
 _VALIDATION_FIELDS = (
-    "step", "sample_index", "prompt", "answer", "turns", "score", "correct", "rewards", "reward_info", "ground_truth",
+    "step", "sample_index", "prompt", "response", "turns", "score", "correct", "rewards", "reward_info", "ground_truth",
     "length", "finish_reason", "status",
 )  # fmt: skip
 _GROUP_FIELDS = tuple(field.name for field in schema.STREAMS["groups"].fields if field.name != "step")
@@ -59,6 +59,7 @@ class ViewedRun:
         """By name and step: modification time of the step's file, and what was computed from it."""
         self._health: tuple[tuple[int, ...], list[health.Finding]] | None = None
         """Minute and state of the recording, and its findings."""
+        self._health_cache: health.Cache = {}
 
     def state(self) -> tuple[int, ...]:
         """Return a value that changes whenever something is recorded."""
@@ -102,55 +103,55 @@ class ViewedRun:
             return self._recording.events.table().to_pylist()
 
     def groups(self, step: int) -> dict[str, Any]:
-        """The groups of a step, by column, and which part of them has recorded answers."""
+        """The groups of a step, by column, and which part of them has recorded responses."""
         with self._lock:
             table = self._recording.groups.table(_GROUP_FIELDS, step=step)
-            has_answers = step in self._recording.trajectories.steps
-            facts = self._recording.trajectories.metadata(step) if has_answers else {}
-        return {"step": step, "columns": column_lists(table), "has_answers": has_answers, "sample": facts}
+            has_responses = step in self._recording.trajectories.steps
+            sample = self._recording.trajectories.metadata(step) if has_responses else {}
+        return {"step": step, "columns": column_lists(table), "has_responses": has_responses, "sample": sample}
 
     def group(self, step: int, uid: str) -> dict[str, Any]:
-        """The answers to a prompt, without per-token columns."""
+        """The responses to a prompt, without per-token columns."""
         with self._lock:
             table = self._recording.trajectories.table([*_ANSWER_FIELDS, "mask"], step=step, uid=uid)
         if not len(table):
-            raise RecordingError(f"step {step} has no recorded answers to the prompt {uid}.")
+            raise RecordingError(f"step {step} has no recorded responses to the prompt {uid}.")
         lengths, trained = [], []
         for mask in table["mask"]:
             values = np.asarray(mask.values if mask.is_valid else [], np.uint8)
             lengths.append(len(values))
             trained.append(int(values.sum()))
         rows = table.drop(["mask"]).to_pylist()
-        answers = merge_answers(rows, lengths, trained)
-        return {"step": step, "uid": uid, "prompt": rows[0]["prompt"], "answers": answers}
+        responses = merge_responses(rows, lengths, trained)
+        return {"step": step, "uid": uid, "prompt": rows[0]["prompt"], "responses": responses}
 
-    def answer(self, step: int, uid: str, sample: int) -> dict[str, Any]:
-        """One answer: its rows with texts, tokens and all per-token columns."""
-        answers = self.answers(step, uid, sample)
-        if sample not in answers:
-            raise RecordingError(f"step {step} has no recorded answer {sample} to the prompt {uid}.")
-        return answers[sample]
+    def response(self, step: int, uid: str, sample: int) -> dict[str, Any]:
+        """One response: its rows with texts, tokens and all per-token columns."""
+        responses = self.responses(step, uid, sample)
+        if sample not in responses:
+            raise RecordingError(f"step {step} has no recorded response {sample} to the prompt {uid}.")
+        return responses[sample]
 
-    def answers(self, step: int, uid: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
-        """All answers to a prompt (or only `sample`) by their number, each as `answer` returns it."""
+    def responses(self, step: int, uid: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
+        """All responses to a prompt (or only `sample`) by their number, each as `response` returns it."""
         fields = [*_ANSWER_FIELDS, *_TOKEN_FIELDS, "prompt_ids", "token_ids"]
-        answers: dict[int, dict[str, Any]] = {}
+        responses: dict[int, dict[str, Any]] = {}
         with self._lock:
             table = self._recording.trajectories.table(fields, step=step, uid=uid)
             if sample is not None:
                 table = table.filter(pc.equal(table["sample_index"], sample))
             for number in range(len(table)):
                 part = self._part(table.slice(number, 1))
-                answer = {"step": step, "uid": uid, "sample": part["sample_index"], "parts": []}
-                answers.setdefault(part["sample_index"], answer)["parts"].append(part)
-        return answers
+                response = {"step": step, "uid": uid, "sample": part["sample_index"], "parts": []}
+                responses.setdefault(part["sample_index"], response)["parts"].append(part)
+        return responses
 
     def timeline(self, first: int, last: int) -> dict[str, Any]:
-        """Lanes with the phases of these steps, idle time, waits, and the events meanwhile."""
+        """Tracks with the phases of these steps, idle time, waits, and the events meanwhile."""
         with self._lock:
             phases = self._recording.without_superseded(self._recording.phases.table())
             events = self._recording.events.table()
-        return timeline.lanes(phases, events, first, last)
+        return timeline.tracks(phases, events, first, last)
 
     def series(self) -> dict[str, Any]:
         """Engine and device series, and the planned and measured memory."""
@@ -161,7 +162,7 @@ class ViewedRun:
             return timeline.series(recorded.engines.table(), recorded.devices.table()) | {"memory": memory}
 
     def validation(self) -> dict[str, Any]:
-        """Every validation prompt with its mean score and share of correct answers, for every validation."""
+        """Every validation prompt with its mean score and share of correct responses, for every validation."""
         with self._lock:
             steps = self._recording.validation.steps
             columns = [self._step_value("validation", step, self._validation_means) for step in steps]
@@ -177,21 +178,21 @@ class ViewedRun:
             "correct": [[means.get(p["uid"], (None, None))[1] for means in columns] for p in prompts],
         }
 
-    def validation_answers(self, uid: str) -> list[dict[str, Any]]:
-        """The answers to a validation prompt in every validation."""
+    def validation_responses(self, uid: str) -> list[dict[str, Any]]:
+        """The responses to a validation prompt in every validation."""
         with self._lock:
             parts = [self._recording.validation.table(_VALIDATION_FIELDS, step=step, uid=uid)
                      for step in self._recording.validation.steps]  # fmt: skip
-        return [_validation_answer(row) for part in parts for row in part.to_pylist()]
+        return [_validation_response(row) for part in parts for row in part.to_pylist()]
 
-    def validation_answers_of(self, uids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """`validation_answers` of several prompts, with one pass over the recording."""
-        answers: dict[str, list[dict[str, Any]]] = {uid: [] for uid in uids}
+    def validation_responses_of(self, uids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """`validation_responses` of several prompts, with one pass over the recording."""
+        responses: dict[str, list[dict[str, Any]]] = {uid: [] for uid in uids}
         with self._lock:
             for _, table in self._recording.validation.iterate([*_VALIDATION_FIELDS, "uid"]):
                 for row in table.filter(pc.is_in(table["uid"], pa.array(uids))).to_pylist():
-                    answers[row.pop("uid")].append(_validation_answer(row))
-        return answers
+                    responses[row.pop("uid")].append(_validation_response(row))
+        return responses
 
     def health(self) -> list[dict[str, Any]]:
         """The findings of all health rules."""
@@ -200,22 +201,22 @@ class ViewedRun:
             # A run that records nothing more is checked again every minute: it may have stalled.
             key = (int(now // 60), *self.state())
             if self._health is None or self._health[0] != key:
-                self._health = (key, health.findings(health.load(self._recording, now)))
+                self._health = (key, health.findings(health.load(self._recording, now, self._health_cache)))
             return [finding._asdict() for finding in self._health[1]]
 
     def search(self, text: str, step: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield for every step, the newest first (or only `step`), the answers whose text contains `text`."""
+        """Yield for every step, the newest first (or only `step`), the responses whose text contains `text`."""
         with self._lock:
             steps = self._recording.trajectories.steps if step is None else [step]
         for number in reversed(steps):
             with self._lock:
                 table = self._recording.trajectories.table(["uid", "sample_index", "turns"], step=number)
-            yield {"step": number, "hits": _hits(table, text), "answers": len(table)}
+            yield {"step": number, "hits": _hits(table, text), "responses": len(table)}
 
     # ---------------------------------------------------------------- parts
 
     def _part(self, row: pa.Table) -> dict[str, Any]:
-        """One row of an answer, with per-token columns."""
+        """One row of a response, with per-token columns."""
         part = row.select(list(_ANSWER_FIELDS)).to_pylist()[0]
         part["rewards"] = dict(part["rewards"] or ())
         part["tokens"] = self._texts(row["token_ids"][0])
@@ -275,7 +276,7 @@ class ViewedRun:
         return [prompts[uid] for uid in first]
 
 
-def _validation_answer(row: dict[str, Any]) -> dict[str, Any]:
+def _validation_response(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "rewards": dict(row["rewards"] or ())}
 
 
@@ -315,11 +316,11 @@ QUERIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[str], Any]]]] =
     "events": (ViewedRun.events, {}),
     "groups": (ViewedRun.groups, {"step": int}),
     "group": (ViewedRun.group, {"step": int, "uid": str}),
-    "answer": (ViewedRun.answer, {"step": int, "uid": str, "sample": int}),
+    "answer": (ViewedRun.response, {"step": int, "uid": str, "sample": int}),
     "timeline": (ViewedRun.timeline, {"first": int, "last": int}),
     "series": (ViewedRun.series, {}),
     "validation": (ViewedRun.validation, {}),
-    "validation_answers": (ViewedRun.validation_answers, {"uid": str}),
+    "validation_answers": (ViewedRun.validation_responses, {"uid": str}),
     "health": (ViewedRun.health, {}),
 }
 """Queries of a run by name: the method, and the parsers of its parameters."""

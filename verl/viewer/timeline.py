@@ -1,4 +1,4 @@
-"""Lanes of the timeline: phases of a range of steps, idle time, and how long lanes waited for the slowest."""
+"""Tracks of the timeline: phases of a range of steps, idle time, and how long tracks waited for the slowest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from verl.viewer.values import numbers
 
-__all__ = ["busy_seconds", "is_memory", "lanes", "memory", "series", "waits"]
+__all__ = ["busy_seconds", "is_memory", "memory", "series", "tracks", "waits"]
 
 _MAX_SPANS = 20_000
 _MAX_POINTS = 600
@@ -24,29 +24,29 @@ _Span = tuple[str, float, float, int]
 """Phase, start, end, step."""
 
 
-def lanes(phases: pa.Table, events: pa.Table, first: int, last: int) -> dict[str, Any]:
+def tracks(phases: pa.Table, events: pa.Table, first: int, last: int) -> dict[str, Any]:
     """The phases of steps `first` to `last`. Times are relative to `origin`, in seconds."""
     step = phases["step"]
     chosen = phases.filter(pc.and_(pc.greater_equal(step, first), pc.less_equal(step, last)))
     total = len(chosen)
     rows = chosen.slice(max(0, total - _MAX_SPANS)).to_pylist()
     if not rows:
-        return {"origin": None, "lanes": [], "waits": [], "events": [], "left_out": 0, "end": 0}
+        return {"origin": None, "tracks": [], "waits": [], "events": [], "left_out": 0, "end": 0}
     origin, end = min(row["start"] for row in rows), max(row["end"] for row in rows)
-    by_lane: dict[str, list[_Span]] = defaultdict(list)
+    by_track: dict[str, list[_Span]] = defaultdict(list)
     for row in rows:
-        by_lane[row["lane"]].append((row["phase"], row["start"] - origin, row["end"] - origin, row["step"]))
+        by_track[row["track"]].append((row["phase"], row["start"] - origin, row["end"] - origin, row["step"]))
     times = events["time"]
     near = events.filter(pc.and_(pc.greater_equal(times, origin), pc.less_equal(times, end))).to_pylist()
     return {
         "origin": origin,
         "end": end - origin,
-        "lanes": [
-            {"lane": name, "spans": sorted(by_lane[name], key=lambda span: (span[1], -span[2])),
-             "idle": max(0.0, 1 - busy_seconds(by_lane[name]) / max(end - origin, 1e-9))}
-            for name in sorted(by_lane, key=_lane_order)
+        "tracks": [
+            {"track": name, "spans": sorted(by_track[name], key=lambda span: (span[1], -span[2])),
+             "idle": max(0.0, 1 - busy_seconds(by_track[name]) / max(end - origin, 1e-9))}
+            for name in sorted(by_track, key=_track_order)
         ],
-        "waits": waits(by_lane),
+        "waits": waits(by_track),
         "events": [{**event, "time": event["time"] - origin} for event in near],
         "left_out": max(0, total - _MAX_SPANS),
     }  # fmt: skip
@@ -61,23 +61,23 @@ def busy_seconds(spans: list[_Span]) -> float:
     return total
 
 
-def waits(by_lane: dict[str, list[_Span]]) -> list[dict[str, Any]]:
-    """For every step and phase that several lanes of one role ran: the slowest lane, and how long the others waited.
+def waits(by_track: dict[str, list[_Span]]) -> list[dict[str, Any]]:
+    """For every step and phase that several tracks of one role ran: the slowest track, and how long the others waited.
 
-    A lane's wait is the time from the end of its last call of the phase to the end of the slowest lane's.
+    A track's wait is the time from the end of its last call of the phase to the end of the slowest track's.
     """
     ends: dict[tuple[int, str, str], dict[str, float]] = defaultdict(dict)
-    for lane, spans in by_lane.items():
-        role, _, rank = lane.rpartition("/")
+    for track, spans in by_track.items():
+        role, _, rank = track.rpartition("/")
         for phase, _, end, step in spans:
             if rank:
                 key = (step, role, phase)
-                ends[key][lane] = max(end, ends[key].get(lane, end))
+                ends[key][track] = max(end, ends[key].get(track, end))
     entries = []
     for (step, role, phase), by_name in ends.items():
         if len(by_name) > 1:
-            slowest = max(by_name, key=lambda lane: by_name[lane])
-            others = [by_name[slowest] - end for lane, end in by_name.items() if lane != slowest]
+            slowest = max(by_name, key=lambda track: by_name[track])
+            others = [by_name[slowest] - end for track, end in by_name.items() if track != slowest]
             mean, longest = float(np.mean(others)), float(max(others))
             entries.append(
                 {"step": step, "role": role, "phase": phase, "slowest": slowest, "mean": mean, "longest": longest}
@@ -119,17 +119,17 @@ def series(engines: pa.Table, devices: pa.Table) -> dict[str, Any]:
 
 def _split(table: pa.Table, name: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
     entries = []
-    for value in sorted(set(table[name].to_pylist()), key=_lane_order):
+    for value in sorted(set(table[name].to_pylist()), key=_track_order):
         rows = table.filter(pc.equal(table[name], value))
         rows = rows.take(np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MAX_POINTS)).astype(int)))
         entry = {"name": value, "columns": {column: numbers(rows[column]) for column in columns}}
         if name == "device":
-            entry["lanes"] = rows["lanes"][-1].as_py()
+            entry["tracks"] = rows["tracks"][-1].as_py()
         entries.append(entry)
     return entries
 
 
-def _lane_order(lane: str) -> tuple[Any, ...]:
+def _track_order(track: str) -> tuple[Any, ...]:
     """The controller first, then ranks, then engines, each by number."""
-    kind = 0 if lane == "controller" else 2 if lane.startswith("engine/") else 1
-    return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", lane)]
+    kind = 0 if track == "controller" else 2 if track.startswith("engine/") else 1
+    return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", track)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["column_lists", "flatten", "merge_answers", "numbers"]
+__all__ = ["column_lists", "flatten", "merge_responses", "numbers"]
 
 
 def numbers(values: pa.Array | pa.ChunkedArray) -> list[float | int | None]:
@@ -52,25 +52,25 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def merge_answers(
+def merge_responses(
     rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], trained: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Merge the rows of each answer (agents may have several): turns in order, numbers of tokens added.
+    """Merge the rows of each response (agents may have several): turns in order, numbers of tokens added.
 
     `lengths`, `trained`: tokens of each row, and how many of them are trained on.
     """
-    answers: dict[int, dict[str, Any]] = {}
+    responses: dict[int, dict[str, Any]] = {}
     for row, length, count in zip(rows, lengths, trained, strict=True):
         turns = row["turns"] or []
-        answer = answers.get(row["sample_index"])
-        if answer is None:
+        response = responses.get(row["sample_index"])
+        if response is None:
             skipped = ("prompt", "part", "turns", "rewards")
-            answer = {name: value for name, value in row.items() if name not in skipped}
-            answer |= {"turns": [], "parts": 0, "length": 0, "trained": 0, "rewards": dict(row["rewards"] or ())}
-            answers[row["sample_index"]] = answer
-        answer["turns"] += [{**turn, "part": row["part"]} for turn in turns]
-        answer["parts"] += 1
-        answer["length"] += length
-        answer["trained"] += count
-        answer["finish_reason"] = row["finish_reason"]
-    return list(answers.values())
+            response = {name: value for name, value in row.items() if name not in skipped}
+            response |= {"turns": [], "parts": 0, "length": 0, "trained": 0, "rewards": dict(row["rewards"] or ())}
+            responses[row["sample_index"]] = response
+        response["turns"] += [{**turn, "part": row["part"]} for turn in turns]
+        response["parts"] += 1
+        response["length"] += length
+        response["trained"] += count
+        response["finish_reason"] = row["finish_reason"]
+    return list(responses.values())

@@ -118,7 +118,7 @@ def test_a_phrase_in_most_new_answers():
     assert learning.common_phrase(run) is None
     run.last_texts = [f"{text} as an expert I am fully certain" for text in usual[:12]] + usual[12:]
     finding = learning.common_phrase(run)
-    assert "in 75% of the answers" in finding.figure
+    assert "in 75% of the responses" in finding.figure
     assert "as an expert I" in finding.figure
 
 
@@ -203,7 +203,7 @@ def test_rules_read_recorded_streams(tmp_path):
     """Every group has equal scores in 1 of 3 groups; the metric of truncation is recorded by a run that truncates."""
     writer = open_writer(tmp_path, data={"max_response_length": 64})
     for step in range(1, 6):
-        write_step(writer, step, {"response_length/clip_ratio": 0.5})
+        write_step(writer, step, {"response_length/clip_ratio": 0.5, "response_length/mean": 60.0})
     close(writer)
     run = health.load(read(tmp_path), now=1e12)
     assert run.groups["no_signal"].tolist() == pytest.approx([1 / 3] * 5)
@@ -213,6 +213,28 @@ def test_rules_read_recorded_streams(tmp_path):
     found = {finding.rule: finding for finding in health.findings(run)}
     assert set(found) == {"truncation", "stalled"}
     assert found["truncation"].settings[0] == ("data.max_response_length", "128")
+
+
+def test_truncation_below_the_maximum_blames_other_limits():
+    steps = np.arange(1.0, 6.0)
+    metrics = {"step": steps, "response_length/clip_ratio": np.ones(5), "response_length/mean": np.full(5, 256.0)}
+    run = health.RunTables(metrics=metrics, config={"data": {"max_response_length": 2048}})
+    (finding,) = [finding for finding in health.findings(run) if finding.rule == "truncation"]
+    assert finding.settings == []
+    assert "256" in finding.figure
+
+
+def test_a_cache_reads_every_step_once(tmp_path, monkeypatch):
+    writer = open_writer(tmp_path)
+    for step in range(1, 4):
+        write_step(writer, step)
+    close(writer)
+    run, cache = read(tmp_path), {}
+    first = health.load(run, now=1e12, cache=cache)
+    monkeypatch.setattr(type(run.groups), "table", lambda *_, **__: pytest.fail("a step was read again"))
+    second = health.load(run, now=1e12, cache=cache)
+    assert second.groups["no_signal"].tolist() == first.groups["no_signal"].tolist()
+    assert second.last_texts == first.last_texts
 
 
 def test_a_recording_without_steps_has_no_finding(tmp_path):

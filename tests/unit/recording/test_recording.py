@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -21,6 +22,7 @@ from verl import recording
 from verl.recording import schema
 from verl.recording.docs import render
 from verl.recording.redaction import Redaction
+from verl.recording.retention import delete_oldest
 from verl.recording.sampling import groups_within, step_to_drop
 from verl.recording.writer import RecordWriter
 
@@ -109,10 +111,10 @@ def test_a_reader_follows_a_run_that_is_writing(tmp_path):
     assert run.metrics.table()["step"].to_pylist() == []
     for step in (1, 2, 3):
         log(writer, step, loss=0.0)
-        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+        writer.line("phases", {"step": step, "track": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
         finish(writer)
         assert run.metrics.table()["step"].to_pylist() == list(range(1, step + 1))
-        assert run.phases.table(["step", "lane"])["step"].to_pylist() == list(range(1, step + 1))
+        assert run.phases.table(["step", "track"])["step"].to_pylist() == list(range(1, step + 1))
     writer.close()
 
 
@@ -146,7 +148,7 @@ def test_rows_of_superseded_attempts_are_left_out_of_a_table(tmp_path):
     for first_step in (0, 3):
         writer = open_writer(tmp_path, first_step)
         for step in range(first_step, 5):
-            writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+            writer.line("phases", {"step": step, "track": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
         writer.close()
     run = recording.read(tmp_path)
     phases = run.without_superseded(run.phases.table())
@@ -183,11 +185,54 @@ def test_a_restart_from_the_beginning_continues_the_recording_and_another_comman
     assert len(recording.read(aside).attempts) == 2
 
 
+def test_earlier_recordings_stay_within_the_budget(tmp_path):
+    for number in range(4):
+        writer = open_writer(tmp_path, run_id=str(number), max_bytes=25_000)
+        writer.event("warning", 1, "x" * 10_000)
+        writer.close()
+    kept = sorted(tmp_path.glob("record_before_*"))
+    assert len(kept) == 2
+    assert {json.loads((folder / "run.json").read_text())["run_id"] for folder in kept} == {"1", "2"}
+
+
+def test_the_newest_and_active_recordings_are_never_deleted(tmp_path):
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "file").write_bytes(b"x" * 100)
+        os.utime(folder / "file", (number, number))
+    assert delete_oldest(tmp_path.iterdir(), None) == []
+    assert [folder.name for folder in delete_oldest(tmp_path.iterdir(), 50)] == ["1", "0"]
+    (tmp_path / "active").mkdir()
+    (tmp_path / "active/file").write_bytes(b"x" * 100)
+    (tmp_path / "newest").mkdir()
+    (tmp_path / "newest/file").write_bytes(b"x" * 100)
+    assert [folder.name for folder in delete_oldest(tmp_path.iterdir(), 50)] == ["2"]
+
+
+def test_dropped_records_are_counted_in_an_event(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.recording.writer._MAX_LINES", 10)
+    writer = open_writer(tmp_path)
+    blocked = threading.Event()
+    writer.submit(lambda: blocked.wait(30))
+    while writer._items:  # the thread has taken the job
+        pass
+    for step in range(1, 26):
+        log(writer, step, loss=0.5)
+    blocked.set()
+    writer.close()
+    run = recording.read(tmp_path)
+    (event,) = [event for event in run.events.table().to_pylist() if event["kind"] == "dropped_records"]
+    assert json.loads(event["data"]) == {"metrics": 15}
+    assert event["step"] == 25
+    assert len(run.metrics.table()) == 10
+
+
 def test_a_truncated_last_record_is_ignored_and_the_next_attempt_appends_after_it(tmp_path):
     writer = open_writer(tmp_path)
     for step in (1, 2):
         log(writer, step, loss=0.5)
-        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+        writer.line("phases", {"step": step, "track": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
     writer.close()
     for name in ("metrics", "phases", "events"):
         path = tmp_path / f"record/{name}.jsonl"
@@ -196,7 +241,7 @@ def test_a_truncated_last_record_is_ignored_and_the_next_attempt_appends_after_i
     assert recording.read(tmp_path).metrics.table()["step"].to_pylist() == [1, 2]
     writer = open_writer(tmp_path, first_step=3)
     log(writer, 3, loss=0.5)
-    writer.line("phases", {"step": 3, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+    writer.line("phases", {"step": 3, "track": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
     writer.close()
     run = recording.read(tmp_path)
     assert run.metrics.table()["step"].to_pylist() == [1, 2, 3]
@@ -305,8 +350,8 @@ def test_the_recording_stays_within_its_budget_and_names_what_was_deleted(tmp_pa
     assert 4 < len(kept) < 16
     assert kept[0] == 1
     assert kept[-1] == 30
-    thinned = [json.loads(e["data"]) for e in run.events.table().to_pylist() if e["kind"] == "thinned"]
-    dropped = [step for event in thinned for step in event["steps"]]
+    events = [json.loads(e["data"]) for e in run.events.table().to_pylist() if e["kind"] == "deleted_steps"]
+    dropped = [step for event in events for step in event["steps"]]
     assert sorted(dropped + kept) == list(range(1, 31))
 
 
@@ -315,12 +360,12 @@ def test_only_metrics_and_events_are_recorded_if_small_streams_alone_exceed_the_
     write_step(writer, 0, [1.0])
     for step in range(200):
         log(writer, step, loss=0.5)
-        writer.line("phases", {"step": step, "lane": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
+        writer.line("phases", {"step": step, "track": "controller", "phase": "gen", "start": 1.0, "end": 2.0})
         finish(writer)
     write_step(writer, 1, [1.0])
     writer.close()
     run = recording.read(tmp_path)
-    assert run.events.table()["kind"].to_pylist() == ["start", "thinned", "stopped"]
+    assert run.events.table()["kind"].to_pylist() == ["start", "deleted_steps", "stopped"]
     assert len(run.metrics.table()) == 200
     assert 0 < len(run.phases.table()) < 200
     assert run.trajectories.steps == []
@@ -391,10 +436,12 @@ def test_an_empty_recording_has_empty_tables(tmp_path):
 
 def test_a_newer_version_is_rejected_and_unknown_fields_are_ignored(tmp_path):
     writer = open_writer(tmp_path)
-    writer.line("phases", {"step": 1, "lane": "engine/0", "phase": "x", "start": 0.0, "end": 1.0, "new": [1, {"a": 2}]})
+    writer.line(
+        "phases", {"step": 1, "track": "engine/0", "phase": "x", "start": 0.0, "end": 1.0, "new": [1, {"a": 2}]}
+    )
     writer.close()
     (tmp_path / "record/new_stream.jsonl").write_text("{}\n")
-    assert recording.read(tmp_path).phases.table()["lane"].to_pylist() == ["engine/0"]
+    assert recording.read(tmp_path).phases.table()["track"].to_pylist() == ["engine/0"]
     file = tmp_path / "record/run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema": schema.VERSION + 1}))
     with pytest.raises(recording.RecordingError, match="newer verl"):

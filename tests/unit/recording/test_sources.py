@@ -105,15 +105,15 @@ def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
     poll.close(poll=True)
     writer.close()
     run = recording.read(tmp_path)
-    lanes = {(row["lane"], row["phase"], row["step"]) for row in run.phases.table().to_pylist()}
-    assert {("actor_rollout/0", "update_actor", 5), ("engine/0", "generating", 5)} <= lanes
-    assert {lane for lane, _, _ in lanes} == {"actor_rollout/0", "engine/0"}
+    tracks = {(row["track"], row["phase"], row["step"]) for row in run.phases.table().to_pylist()}
+    assert {("actor_rollout/0", "update_actor", 5), ("engine/0", "generating", 5)} <= tracks
+    assert {track for track, _, _ in tracks} == {"actor_rollout/0", "engine/0"}
     (engine,) = run.engines.table().to_pylist()
     assert (engine["engine"], engine["running"], engine["waiting"], engine["weight_version"]) == ("engine/0", 3, 1, 7)
     (device,) = run.devices.table().to_pylist()
     assert (device["device"], device["power"], device["utilization"]) == ("GPU-1", 400.0, 0.5)
-    assert "actor_rollout/0" in device["lanes"]
-    assert not any("critic" in lane for lane in device["lanes"]), "one lane per process"
+    assert "actor_rollout/0" in device["tracks"]
+    assert not any("critic" in track for track in device["tracks"]), "one track per process"
 
 
 def test_a_poll_that_fails_repeatedly_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):

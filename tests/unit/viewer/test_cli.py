@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.recordings import write_run
 from verl.cli.main import main as verl
-from verl.viewer.cli import main
+from verl.viewer.cli import main, run_folders
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -78,3 +78,13 @@ def test_a_public_address_gets_a_token(tmp_path):
         line = process.stderr.readline()
         process.terminate()
     assert "/?token=" in line
+
+
+def test_a_folder_of_runs_is_replaced_by_the_runs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "record").mkdir(parents=True)
+        (tmp_path / name / "record/run.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    assert run_folders([str(tmp_path)]) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert run_folders([str(tmp_path / "a"), "missing"]) == [str(tmp_path / "a"), "missing"]
+    assert run_folders([str(tmp_path / "other")]) == [str(tmp_path / "other")]

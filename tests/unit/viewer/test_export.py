@@ -37,19 +37,19 @@ def test_a_small_run_is_complete_except_for_some_steps(run, tmp_path):
     assert size == (tmp_path / "run.html").stat().st_size
     exported = contents(page)
     assert exported["data"]["metrics?run=0"] == run.metrics()
-    assert exported["data"][f"answer?run=0&sample=1&step=12&uid={UIDS[2]}"] == run.answer(12, UIDS[2], 1)
-    assert exported["data"][f"validation_answers?run=0&uid={UIDS[1]}"] == run.validation_answers(UIDS[1])
+    assert exported["data"][f"answer?run=0&sample=1&step=12&uid={UIDS[2]}"] == run.response(12, UIDS[2], 1)
+    assert exported["data"][f"validation_answers?run=0&uid={UIDS[1]}"] == run.validation_responses(UIDS[1])
     steps = {int(key.partition("step=")[2]) for key in exported["data"] if key.startswith("groups?")}
     assert {1, 12} <= steps
     assert len(steps) == 8
     assert "groups of 8 of 12 steps: 1, " in exported["omissions"]
 
 
-def test_a_budget_leaves_out_answers_and_says_so(run, tmp_path):
+def test_a_budget_leaves_out_responses_and_says_so(run, tmp_path):
     write_export([run], tmp_path / "all.html")
     small = (tmp_path / "all.html").stat().st_size - 8000
     assert write_export([run], tmp_path / "small.html", small) <= small
-    assert "only some answers of" in contents((tmp_path / "small.html").read_text())["omissions"]
+    assert "only some responses of" in contents((tmp_path / "small.html").read_text())["omissions"]
     with pytest.raises(ValueError, match="--export"):
         write_export([run], tmp_path / "none.html", 70_000)
     assert not (tmp_path / "none.html").exists()

@@ -53,15 +53,15 @@ def test_groups_of_a_step(client):
     result = get(client, "groups", run=0, step=2)
     assert result["columns"]["uid"] == UIDS
     assert result["columns"]["score_std"] == [0.0, 0.5, 0.25]
-    assert result["has_answers"]
+    assert result["has_responses"]
 
 
 def test_answers_of_a_group_have_counts_and_turns(client):
     result = get(client, "group", run=0, step=2, uid=UIDS[2])
-    assert [(a["sample_index"], a["length"], a["trained"], a["score"]) for a in result["answers"]] == [
+    assert [(a["sample_index"], a["length"], a["trained"], a["score"]) for a in result["responses"]] == [
         (0, 6, 4, 0.0), (1, 6, 4, 0.5)
     ]  # fmt: skip
-    assert [turn["source"] for turn in result["answers"][0]["turns"]] == ["model", "environment", "model"]
+    assert [turn["source"] for turn in result["responses"][0]["turns"]] == ["model", "environment", "model"]
 
 
 def test_an_answer_has_tokens_and_exact_values(client):
@@ -82,11 +82,11 @@ def test_float32_values_have_their_shortest_form(tmp_path):
     assert numbers(pa.array([0.1, -5.1936736, float("inf"), None], pa.float32())) == [0.1, -5.1936736, None, None]
 
 
-def test_timeline_has_lanes_idle_time_and_waits(client):
+def test_timeline_has_tracks_idle_time_and_waits(client):
     result = get(client, "timeline", run=0, first=3, last=3)
-    assert [lane["lane"] for lane in result["lanes"]] == ["controller", "actor/0", "actor/1", "engine/0"]
-    assert [lane["idle"] for lane in result["lanes"]] == pytest.approx([0.0, 0.7, 0.9, 0.5])
-    assert result["lanes"][0]["spans"] == [["step", 0.0, 10.0, 3], ["gen", 0.0, 6.0, 3]]
+    assert [track["track"] for track in result["tracks"]] == ["controller", "actor/0", "actor/1", "engine/0"]
+    assert [track["idle"] for track in result["tracks"]] == pytest.approx([0.0, 0.7, 0.9, 0.5])
+    assert result["tracks"][0]["spans"] == [["step", 0.0, 10.0, 3], ["gen", 0.0, 6.0, 3]]
     (wait,) = result["waits"]
     assert (wait["slowest"], wait["mean"]) == ("actor/0", pytest.approx(2.0))
 
@@ -120,8 +120,8 @@ def test_validation_shows_each_prompt_over_time(client):
     assert result["steps"] == [2, 4]
     assert [prompt["uid"] for prompt in result["prompts"]] == UIDS
     assert result["correct"] == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
-    answers = get(client, "validation_answers", run=0, uid=UIDS[0])
-    assert [answer["answer"] for answer in answers] == ["answer of step 2", "answer of step 4"]
+    rows = get(client, "validation_answers", run=0, uid=UIDS[0])
+    assert [row["response"] for row in rows] == ["answer of step 2", "answer of step 4"]
 
 
 def search(client: httpx.Client, **parameters: Any) -> list[dict[str, Any]]:
@@ -223,4 +223,4 @@ def test_a_live_run_sends_events_and_new_steps(tmp_path):
 
 def test_hostile_texts_are_sent_as_json_texts(client):
     result = get(client, "group", run=0, step=1, uid=UIDS[1])
-    assert result["answers"][0]["turns"][0]["text"] == HOSTILE
+    assert result["responses"][0]["turns"][0]["text"] == HOSTILE

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from verl.recording.health import learning, operation
 from verl.recording.health.finding import Finding
-from verl.recording.health.run_tables import RunTables, load
+from verl.recording.health.run_tables import Cache, RunTables, load
 
-__all__ = ["RULES", "Finding", "RunTables", "findings", "load"]
+__all__ = ["RULES", "Cache", "Finding", "RunTables", "findings", "load"]
 
 RULES: tuple[Callable[[RunTables], Finding | None], ...] = (
     learning.no_signal,

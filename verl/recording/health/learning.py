@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ _PHRASE_WORDS = 6
 
 
 def no_signal(run: RunTables) -> Finding | None:
-    """More than half of the groups have the same score for all answers."""
+    """More than half of the groups have the same score for all responses."""
     steps, share = run.groups.get("step", np.array([])), run.groups.get("no_signal", np.array([]))
     period = period_of(steps, share > 0.5)
     if period is None:
@@ -26,23 +26,32 @@ def no_signal(run: RunTables) -> Finding | None:
     best = float(run.groups["all_best"][-1])
     return finding(
         run, "no_signal", "alert", "Most groups have no learning signal.", period,
-        f"{share[-1]:.0%} of the groups have one score for all answers ({best:.0%} all at the maximum).",
+        f"{share[-1]:.0%} of the groups have one score for all responses ({best:.0%} all at the maximum).",
         "Drop such groups, or use prompts of another difficulty; if every group is affected, check the reward.",
         [("algorithm.filter_groups.enable", "True")], "reward/mean",
     )  # fmt: skip
 
 
 def truncation(run: RunTables) -> Finding | None:
-    """More than a quarter of the answers are truncated."""
+    """More than a quarter of the responses are truncated."""
     steps, share = run.column("response_length/clip_ratio")
     period = period_of(steps, share > 0.25)
     if period is None:
         return None
     longest = int(run.setting("data.max_response_length", 1024))
+    _, mean = run.column("response_length/mean")
+    if len(mean) and mean[-1] < 0.9 * share[-1] * longest:  # not all truncated responses can be that long
+        return finding(
+            run, "truncation", "alert", "Many responses are truncated.", period,
+            f"{share[-1]:.0%} of the responses end at a limit below max_response_length ({longest} tokens):"
+            f" they have {mean[-1]:.0f} on average.",
+            "Check the limit of the rows (max_new_tokens), of agents, or of the context.", [],
+            "response_length/clip_ratio",
+        )  # fmt: skip
     return finding(
-        run, "truncation", "alert", "Many answers are truncated.", period,
-        f"{share[-1]:.0%} of the answers reach max_response_length ({longest} tokens).",
-        "Allow longer answers, or penalise long ones.",
+        run, "truncation", "alert", "Many responses are truncated.", period,
+        f"{share[-1]:.0%} of the responses reach max_response_length ({longest} tokens).",
+        "Allow longer responses, or penalise long ones.",
         [("data.max_response_length", str(2 * longest)), ("reward_model.overlong_buffer.enable", "True")],
         "response_length/clip_ratio",
     )  # fmt: skip
@@ -76,7 +85,7 @@ def constant_reward(run: RunTables) -> Finding | None:
     return finding(
         run, "constant_reward", "alert", "The reward is constant.", (first, int(steps[-1])),
         f"The mean reward is {reward[-1]:g} in every step since step {first}.",
-        "Check the reward function on recorded answers: verl check.", [], "reward/mean",
+        "Check the reward function on recorded responses: verl check.", [], "reward/mean",
     )  # fmt: skip
 
 
@@ -159,13 +168,13 @@ def reward_without_validation(run: RunTables) -> Finding | None:
         run, "reward_without_validation", "alert", "The reward rises while validation falls.",
         (int(steps[best]), int(steps[-1])),
         f"Since step {int(steps[best])}: reward {gained:+.3f}, {name} {-lost:+.3f}.",
-        "Read answers with a high reward (Groups), fix the reward, and continue from the best checkpoint.",
+        "Read responses with a high reward (Groups), fix the reward, and continue from the best checkpoint.",
         [("actor_rollout_ref.actor.use_kl_loss", "True")], name,
     )  # fmt: skip
 
 
 def length_drift(run: RunTables) -> Finding | None:
-    """The answers became more than twice as long, or less than half as long."""
+    """The responses became more than twice as long, or less than half as long."""
     steps, length = run.column("response_length/mean")
     if len(length) <= 2 * BASELINE:
         return None
@@ -174,19 +183,19 @@ def length_drift(run: RunTables) -> Finding | None:
     if period is None:
         return None
     return finding(
-        run, "length_drift", "warning", "The length of the answers drifts.", period,
+        run, "length_drift", "warning", "The length of the responses drifts.", period,
         f"{length[-1]:.0f} tokens now, {initial:.0f} at the beginning.",
-        "Compare long and short answers of one group (Groups); if the length is exploited, limit it.",
+        "Compare long and short responses of one group (Groups); if the length is exploited, limit it.",
         [("reward_model.overlong_buffer.enable", "True")], "response_length/mean",
     )  # fmt: skip
 
 
 def common_phrase(run: RunTables) -> Finding | None:
-    """One phrase is in most answers of the newest step, and was not at the beginning."""
+    """One phrase is in most responses of the newest step, and was not at the beginning."""
     if len(run.last_texts) < 8:
         return None
-    counts = _phrases(run.last_texts)
-    before = _phrases(run.first_texts)
+    counts = _phrases(tuple(run.last_texts))
+    before = _phrases(tuple(run.first_texts))
     for phrase, count in counts.most_common(50):
         share = count / len(run.last_texts)
         if share <= 0.5:
@@ -194,15 +203,16 @@ def common_phrase(run: RunTables) -> Finding | None:
         earlier = before[phrase] / max(1, len(run.first_texts))
         if earlier < 0.5 * share:
             return finding(
-                run, "common_phrase", "warning", "One phrase is in most answers.", (run.last_step, run.last_step),
-                f"“{phrase}” is in {share:.0%} of the answers of the newest step, in {earlier:.0%} at the beginning.",
+                run, "common_phrase", "warning", "One phrase is in most responses.", (run.last_step, run.last_step),
+                f"“{phrase}” is in {share:.0%} of the responses of the newest step, in {earlier:.0%} at the beginning.",
                 "Search for it (Groups): if it is rewarded without being right, fix the reward.", [], None,
             )  # fmt: skip
     return None
 
 
-def _phrases(texts: Sequence[str]) -> Counter[str]:
-    """In how many texts every phrase of some words occurs."""
+@functools.lru_cache(maxsize=4)
+def _phrases(texts: tuple[str, ...]) -> Counter[str]:
+    """In how many texts every phrase of some words occurs. Cached: the rules run after every step."""
     counts: Counter[str] = Counter()
     for text in texts:
         words = text.split()

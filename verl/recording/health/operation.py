@@ -11,15 +11,15 @@ from verl.recording.health.run_tables import RunTables
 
 
 def failing_rewards(run: RunTables) -> Finding | None:
-    """More than one percent of the answers could not be scored."""
+    """More than one percent of the responses could not be scored."""
     steps, share = run.column("reward/scoring_failed/mean")
     period = period_of(steps, share > 0.01, 1)
     if period is None:
         return None
     return finding(
         run, "failing_rewards", "alert", "Rewards fail.", period,
-        f"Up to {share.max():.1%} of the answers of a step could not be scored.",
-        "The kind of each error is in reward_info of its answer and in the events; try verl check.",
+        f"Up to {share.max():.1%} of the responses of a step could not be scored.",
+        "The kind of each error is in reward_info of its response and in the events; try verl check.",
         [], "reward/scoring_failed/mean",
     )  # fmt: skip
 
@@ -45,8 +45,8 @@ def failing_agents(run: RunTables) -> Finding | None:
         return None
     return finding(
         run, "failing_agents", "alert", "Conversations of agents fail.", period,
-        f"{share.max():.0%} of the answers of a step have the status failed.",
-        "Open a failed answer (Groups, filter by status): its agent field has the error.", [], None,
+        f"{share.max():.0%} of the responses of a step have the status failed.",
+        "Open a failed response (Groups, filter by status): its agent field has the error.", [], None,
     )  # fmt: skip
 
 
@@ -68,14 +68,14 @@ def waiting_for_one_rank(run: RunTables) -> Finding | None:
 
 
 def training_waits_for_generation(run: RunTables) -> Finding | None:
-    """In an asynchronous run, training waits for answers for more than 40 % of the step."""
+    """In an asynchronous run, training waits for responses for more than 40 % of the step."""
     share, steps = share_of_step(run, "timing_s/gen")
     period = period_of(steps, share > 0.4)
     if period is None or run.setting("trainer.mode", "sync") == "sync":
         return None
     return finding(
         run, "training_waits_for_generation", "warning", "Training waits for generation.", period,
-        f"{share[-1]:.0%} of the step.", "Use more devices for generation, or allow older answers.",
+        f"{share[-1]:.0%} of the step.", "Use more devices for generation, or allow older responses.",
         [("trainer.max_staleness", str(1 + int(run.setting("trainer.max_staleness", 1))))], "timing_s/gen",
     )  # fmt: skip
 
@@ -196,5 +196,5 @@ def stalled(run: RunTables) -> Finding | None:
     return finding(
         run, "stalled", "alert", "The run does not continue.", (run.last_step, run.last_step),
         f"No step has ended for {silent / 60:.0f} min; a step takes {step:.1f} s.",
-        "A rank may have stopped: see the last phase of every lane (Timeline).", [], None,
+        "A rank may have stopped: see the last phase of every track (Timeline).", [], None,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from verl.recording.reader import Recording
 
-__all__ = ["RunTables", "load"]
+__all__ = ["Cache", "RunTables", "load"]
 
 _MAX_GROUP_STEPS = 80
 _MAX_TEXTS = 96
@@ -38,8 +38,8 @@ class RunTables:
     metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`step`, `time` and a column per metric."""
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By recorded step: `step`, `no_signal` (share of groups whose answers have the same score), `all_best`,
-    `failed` (share of answers of agents that failed)."""
+    """By recorded step: `step`, `no_signal` (share of groups whose responses have the same score), `all_best`,
+    `failed` (share of responses of agents that failed)."""
     engines: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`kv_used`, `waiting` and `preemptions` of the newest records."""
     devices: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class RunTables:
     events: Sequence[Mapping[str, Any]] = ()
     first_texts: Sequence[str] = ()
     last_texts: Sequence[str] = ()
-    """Answers of the first and of the newest recorded step."""
+    """Responses of the first and of the newest recorded step."""
     config: Mapping[str, Any] = field(default_factory=dict)
     now: float | None = None
 
@@ -73,20 +73,28 @@ class RunTables:
         return default if value is None else value
 
 
-def load(run: Recording, now: float | None = None) -> RunTables:
-    """Read what the rules need: metrics, events, and samples of the large streams."""
+Cache: TypeAlias = dict[tuple[str, int, int], Any]
+"""What was read of a step, by kind, step and version of its file."""
+
+
+def load(run: Recording, now: float | None = None, cache: Cache | None = None) -> RunTables:
+    """Read what the rules need: metrics, events, and samples of the large streams.
+
+    `cache`: kept by the caller between calls; steps in it are not read again.
+    """
+    cache = {} if cache is None else cache
     names = [name for name in run.metrics.names if name.startswith(_METRICS)]
     metrics = run.metrics.table(["step", "time", *names])
     columns = {name: metrics[name].to_numpy().astype(np.float64) for name in metrics.column_names}
     texts = run.trajectories.steps if run.run.get("texts") else []
     return RunTables(
         metrics=columns,
-        groups=_group_columns(run),
+        groups=_group_columns(run, cache),
         engines=_newest(run.engines.table(), ("kv_used", "waiting", "preemptions")),
         devices=_newest(run.devices.table(), ("utilization",)),
         events=run.events.table().to_pylist(),
-        first_texts=_texts(run, texts[0]) if len(texts) > 1 else (),
-        last_texts=_texts(run, texts[-1]) if len(texts) > 1 else (),
+        first_texts=_texts(run, texts[0], cache) if len(texts) > 1 else (),
+        last_texts=_texts(run, texts[-1], cache) if len(texts) > 1 else (),
         config=run.run.get("config") or {},
         now=now,
     )
@@ -97,19 +105,35 @@ def _newest(table: pa.Table, names: tuple[str, ...], count: int = 400) -> dict[s
     return {name: table[name].to_numpy().astype(np.float64) for name in names}
 
 
-def _texts(run: Recording, step: int) -> list[str]:
+def _texts(run: Recording, step: int, cache: Cache) -> tuple[str, ...]:
+    key = ("texts", step, run.trajectories.version(step))
+    if key not in cache:
+        kept = min([step, *(old[1] for old in cache if old[0] == "texts")])  # the first step; texts of others are large
+        for old in [old for old in cache if old[0] == "texts" and old[1] > kept]:
+            del cache[old]
+        cache[key] = tuple(_read_texts(run, step))
+    texts: tuple[str, ...] = cache[key]
+    return texts
+
+
+def _read_texts(run: Recording, step: int) -> list[str]:
     turns = run.trajectories.table(["turns"], step=step)["turns"].slice(0, _MAX_TEXTS).to_pylist()
-    return [" ".join(t["text"] or "" for t in answer or () if t["source"] == "model") for answer in turns]
+    return [" ".join(t["text"] or "" for t in response or () if t["source"] == "model") for response in turns]
 
 
-def _group_columns(run: Recording) -> dict[str, np.ndarray]:
+def _group_columns(run: Recording, cache: Cache) -> dict[str, np.ndarray]:
     """Shares by step: of the newest steps, and of some earlier ones."""
     steps = run.groups.steps
     half = _MAX_GROUP_STEPS // 2
     if len(steps) > _MAX_GROUP_STEPS:
         earlier = np.linspace(0, len(steps) - half - 1, half).astype(int)
         steps = [steps[index] for index in np.unique(earlier)] + steps[-half:]
-    rows = [_group_shares(run, step) for step in steps]
+    rows = []
+    for step in steps:
+        key = ("groups", step, run.groups.version(step))
+        if key not in cache:
+            cache[key] = _group_shares(run, step)
+        rows.append(cache[key])
     names = ("no_signal", "all_best", "failed")
     columns = {name: np.array([row[number] for row in rows], np.float64) for number, name in enumerate(names)}
     return {"step": np.array(steps, np.int64), **columns}

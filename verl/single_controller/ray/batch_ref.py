@@ -58,14 +58,19 @@ class BatchRef(DataProto):
         return batch
 
     def fetch(
-        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        rows: np.ndarray | None = None,
     ) -> DataProto:
-        """Return a plain DataProto of these columns (None: all). Columns that are already fetched are not copied."""
+        """Return a plain DataProto of these columns (None: all) and rows (None: all). Columns that are already fetched
+        are not copied, unless `rows` are selected."""
         tensor_names, object_names = self._selected_names(batch_keys, non_tensor_batch_keys)
-        values = self._read([*tensor_names, *object_names])
+        values = self._read([*tensor_names, *object_names], rows)
         td = None
         if tensor_names:
-            td = TensorColumns({name: values[name] for name in tensor_names}, batch_size=[len(self)])
+            count = len(self) if rows is None else len(rows)
+            td = TensorColumns({name: values[name] for name in tensor_names}, batch_size=[count])
         return DataProto(td, {name: values[name] for name in object_names}, dict(self.meta_info))
 
     @property
@@ -212,10 +217,15 @@ class BatchRef(DataProto):
     def _has_columns(self) -> bool:
         return bool(self._columns or self._local)
 
-    def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the values of these columns, local or from the store."""
-        fetched = column_store.read_columns({name: self._columns[name] for name in names if name not in self._local})
-        return {name: self._local[name].value if name in self._local else fetched[name] for name in names}
+    def _read(self, names: Sequence[str], rows: np.ndarray | None = None) -> dict[str, Any]:
+        """Return the values of these columns, local or from the store; `rows`: of these rows (None: all)."""
+        stored = {name: self._columns[name] for name in names if name not in self._local}
+        local = {name: self._local[name].value for name in names if name in self._local}
+        if rows is not None:
+            stored = column_store.take_rows(stored, rows)
+            local = {name: value[rows] for name, value in local.items()}
+        fetched = column_store.read_columns(stored)
+        return {name: local[name] if name in local else fetched[name] for name in names}
 
     def _get_column(self, name: str) -> Any:
         """Return the value of a column, fetched once. The caller may write into it if it is a tensor."""

@@ -36,6 +36,7 @@ class AlertPoster:
         self._interval = interval
         self._posted: dict[str, float] = {}
         """By rule: when its alert was last posted, or last held since."""
+        self._cache: health.Cache = {}
         self._fails = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._check_in_intervals, name="recording-alerts", daemon=True)
@@ -58,7 +59,7 @@ class AlertPoster:
     def _check(self) -> float:
         """Post what is new; return the seconds that the rules took."""
         begin = time.perf_counter()
-        findings = health.findings(health.load(self._recording, time.time()))
+        findings = health.findings(health.load(self._recording, time.time(), self._cache))
         seconds = time.perf_counter() - begin
         for finding in findings:
             if finding.level == "alert" and finding.is_current:

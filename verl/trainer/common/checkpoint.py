@@ -26,6 +26,7 @@ from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.disk import disk_full_error, is_disk_full
 from verl.utils.exceptions import annotate_error
 from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,9 @@ class Saver:
 
     def _collect_files(self, models: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of all files of a step that no part writes, by path in the step."""
-        files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
+        # For people: a resumed run composes its configuration anew, and needs no value of this file.
+        config = mask_secrets(self._config.to_dict())
+        files = {"config.json": json.dumps(config, indent=1, default=str).encode()}
         if (run_start := self._get_run_start()) is not None:
             files |= run_start.files
         model_files = self._tokenizer_files | self.model_files

@@ -47,7 +47,7 @@ class RankPoll:
         self._start = self._last_series = time.time()
         self._engines: dict[str, tuple[float, Load]] = {}
         """By engine: time and load of the last record."""
-        self._lanes: dict[tuple[str, int], str] = {}
+        self._tracks: dict[tuple[str, int], str] = {}
         """Name of every process (host, pid): its first role and rank."""
         self._failures = 0
         """Consecutive polls that failed."""
@@ -110,7 +110,7 @@ class RankPoll:
                 replies = group.query_ranks("rank_usage", _TIMEOUT_S)
                 ranks |= {(role, rank): reply for rank, reply in enumerate(replies) if isinstance(reply, RankUsage)}
         for (role, rank), usage in ranks.items():
-            self._lanes.setdefault((usage.host, usage.pid), f"{role}/{rank}")
+            self._tracks.setdefault((usage.host, usage.pid), f"{role}/{rank}")
         return ranks
 
     def _record_spans(self, ranks: Mapping[tuple[str, int], RankUsage]) -> None:
@@ -118,9 +118,9 @@ class RankPoll:
             ends, self._step_ends = self._step_ends, []
         for (_, rank), usage in ranks.items():
             for span in usage.spans:
-                lane = f"engine/{rank}" if span.name == GENERATING else self._lanes[usage.host, usage.pid]
+                track = f"engine/{rank}" if span.name == GENERATING else self._tracks[usage.host, usage.pid]
                 step = next((step for end, step in ends if span.start < end), self._step + 1)
-                record = {"step": step, "lane": lane, "phase": span.name, "host": usage.host, "pid": usage.pid}
+                record = {"step": step, "track": track, "phase": span.name, "host": usage.host, "pid": usage.pid}
                 self._writer.line("phases", record | {"start": round(span.start, 4), "end": round(span.end, 4)})
 
     def _record_engines(self, ranks: Mapping[tuple[str, int], RankUsage]) -> None:
@@ -162,7 +162,7 @@ class RankPoll:
                     "time": round(time.time(), 3),
                     "device": uuid,
                     "host": host,
-                    "lanes": [self._lanes[process] for process in processes],
+                    "tracks": [self._tracks[process] for process in processes],
                     "name": device.name,
                     "memory_used": device.memory_used,
                     "memory_total": device.memory_total,

@@ -128,8 +128,8 @@ class Recorder:
     def saved(self, save: SaveResult) -> None:
         """Record a complete checkpoint. Thread-safe."""
         if save.error is None:
-            facts = {"seconds": round(save.seconds, 3), "gigabytes": save.gigabytes, "path": str(save.path)}
-            self.event("checkpoint", save.step, data=facts)
+            data = {"seconds": round(save.seconds, 3), "gigabytes": save.gigabytes, "path": str(save.path)}
+            self.event("checkpoint", save.step, data=data)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step, the phases that have ended, and events that follow from the metrics."""
@@ -179,7 +179,7 @@ class Recorder:
         assert writer is not None
         host, pid = socket.gethostname(), os.getpid()
         for span in [spans.popleft() for _ in range(len(spans))]:
-            record = {"step": step, "lane": _CONTROLLER, "phase": span.name, "host": host, "pid": pid}
+            record = {"step": step, "track": _CONTROLLER, "phase": span.name, "host": host, "pid": pid}
             writer.line("phases", record | {"start": round(span.start, 4), "end": round(span.end, 4)})
 
 

@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.recording.sampling import groups_within
 from verl.recording.writer import RecordWriter
+from verl.single_controller.ray.batch_ref import BatchRef
 from verl.trainer.common.dumps import ground_truths, plain_value, response_turns
 from verl.types.schema import selected_for
 from verl.utils.json_lines import to_json
@@ -36,6 +37,8 @@ _TOKEN_COLUMNS = {
     "versions": "rollout_versions",
     "token_scores": "token_level_scores",
 }
+# Columns that the stream `groups` needs for all rows.
+_COLUMNS_OF_ALL_ROWS = {"response_mask", "token_level_scores", "rollout_versions"}
 _ARROW_TYPES = {"mask": pa.uint8(), "versions": pa.int32()}
 # Object columns with a field of their own; all other columns of a dump are in `extra`.
 _OWN_COLUMNS = {
@@ -71,33 +74,30 @@ class RecordedStep:
 
     def write(self, writer: RecordWriter) -> None:
         """Write groups and trajectories; record an event if only a sample of the groups fits into the budget."""
-        self._fetch()
+        self._fetch_all_rows()
         chosen = groups_within(self._group_bytes(), self._options.max_bytes, seed=self.step)
         rows = np.flatnonzero(np.isin(self._group_of_row, chosen))
-        facts = {"groups": len(self._uids), "recorded": len(chosen), "seed": self.step}
+        sample = {"groups": len(self._uids), "recorded": len(chosen), "seed": self.step}
         if len(chosen) < len(self._uids):
-            writer.event("sampled", self.step, data=facts)
+            writer.event("sampled", self.step, data=sample)
         writer.write_table("groups", self.step, self._groups(set(chosen)))
         if len(rows):
             # Rows of a group are adjacent, so that readers find them in few row groups.
             rows = rows[np.argsort(self._group_of_row[rows], kind="stable")]
-            writer.write_table("trajectories", self.step, self._trajectories(rows), facts)
+            writer.write_table("trajectories", self.step, self._trajectories(rows), sample)
 
     # ---------------------------------------------------------------- columns
 
-    def _fetch(self) -> None:
-        batch = self._batch
-        tensors = {"prompts", "responses", *_TOKEN_COLUMNS.values()} & set(batch.batch.keys())
-        lengths = getattr(batch, "lengths", None)  # of a BatchRef: known without fetching the mask
+    def _fetch_all_rows(self) -> None:
+        """Fetch what all groups are recorded with; the other token columns are fetched for the chosen rows only."""
+        present = set(self._batch.batch.keys())
+        tensors = present & _COLUMNS_OF_ALL_ROWS
+        lengths = getattr(self._batch, "lengths", None)  # of a BatchRef: known without fetching the mask
+        if lengths is None or "response_mask" not in present:
+            tensors |= {"attention_mask", "responses"}
+        self._local = local = self._fetch(tensors, list(self._batch.non_tensor_batch))
         if lengths is None:
-            tensors.add("attention_mask")
-        objects = list(batch.non_tensor_batch)
-        self._local = local = (
-            batch.fetch(sorted(tensors), objects) if hasattr(batch, "fetch") else batch.select(sorted(tensors), objects)
-        )
-        width = local.batch["responses"].shape[1]
-        if lengths is None:
-            mask = local.batch["attention_mask"]
+            mask, width = local.batch["attention_mask"], local.batch["responses"].shape[1]
             self._prompt_lengths = mask[:, :-width].sum(-1).cpu().numpy()
             self._lengths = mask[:, -width:].sum(-1).cpu().numpy()
         else:
@@ -109,9 +109,20 @@ class RecordedStep:
         number = {uid: index for index, uid in enumerate(self._uids)}
         self._group_of_row = np.array([number[uid] for uid in uids], dtype=np.int64)
 
+    def _fetch(
+        self, tensors: Collection[str], objects: Sequence[str] = (), rows: np.ndarray | None = None
+    ) -> DataProto:
+        """Return these columns in this process; `rows`: only these (None: all)."""
+        batch, names = self._batch, sorted(tensors)
+        if isinstance(batch, BatchRef):
+            return batch.fetch(names, objects, rows)
+        local = batch.select(names, list(objects))
+        return local if rows is None else local.select_idxs(rows)
+
     def _group_bytes(self) -> list[int]:
         """Estimate the size of each group before compression."""
-        per_token = 4 * sum(column in self._local.batch.keys() for column in _TOKEN_COLUMNS.values()) + 4 + _TEXT_BYTES
+        present = set(self._batch.batch.keys())
+        per_token = 4 * sum(column in present for column in _TOKEN_COLUMNS.values()) + 4 + _TEXT_BYTES
         sizes = self._lengths * per_token + self._prompt_lengths * (4 + _TEXT_BYTES)
         if self._options.texts:
             for column in self._objects.values():
@@ -146,7 +157,7 @@ class RecordedStep:
         for number, group in enumerate(group_of):
             members[group].append(number)
         lengths = trajectories.sum(torch.from_numpy(np.asarray(self._lengths, dtype=np.int64))).tolist()
-        per_answer = {
+        per_response = {
             "samples": self._column("sample_index", rows),
             "scores": scores,
             "lengths": lengths,
@@ -161,7 +172,7 @@ class RecordedStep:
             "uid": self._uids,
             "data_source": as_texts(self._column("data_source", first_rows)),
             "prompt_tokens": self._prompt_lengths[first_rows].tolist(),
-            **{name: [[values[i] for i in group] for group in members] for name, values in per_answer.items()},
+            **{name: [[values[i] for i in group] for group in members] for name, values in per_response.items()},
             "score_mean": [float(np.mean(values)) if values else None for values in known],
             "score_std": [float(np.std(values)) if values else None for values in known],
             "length_mean": [float(np.mean([lengths[i] for i in group])) for group in members],
@@ -169,7 +180,8 @@ class RecordedStep:
             "recorded": [group in recorded for group in range(len(members))],
         }
         if options.texts:
-            texts = self._decode("prompts", first_rows)
+            prompts = self._fetch(["prompts"], rows=first_rows).batch["prompts"].cpu().numpy()
+            texts = self._decode(prompts, self._prompt_lengths[first_rows])
             columns["prompt"] = [options.redaction.text(text)[:_PREVIEW_CHARS] for text in texts]
         return columns
 
@@ -202,14 +214,16 @@ class RecordedStep:
             "status": self._statuses(rows),
             "rewards": [self._rewards(row, is_number) for row in ends],
         }
-        index = torch.from_numpy(rows)
+        recorded = {*_TOKEN_COLUMNS.values(), *(("prompts", "responses") if options.texts else ())}
+        tensors = self._fetch(recorded & set(self._batch.batch.keys()), rows=rows).batch
         for name, column in _TOKEN_COLUMNS.items():
-            if column in self._local.batch.keys():
-                values = self._local.batch[column].index_select(0, index).cpu().numpy()
+            if column in tensors.keys():
+                values = tensors[column].cpu().numpy()
                 columns[name] = ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
         columns["turns"] = self._turns(rows)
         if options.texts:
-            columns |= self._text_columns(rows, ends, columns["turns"])
+            prompts, responses = (tensors[name].cpu().numpy().copy() for name in ("prompts", "responses"))
+            columns |= self._text_columns(rows, ends, columns["turns"], prompts, responses)
         return columns
 
     def _turns(self, rows: np.ndarray) -> list[list[dict[str, Any]]]:
@@ -220,14 +234,18 @@ class RecordedStep:
             turns.append([{"source": s, "tokens": n, "name": name, "reward": r} for s, n, name, r in parts])
         return turns
 
-    def _text_columns(self, rows: np.ndarray, ends: np.ndarray, turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Columns with texts and token ids; also adds the texts of `turns`."""
-        redact, batch = self._options.redaction, self._local.batch
-        index = torch.from_numpy(rows)
-        prompts, responses = (
-            batch[name].index_select(0, index).cpu().numpy().copy() for name in ("prompts", "responses")
-        )
-        texts = self._decode("prompts", rows)
+    def _text_columns(
+        self,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        turns: list[list[dict[str, Any]]],
+        prompts: np.ndarray,
+        responses: np.ndarray,
+    ) -> dict[str, Any]:
+        """Columns with texts and token ids; also adds the texts of `turns`. `prompts`, `responses`: token ids of the
+        rows, which are overwritten."""
+        redact = self._options.redaction
+        texts = self._decode(prompts, self._prompt_lengths[rows])
         clean = [redact.text(text) for text in texts]
         prompts[[old != new for old, new in zip(texts, clean, strict=True)]] = -1
         for number, parts in enumerate(response_turns(self._options.tokenizer, responses, self._lengths[rows], turns)):
@@ -267,13 +285,11 @@ class RecordedStep:
                 return self._objects[name][row]
         return None
 
-    def _decode(self, column: str, rows: np.ndarray) -> list[str]:
+    def _decode(self, prompts: np.ndarray, lengths: np.ndarray) -> list[str]:
         """Texts without special tokens. Equal rows, such as the prompts of a group, are decoded once."""
-        values = self._local.batch[column].index_select(0, torch.from_numpy(rows)).cpu().numpy()
-        lengths = self._prompt_lengths[rows]
         unique: dict[bytes, list[int]] = {}
         keys = []
-        for value, length in zip(values, lengths, strict=True):
+        for value, length in zip(prompts, lengths, strict=True):
             ids = value[len(value) - length :]
             keys.append(ids.tobytes())
             unique.setdefault(keys[-1], ids.tolist())

@@ -1,4 +1,4 @@
-"""Rows of the recording from a validation: the answers to its prompts."""
+"""Rows of the recording from a validation: the responses to its prompts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def record_validation(
     # The same seed in all steps: the same prompts are recorded over time.
     chosen = groups_within([sum(sizes[i] for i in group) for group in groups], options.max_bytes, seed=0)
     rows = [i for number in chosen for i in groups[number]]
-    facts = {"groups": len(groups), "recorded": len(chosen), "seed": 0}
+    sample = {"groups": len(groups), "recorded": len(chosen), "seed": 0}
     if len(chosen) < len(groups):
-        writer.event("sampled", step, data=facts | {"stream": "validation"})
+        writer.event("sampled", step, data=sample | {"stream": "validation"})
     if rows:
         selected = {name: [values[i] for i in rows] for name, values in samples.items()}
-        writer.write_table("validation", step, validation_columns(selected, step, options), facts)
+        writer.write_table("validation", step, validation_columns(selected, step, options), sample)
 
 
 def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
@@ -57,7 +57,7 @@ def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options:
     if options.texts:
         columns |= {
             "prompt": [redact.text(text) for text in samples["prompt"]],
-            "answer": [redact.text(text) for text in samples["answer"]],
+            "response": [redact.text(text) for text in samples["answer"]],
             "turns": [_dumped_turns(item.get("turns"), redact) for item in more],
             "ground_truth": [
                 redact.text(truth) if isinstance(truth, str) else json_text(truth, redact) for truth in samples["gts"]

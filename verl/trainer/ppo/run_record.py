@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
+from verl.recording.retention import delete_oldest
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.rank_poll import Groups
 from verl.trainer.common.recorder import KEY, Recorder
@@ -20,13 +24,14 @@ from verl.trainer.common.run_summary import RunSummary
 from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions
 from verl.trainer.ppo.recorded_validation import record_validation
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
+from verl.utils.fs import expand_path
 
 __all__ = ["RunRecord"]
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "val_only"
-"""Folder in `trainer.default_local_dir` of the recording of a run with `trainer.val_only`."""
+"""Folder in `trainer.default_local_dir` of the recordings of runs with `trainer.val_only`, a folder for each."""
 _RESPONSES = "trainer.rollout_data_dir"
 
 
@@ -36,8 +41,9 @@ class RunRecord:
     def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures, status: RunStatus) -> None:
         self._config, self._tokenizer, self._failures = config, tokenizer, failures
         self._trainer = config.trainer
-        # A run that only validates does not own the run's folder, in which a training run may be recorded.
-        subfolder = VALIDATION_FOLDER if config.trainer.val_only else ""
+        # A run that only validates does not own the run's folder, in which a training run may be recorded, and others
+        # may validate at the same time.
+        subfolder = validation_subfolder(config.trainer.default_local_dir) if config.trainer.val_only else ""
         self.recorder = Recorder(config.trainer, "ppo", status, subfolder)
         self._options: RowOptions | None = None
         self.summary = RunSummary()
@@ -57,6 +63,8 @@ class RunRecord:
         first_step = 0 if self._trainer.val_only else start.first_step
         self.recorder.open(first_step, self._config.to_dict(), groups, start.resume_from, tokenizer)
         self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
+        if self._trainer.val_only:
+            delete_oldest(self.recorder.folder.parents[1].iterdir(), int(record.max_gb * 1e9))
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Write everything that was recorded. `error`: the exception that ends the run, if any."""
@@ -98,3 +106,13 @@ class RunRecord:
         self.recorder.step_ended(step)
         self._failures.dump(KEY, str(self.recorder.folder), step, self.recorder.raise_error)
         return {"timing_s/record": self.recorder.take_seconds()}
+
+
+def validation_subfolder(run_folder: str) -> str:
+    """Return where a run that only validates is recorded, relative to `run_folder`: `val_only/<time>-<id>`. Restarts of
+    a command share it."""
+    run_id = os.environ.get("VERL_RUN") or uuid.uuid4().hex[:12]
+    root = Path(expand_path(run_folder)).absolute() / VALIDATION_FOLDER
+    earlier = [path.name for path in root.glob(f"*-{run_id}")]
+    name = earlier[0] if earlier else f"{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
+    return f"{VALIDATION_FOLDER}/{name}"

@@ -1,15 +1,15 @@
-// One answer: conversation with turns, trained tokens, a strip of per-token values, reward and its components.
+// One response: conversation with turns, trained tokens, a strip of per-token values, reward and its components.
 
 import { get } from "./api.js";
 import { color, h, hideTooltip, select, short, showTooltip, visible } from "./dom.js";
 
 const COLUMNS = {
-  rollout_log_probs: "log-prob (rollout)",
+  rollout_log_probs: "log-prob (rollout), nats",
   trainer_log_probs: "log-prob (trainer)",
   difference: "trainer − rollout",
   advantages: "advantage",
   versions: "version",
-  entropy: "entropy",
+  entropy: "entropy (nats)",
   ref_log_probs: "log-prob (reference)",
   teacher_log_probs: "log-prob (teacher)",
   values: "value",
@@ -19,18 +19,33 @@ const COLUMNS = {
 const DIVERGING = new Set(["difference", "advantages", "values", "token_scores"]);
 const LEVELS = 8;
 
+/** Values that have the darkest colours: [low, high] of a diverging scale, or the ends of a sequential one. */
+export function limits(name, values) {
+  const known = values.filter((value) => value !== null);
+  if (!DIVERGING.has(name)) return name.endsWith("log_probs") ? [0, -5] : [0, Math.max(...known, 1e-9)];
+  const sizes = known.map(Math.abs).sort((a, b) => a - b);
+  const limit = sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes.at(-1) || 1;
+  return [-limit, limit];
+}
+
+/** Legend of the colours of a column. */
+function scale(name, values) {
+  if (name === "versions") return h("span", { class: "muted" }, "one colour per version");
+  const isDiverging = DIVERGING.has(name);
+  const [low, high] = limits(name, values);
+  const boxes = Array.from({ length: isDiverging ? 9 : LEVELS }, (_, index) => h("i", { class: `${isDiverging ? "d" : "q"}${index}` }));
+  const [left, right] = isDiverging ? [`≤ ${short(low)}`, `≥ ${short(high)}`] : [short(low), name.endsWith("log_probs") ? `≤ ${short(high)}` : short(high)];
+  return h("span", { class: "scale muted" }, `${left} `, boxes, ` ${right}`);
+}
+
 /** Class of the colour of every value: q0 to q7 (sequential), d0 to d8 (diverging) or v0 to v6 (versions). */
 export function shades(name, values) {
-  const known = values.filter((value) => value !== null);
   if (name === "versions") return values.map((value) => (value === null || value < 0 ? "" : `v${value % 7}`));
+  const [, limit] = limits(name, values);
   if (DIVERGING.has(name)) {
-    const sizes = known.map(Math.abs).sort((a, b) => a - b);
-    const limit = sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes.at(-1) || 1;
     return values.map((value) => (value === null ? "" : `d${4 + Math.max(-4, Math.min(4, Math.round((4 * value) / limit)))}`));
   }
-  const isProb = name.endsWith("log_probs");
-  const limit = isProb ? 5 : Math.max(...known, 1e-9);
-  return values.map((value) => (value === null ? "" : `q${Math.max(0, Math.min(LEVELS - 1, Math.round(((isProb ? -value : value) / limit) * (LEVELS - 1))))}`));
+  return values.map((value) => (value === null ? "" : `q${Math.max(0, Math.min(LEVELS - 1, Math.round((value / limit) * (LEVELS - 1))))}`));
 }
 
 export async function renderAnswer(view) {
@@ -38,7 +53,7 @@ export async function renderAnswer(view) {
   if (params.uid === undefined) return renderFirst(view);
   const [run, step, sample] = [Number(params.run ?? 0), Number(params.step), Number(params.sample ?? 0)];
   const [result, group] = await Promise.all([get("answer", { run, step, uid: params.uid, sample }), get("group", { run, step, uid: params.uid }).catch(() => null)]);
-  const samples = group ? group.answers.map((answer) => answer.sample_index) : [sample];
+  const samples = group ? group.responses.map((response) => response.sample_index) : [sample];
   const place = samples.indexOf(sample);
   const go = (offset) => () => samples[place + offset] !== undefined && view.go("answer", { ...params, sample: samples[place + offset], part: null });
   view.onKey("ArrowLeft", go(-1));
@@ -48,11 +63,11 @@ export async function renderAnswer(view) {
   view.container.append(
     h("section", { class: "bar" },
       h("a", { href: view.link("groups", { run, step, uid: params.uid }) }, `← step ${step}`), runs.length > 1 ? ` ${visible(runs[run].name)} ` : null,
-      h("button", { onclick: go(-1), disabled: place <= 0, title: "previous answer (←)" }, "◀"),
-      h("b", {}, `answer ${sample} (${samples.length} answers in the group)`),
-      h("button", { onclick: go(1), disabled: place >= samples.length - 1, title: "next answer (→)" }, "▶"),
+      h("button", { onclick: go(-1), disabled: place <= 0, title: "previous response (←)" }, "◀"),
+      h("b", {}, `response ${sample} (${samples.length} responses in the group)`),
+      h("button", { onclick: go(1), disabled: place >= samples.length - 1, title: "next response (→)" }, "▶"),
       result.parts.length > 1 ? select("row", result.parts.map((_, index) => [index, `${index + 1} of ${result.parts.length}`]), number, (value) => view.go("answer", { ...params, part: value })) : null),
-    facts(part), ...conversation(view, part));
+    details(part), ...conversation(view, part));
   return null;
 }
 
@@ -60,7 +75,7 @@ async function renderFirst(view) {
   const run = Number(view.params.run ?? 0);
   const steps = view.runs[run].steps.trajectories;
   if (!steps.length) {
-    view.container.append(h("p", { class: "note" }, `${view.runs[run].name} has no recorded answers.`));
+    view.container.append(h("p", { class: "note" }, `${view.runs[run].name} has no recorded responses.`));
     return null;
   }
   const step = steps.at(-1);
@@ -69,15 +84,15 @@ async function renderFirst(view) {
   return view.go("answer", { run, step, uid: columns.uid[index], sample: columns.samples[index][0] }, true);
 }
 
-function facts(part) {
+function details(part) {
   const entry = (name, value) => (value === null || value === undefined || value === "" ? [] : [h("dt", {}, name), h("dd", {}, value)]);
   const rewards = Object.entries(part.rewards).map(([name, value]) => h("span", { class: "pill" }, `${visible(name)} `, h("b", {}, short(value))));
   const trained = part.columns.mask?.filter((value) => value).length;
-  return h("dl", { class: "facts" },
+  return h("dl", { class: "details" },
     ...entry("reward", h("b", { class: "score" }, short(part.score))), ...entry("components", rewards.length ? h("span", {}, rewards) : null),
     ...entry("scorer", part.reward_info && visible(part.reward_info)), ...entry("ground truth", part.ground_truth && visible(part.ground_truth)),
     ...entry("tokens", part.columns.mask ? `${part.columns.mask.length}, trained on ${trained}` : null),
-    ...entry("end", `${part.finish_reason ?? "–"}${part.status && part.status !== "finished" ? `, ${visible(part.status)}` : ""}`),
+    ...entry("ended by", `${part.finish_reason ?? "–"}${part.status && part.status !== "finished" ? `, ${visible(part.status)}` : ""}`),
     ...entry("source", visible(part.data_source)), ...entry("agent", part.agent && visible(part.agent)), ...entry("extra", part.extra && visible(part.extra)));
 }
 
@@ -110,6 +125,8 @@ function conversation(view, part) {
     turns.push(isModel ? h("section", { class: "turn" }, h("h3", {}, label), body) : h("details", { class: "turn", open: true }, h("summary", {}, label), body));
   }
   const strip = new Strip(columns, (index) => describe(part, columns, index), (index) => spans[index]?.scrollIntoView({ block: "center" }));
+  const legend = h("span");
+  const unknown = (part.tokens ?? []).filter((text) => text === null).length;
   const paint = () => {
     if (!shown) return;
     const classes = shades(shown, columns[shown]);
@@ -117,6 +134,7 @@ function conversation(view, part) {
       token.className = `token ${columns.mask?.[index] ? "trained" : "masked"} ${classes[index]}`;
     });
     strip.update(shown, classes);
+    legend.replaceChildren(scale(shown, columns[shown]));
   };
   paint();
   const text = h("div", { class: "tokens" }, turns);
@@ -134,8 +152,10 @@ function conversation(view, part) {
         view.set({ column: name });
         paint();
       }) : null,
+      legend,
       part.tokens ? select("show", [["0", "tokens"], ["1", "text"]], isText ? "1" : "0", (value) => view.go("answer", { ...view.params, text: value === "1" ? "1" : null }, true)) : null,
       h("span", { class: "muted" }, h("span", { class: "token trained" }, "trained"), " ", h("span", { class: "token masked" }, "not trained"), ` · ${count} tokens · point at a token for its values`)),
+    unknown && !isText ? h("p", { class: "muted" }, `▒: ${unknown} tokens without text (redacted, or not in the tokenizer's vocabulary).`) : null,
     count ? strip.element : null,
     h("details", { class: "turn" }, h("summary", {}, `prompt · ${part.prompt_tokens?.length ?? "?"} tokens`), prompt), text,
   ].filter(Boolean);
@@ -203,16 +223,17 @@ class Strip {
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const colors = new Map();
-    const size = width / Math.max(1, this.count);
+    const edge = (index) => Math.round((index * width * ratio) / Math.max(1, this.count)) / ratio; // whole pixels: no seams
     for (let index = 0; index < this.count; index += 1) {
       const name = this.classes[index];
       if (name && !colors.has(name)) colors.set(name, color(`--${name}`));
       context.fillStyle = name ? colors.get(name) : color("--grid");
-      context.fillRect(index * size, 0, Math.max(size, 0.6), 26);
+      const [left, size] = [edge(index), Math.max(edge(index + 1) - edge(index), 0.6)];
+      context.fillRect(left, 0, size, 26);
       if (this.mask[index]) {
         colors.set("trained", colors.get("trained") ?? color("--c0"));
         context.fillStyle = colors.get("trained");
-        context.fillRect(index * size, 29, Math.max(size, 0.6), 4);
+        context.fillRect(left, 29, size, 4);
       }
     }
   }

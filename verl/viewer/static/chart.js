@@ -1,8 +1,8 @@
 // Charts on a canvas: lines over steps with smoothing, logarithm and zoom; scatter plots.
 
-import { color, h, hideTooltip, short, showTooltip, visible } from "./dom.js";
+import { color, h, hideTooltip, short, showTooltip, tickLabels, visible } from "./dom.js";
 
-const LEFT = 52, RIGHT = 24, TOP = 8, BOTTOM = 22;
+const LEFT = 60, RIGHT = 24, TOP = 8, BOTTOM = 34;
 
 /** Exponential moving average with bias correction; null values are skipped. */
 export function smooth(values, weight) {
@@ -57,31 +57,34 @@ class Canvas {
     return { context, width };
   }
 
-  axes(context, width, x, y, xText, yText) {
+  /** `x`, `y`: {ticks, labels, place}. `xLabel`: what the x axis shows. */
+  axes(context, width, x, y, xLabel = "") {
     context.lineWidth = 1;
     context.strokeStyle = color("--grid");
     context.fillStyle = color("--muted");
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const value of y.ticks) {
+    y.ticks.forEach((value, index) => {
       const place = Math.round(y.place(value)) + 0.5;
       context.beginPath();
       context.moveTo(LEFT, place);
       context.lineTo(width - RIGHT, place);
       context.stroke();
-      context.fillText(yText(value), LEFT - 6, place);
-    }
+      context.fillText(y.labels[index], LEFT - 6, place);
+    });
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const value of x.ticks) context.fillText(xText(value), x.place(value), this.height - BOTTOM + 6);
+    x.ticks.forEach((value, index) => context.fillText(x.labels[index], x.place(value), this.height - BOTTOM + 6));
+    context.textAlign = "right";
+    if (xLabel) context.fillText(xLabel, width - RIGHT, this.height - 12);
   }
 }
 
 export class LineChart extends Canvas {
   /** `onZoom(range)`: range of x values, or null for all; shared by the charts of a page. */
-  constructor(title, { height = 190, onZoom = null, xFormat = short, yFormat = short } = {}) {
+  constructor(title, { height = 202, onZoom = null, xFormat = short, yFormat = short, xLabel = "step" } = {}) {
     super(title, height);
-    Object.assign(this, { title, onZoom, xFormat, yFormat, series: [], range: null, log: false, weight: 0, cursor: null, marks: [] });
+    Object.assign(this, { title, onZoom, xFormat, yFormat, xLabel, series: [], range: null, log: false, weight: 0, cursor: null, marks: [] });
     this.legend = h("div", { class: "legend" });
     this.figure = h("figure", { class: "chart" }, h("figcaption", {}, visible(title)), this.element, this.legend);
     this.listen();
@@ -122,7 +125,8 @@ export class LineChart extends Canvas {
       if (entry.low) [take(entry.low[index]), take(entry.high[index])];
     }));
     if (low > high) return null;
-    if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+    // A constant: from 0, so that it is no line in the middle of an arbitrary range.
+    if (low === high) [low, high] = this.log ? [low - 1, high + 1] : low === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
     if (left === right) [left, right] = [left - 1, right + 1];
     const pad = 0.04 * (high - low);
     return { left, right, low: low - pad, high: high + pad };
@@ -141,12 +145,13 @@ export class LineChart extends Canvas {
     const xPlace = (x) => LEFT + ((x - left) / (right - left)) * (width - LEFT - RIGHT);
     const yPlace = (y) => TOP + ((high - y) / (high - low)) * (this.height - TOP - BOTTOM);
     this.places = { xPlace, yPlace, left, right, width };
-    const y = { ticks: this.log ? logTicks(low, high) : ticks(low, high, 6), place: yPlace };
-    const yText = (value) => this.yFormat(this.log ? 10 ** value : value);
-    this.axes(context, width, { ticks: ticks(left, right, Math.max(2, width / 64)), place: xPlace }, y, this.xFormat, yText);
+    const yTicks = this.log ? logTicks(low, high) : ticks(low, high, 6);
+    const y = { ticks: yTicks, labels: this.log ? yTicks.map((value) => this.yFormat(10 ** value)) : tickLabels(yTicks, this.yFormat), place: yPlace };
+    const xTicks = ticks(left, right, Math.max(2, width / 64));
+    this.axes(context, width, { ticks: xTicks, labels: tickLabels(xTicks, this.xFormat), place: xPlace }, y, this.xLabel);
     context.save();
     context.beginPath();
-    context.rect(LEFT, 0, width - LEFT - RIGHT, this.height - BOTTOM + 1);
+    context.rect(LEFT - 3, 0, width - LEFT - RIGHT + 6, this.height - BOTTOM + 3);
     context.clip();
     for (const mark of this.marks) {
       context.strokeStyle = color("--muted");
@@ -233,7 +238,7 @@ export class LineChart extends Canvas {
       this.cursor = entry.x[index];
       const key = h("span", { class: "key" });
       key.style.background = `var(${entry.color})`;
-      return h("div", {}, key, `${visible(entry.name)} · ${this.xFormat(entry.x[index])}: `, h("b", {}, this.yFormat(entry.y[index])), interval + average);
+      return h("div", {}, key, `${visible(entry.name)} · ${this.xLabel} ${this.xFormat(entry.x[index])}: `, h("b", {}, this.yFormat(entry.y[index])), interval + average);
     });
     showTooltip(event, ...lines.filter(Boolean));
     this.draw();
@@ -326,12 +331,11 @@ export class Scatter extends Canvas {
     const [left, right] = bounds(this.points.map((point) => point.x));
     const [low, high] = bounds(this.points.map((point) => point.y));
     const xPlace = (x) => LEFT + ((x - left) / (right - left)) * (width - LEFT - RIGHT);
-    const yPlace = (y) => TOP + ((high - y) / (high - low)) * (this.height - TOP - BOTTOM - 12);
-    this.axes(context, width, { ticks: ticks(left, right, width / 64), place: xPlace }, { ticks: ticks(low, high, 5), place: yPlace }, short, short);
-    context.textAlign = "right";
-    context.fillText(this.xLabel, width - RIGHT, this.height - BOTTOM - 8);
+    const yPlace = (y) => TOP + 14 + ((high - y) / (high - low)) * (this.height - TOP - BOTTOM - 14);
+    const [xTicks, yTicks] = [ticks(left, right, width / 64), ticks(low, high, 5)];
+    this.axes(context, width, { ticks: xTicks, labels: tickLabels(xTicks), place: xPlace }, { ticks: yTicks, labels: tickLabels(yTicks), place: yPlace }, this.xLabel);
     context.textAlign = "left";
-    context.fillText(this.yLabel, LEFT + 4, TOP);
+    context.fillText(this.yLabel, 4, TOP);
     for (const point of this.points) {
       [point.px, point.py] = [xPlace(point.x), yPlace(point.y)];
       context.globalAlpha = 0.65;

@@ -53,8 +53,20 @@ export function duration(seconds) {
   return seconds < 7200 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+/** Local time as 2026-11-18 17:38:55. */
 export function clock(seconds) {
-  return seconds ? new Date(1000 * seconds).toLocaleString() : "–";
+  if (!seconds) return "–";
+  const date = new Date(1000 * seconds);
+  const pad = (value) => String(value).padStart(2, "0");
+  return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+}
+
+/** Labels of axis ticks: as many digits as their distance needs, so that no two are equal. */
+export function tickLabels(values, format = short) {
+  const labels = values.map(format);
+  const gap = values.length > 1 ? Math.abs(values[1] - values[0]) : 0;
+  if (format !== short || new Set(labels).size === labels.length || !(gap > 0)) return labels;
+  return values.map((value) => value.toFixed(Math.max(0, Math.min(12, Math.ceil(-Math.log10(gap))))));
 }
 
 /** The value of a CSS colour variable in the current theme. */

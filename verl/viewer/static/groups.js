@@ -1,18 +1,18 @@
-// Groups of a step: scatter plot, table with filters, text search; the answers of a group side by side.
+// Groups of a step: scatter plot, table with filters, text search; the responses of a group side by side.
 
 import { get, isExport, search } from "./api.js";
 import { Scatter } from "./chart.js";
 import { h, percent, select, short, table, visible } from "./dom.js";
 
-const VALUES = { score_mean: "mean reward", score_std: "spread of rewards", length_mean: "mean length", staleness: "staleness", prompt_tokens: "prompt length" };
+const VALUES = { score_mean: "mean reward", score_std: "std of rewards", length_mean: "mean length (tokens)", staleness: "staleness (versions)", prompt_tokens: "prompt length (tokens)" };
 const FILTERS = {
   all: ["all groups", () => true],
   signal: ["with signal", (group) => group.score_std > 0],
   none: ["without signal", (group) => group.score_std === 0],
-  best: ["all answers equal, above mean", (group) => group.score_std === 0 && group.isAbove],
-  worst: ["all answers equal, below mean", (group) => group.score_std === 0 && !group.isAbove],
-  truncated: ["with truncated answers", (group) => group.finish_reasons.includes("length")],
-  failed: ["with failed answers", (group) => group.statuses.some((status) => status !== "finished") || group.scores.includes(null)],
+  best: ["all responses equal, above mean", (group) => group.score_std === 0 && group.isAbove],
+  worst: ["all responses equal, below mean", (group) => group.score_std === 0 && !group.isAbove],
+  truncated: ["with truncated responses", (group) => group.finish_reasons.includes("length")],
+  failed: ["with failed responses", (group) => group.statuses.some((status) => status !== "finished") || group.scores.includes(null)],
 };
 
 /** The step nearest to `wanted` in a sorted list. */
@@ -81,9 +81,9 @@ export async function renderGroups(view) {
   view.container.append(
     h("section", { class: "bar" }, ...stepBar(view, "groups", steps, run, step, { x: params.x, y: params.y, filter: params.filter }).filter(Boolean),
       select("show", Object.entries(FILTERS).map(([name, [text]]) => [name, text]), settings.filter, (filter) => change({ filter }))),
-    h("p", {}, `${groups.length} groups, ${groups.reduce((sum, group) => sum + group.scores.length, 0)} answers; `,
+    h("p", {}, `${groups.length} groups, ${groups.reduce((sum, group) => sum + group.scores.length, 0)} responses; `,
       h("b", {}, `${silent} without signal (${percent(silent / groups.length)})`),
-      recorded < groups.length || !result.has_answers ? h("span", { class: "note" }, ` Answers of ${result.has_answers ? recorded : 0} groups are recorded${result.has_answers ? " (a uniform sample, trainer.record.max_mb_per_step)" : "; those of this step were deleted to stay within trainer.record.max_gb, or skipped"}.`) : null),
+      recorded < groups.length || !result.has_responses ? h("span", { class: "note" }, ` Responses of ${result.has_responses ? recorded : 0} groups are recorded${result.has_responses ? " (a uniform sample, trainer.record.max_mb_per_step)" : "; those of this step were deleted to stay within trainer.record.max_gb, or skipped"}.`) : null),
     searchBar(view, run, step, hits), hits,
     h("section", { class: "bar" }, select("x", options, settings.x, (x) => change({ x })), select("y", options, settings.y, (y) => change({ y })),
       h("span", { class: "muted" }, h("span", { class: "key k0" }), "with signal ", h("span", { class: "key k5" }), "without signal")),
@@ -103,11 +103,11 @@ function groupTable(groups, selected, open) {
   const columns = [
     { name: "prompt", label: "prompt", value: (group) => group.prompt ?? group.uid, show: (group) => h("span", { class: "clip" }, visible(group.prompt ?? group.uid)) },
     { name: "score_mean", label: "reward", value: (group) => group.score_mean, show: (group) => short(group.score_mean), numeric: true },
-    { name: "score_std", label: "spread", value: (group) => group.score_std, show: (group) => short(group.score_std), numeric: true },
-    { name: "scores", label: "answers", value: (group) => group.scores.length, show: (group) => scoreCells(group.scores), title: "reward of each answer" },
-    { name: "length_mean", label: "length", value: (group) => group.length_mean, show: (group) => short(group.length_mean), numeric: true },
+    { name: "score_std", label: "std of rewards", value: (group) => group.score_std, show: (group) => short(group.score_std), numeric: true },
+    { name: "scores", label: "rewards", value: (group) => group.scores.length, show: (group) => scoreCells(group.scores), title: "reward of each response" },
+    { name: "length_mean", label: "tokens (mean)", value: (group) => group.length_mean, show: (group) => short(group.length_mean), numeric: true },
     { name: "staleness", label: "staleness", value: (group) => group.staleness, show: (group) => short(group.staleness), numeric: true },
-    { name: "truncated", label: "truncated", value: (group) => group.finish_reasons.filter((reason) => reason === "length").length, numeric: true },
+    { name: "truncated", label: "truncated", title: "number of truncated responses", value: (group) => group.finish_reasons.filter((reason) => reason === "length").length, numeric: true },
     { name: "data_source", label: "source", value: (group) => group.data_source },
   ];
   return table(columns, groups, { onOpen: (group) => open(group.uid), selected: (group) => group.uid === selected });
@@ -125,26 +125,26 @@ async function showGroup(view, detail, run, step, group) {
   try {
     result = await get("group", { run, step, uid: group.uid });
   } catch (error) {
-    return detail.replaceChildren(h("h2", {}, "Answers"), h("p", { class: "note" }, visible(error.message)), h("p", {}, `Rewards: ${group.scores.map(short).join(", ")}`));
+    return detail.replaceChildren(h("h2", {}, "Responses"), h("p", { class: "note" }, visible(error.message)), h("p", {}, `Rewards: ${group.scores.map(short).join(", ")}`));
   }
-  const cards = result.answers.map((answer) => {
-    const href = view.link("answer", { run, step, uid: group.uid, sample: answer.sample_index });
+  const cards = result.responses.map((response) => {
+    const href = view.link("answer", { run, step, uid: group.uid, sample: response.sample_index });
     return h("article", { class: "card" },
-      h("h3", {}, h("a", { href }, `answer ${answer.sample_index}`), h("span", { class: "score" }, short(answer.score))),
-      h("p", { class: "muted" }, `${answer.length} tokens, ${answer.trained} trained · ${answer.finish_reason}`,
-        answer.status !== "finished" ? h("b", {}, ` · ${visible(answer.status)}`) : null, answer.parts > 1 ? ` · ${answer.parts} rows` : null),
-      answer.turns.map((turn) => (turn.source === "model" ? h("pre", { class: "model" }, turn.text === null ? "(text not recorded)" : visible(turn.text))
+      h("h3", {}, h("a", { href }, `response ${response.sample_index}`), h("span", { class: "score" }, short(response.score))),
+      h("p", { class: "muted" }, `${response.length} tokens, ${response.trained} trained · ended by ${response.finish_reason}`,
+        response.status !== "finished" ? h("b", {}, ` · ${visible(response.status)}`) : null, response.parts > 1 ? ` · ${response.parts} rows` : null),
+      response.turns.map((turn) => (turn.source === "model" ? h("pre", { class: "model" }, turn.text === null ? "(text not recorded)" : visible(turn.text) || "(no text: only special or unknown tokens)")
         : h("details", {}, h("summary", {}, visible(`${turn.name ?? "environment"} (${turn.tokens ?? "?"} tokens)`)), h("pre", { class: "environment" }, visible(turn.text))))));
   });
-  detail.replaceChildren(h("h2", {}, `Answers of the group (${cards.length})`), h("details", { open: true }, h("summary", {}, "prompt"), h("pre", {}, visible(result.prompt ?? "(text not recorded)"))),
-    h("p", { class: "muted" }, "Open an answer to see its tokens."), h("div", { class: "cards" }, cards));
+  detail.replaceChildren(h("h2", {}, `Responses of the group (${cards.length})`), h("details", { open: true }, h("summary", {}, "prompt"), h("pre", {}, visible(result.prompt ?? "(text not recorded)"))),
+    h("p", { class: "muted" }, "Open a response to see its tokens."), h("div", { class: "cards" }, cards));
   return null;
 }
 
 function searchBar(view, run, step, hits) {
   if (isExport) return h("p", { class: "note" }, "Search is available in verl view, not in an exported file.");
   let stop = () => {};
-  const input = h("input", { type: "search", placeholder: "search in answers", "aria-label": "Search in answers", maxlength: 200 });
+  const input = h("input", { type: "search", placeholder: "search in responses", "aria-label": "Search in responses", maxlength: 200 });
   const scope = h("select", { "aria-label": "Where to search" }, h("option", { value: "step" }, "in this step"), h("option", { value: "run" }, "in the whole run"));
   const begin = (event) => {
     event.preventDefault();
@@ -153,15 +153,15 @@ function searchBar(view, run, step, hits) {
     if (!input.value) return;
     const [state, list] = [h("p", { class: "muted" }, "searching…"), h("ul", { class: "hits" })];
     hits.append(state, list);
-    let [count, answers, searched] = [0, 0, 0];
+    let [count, responses, searched] = [0, 0, 0];
     const parameters = { run, text: input.value, ...(scope.value === "step" ? { step } : {}) };
-    const report = (end) => state.replaceChildren(`${count} hits in ${answers} answers of ${searched} step${searched === 1 ? "" : "s"}${end}`);
+    const report = (end) => state.replaceChildren(`${count} hits in ${responses} responses of ${searched} step${searched === 1 ? "" : "s"}${end}`);
     stop = search(parameters, (result) => {
       searched += 1;
-      answers += result.answers;
+      responses += result.responses;
       count += result.hits.length;
       for (const hit of result.hits) {
-        if (list.childElementCount < 200) list.append(h("li", {}, h("a", { href: view.link("answer", { run, step: result.step, uid: hit.uid, sample: hit.sample }) }, `step ${result.step}, answer ${hit.sample}`), " ", h("span", { class: "clip" }, marked(hit.text, parameters.text))));
+        if (list.childElementCount < 200) list.append(h("li", {}, h("a", { href: view.link("answer", { run, step: result.step, uid: hit.uid, sample: hit.sample }) }, `step ${result.step}, response ${hit.sample}`), " ", h("span", { class: "clip" }, marked(hit.text, parameters.text))));
       }
       report(" …");
     }, (problem) => report(`. ${problem ?? ""}`));

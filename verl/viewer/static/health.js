@@ -1,7 +1,22 @@
 // Health: findings with figure and remedy, and the events of the run.
 
 import { get } from "./api.js";
-import { clock, h, select, table, visible } from "./dom.js";
+import { clock, h, select, short, table, visible } from "./dom.js";
+
+/** The JSON of an event as `name value, …`; nested names are joined by dots. */
+export function readable(json) {
+  if (!json) return "";
+  let data;
+  try {
+    data = JSON.parse(json);
+  } catch {
+    return json;
+  }
+  const flat = (value, name) => (value !== null && typeof value === "object" && !Array.isArray(value)
+    ? Object.entries(value).flatMap(([key, item]) => flat(item, name ? `${name}.${key}` : key))
+    : [`${name} ${Array.isArray(value) ? value.join(" ") : short(value)}`]);
+  return flat(data, "").join(", ");
+}
 
 /** Cards of findings; `run` in each is the number of its run. */
 export function findingCards(findings, runs, isShort = false) {
@@ -30,11 +45,11 @@ export async function renderHealth(view) {
       : [h("p", { class: "good" }, "No finding.")]));
     all.forEach((event) => kinds.add(event.kind));
     const columns = [
-      { name: "time", label: "time", value: (event) => event.time, show: (event) => clock(event.time) },
+      { name: "time", label: "time", value: (event) => event.time, show: (event) => h("span", { class: "one-line" }, clock(event.time)) },
       { name: "step", label: "step", value: (event) => event.step, numeric: true },
-      { name: "kind", label: "kind", value: (event) => event.kind },
+      { name: "kind", label: "kind", value: (event) => event.kind, show: (event) => h("span", { class: "one-line" }, visible(event.kind)) },
       { name: "message", label: "message", value: (event) => event.message },
-      { name: "data", label: "data", value: (event) => event.data ?? "" },
+      { name: "data", label: "data", value: (event) => event.data ?? "", show: (event) => visible(readable(event.data)) },
     ];
     events.replaceChildren(table(columns, all, { sort: { column: "time", descending: true } }));
   };

@@ -11,9 +11,9 @@ const CHARTS = [
   ["Training loss", ["train/loss"]],
   ["Validation loss", ["val/loss"]],
   ["Response length (tokens)", ["response_length/mean"]],
-  ["Truncated answers (share)", ["response_length/clip_ratio"]],
+  ["Truncated responses (share)", ["response_length/clip_ratio"]],
   ["Entropy (nats)", ["actor/entropy"]],
-  ["KL", ["kl/mean", "actor/kl_loss", "actor/approx_kl", "actor/ppo_kl"]],
+  ["KL divergence (nats)", ["kl/mean", "actor/kl_loss", "actor/approx_kl", "actor/ppo_kl"]],
   ["Gradient norm", ["actor/grad_norm", "train/grad_norm"]],
   ["Clip fraction", ["actor/clipfrac", "actor/pg_clipfrac"]],
   ["Mismatch of rollout and trainer (nats)", ["rollout/log_prob_diff_mean", "rollout_corr/log_prob_diff"]],
@@ -91,7 +91,7 @@ export async function renderOverview(view) {
         grid.append(charts.get(title).figure);
       }
       const chart = charts.get(title);
-      chart.xFormat = format;
+      Object.assign(chart, { xFormat: format, xLabel: settings.axis === "time" ? "time since the start" : settings.axis });
       chart.update({ series, log: settings.log, weight: settings.weight, range: settings.range, marks });
     }
   };

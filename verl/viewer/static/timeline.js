@@ -1,4 +1,4 @@
-// Timeline: lanes of controller, ranks and engines, idle time, waits, time per phase over steps, engines and devices.
+// Timeline: tracks of controller, ranks and engines, idle time, waits, time per phase over steps, engines and devices.
 
 import { get, metrics } from "./api.js";
 import { LineChart, ticks } from "./chart.js";
@@ -10,7 +10,7 @@ const ROW = 16, GAP = 8, LABEL = 150, AXIS = 22;
 const NO_PHASES = new Set(["timing_s/step", "timing_s/record"]);
 const AFTER_STEP = new Set(["save_checkpoint", "testing"]);
 
-/** Depth of every span among those of its lane that contain it; spans are sorted by start. */
+/** Depth of every span among those of its track that contain it; spans are sorted by start. */
 export function depths(spans) {
   const open = [];
   return spans.map(([, start, end]) => {
@@ -39,13 +39,13 @@ export async function renderTimeline(view) {
   const spans = [1, 2, 5, 10, 20].map((count) => [count, count]);
   view.container.append(
     h("section", { class: "bar" }, ...stepBar(view, "timeline", steps, run, step, { span: params.span }).filter(Boolean), select("steps", spans, span, (value) => view.go("timeline", { run, step, span: value })), h("span", { class: "muted" }, "drag: zoom · double click: all")));
-  if (result.lanes.length) {
-    const lanes = new Lanes(result);
-    view.container.append(h("h2", {}, span > 1 ? `Steps ${step - span + 1} to ${step}` : `Step ${step}`), lanes.element, lanes.legend);
+  if (result.tracks.length) {
+    const tracks = new Tracks(result);
+    view.container.append(h("h2", {}, span > 1 ? `Steps ${step - span + 1} to ${step}` : `Step ${step}`), tracks.element, tracks.legend);
   } else view.container.append(h("p", { class: "note" }, "No phases of these steps are recorded."));
   if (result.left_out) view.container.append(h("p", { class: "note" }, `${result.left_out} earlier phases are not shown; choose fewer steps.`));
   view.container.append(h("div", { class: "split" }, breakdown(timing.columns, steps.indexOf(step)), waitTable(result.waits)));
-  view.container.append(h("h2", {}, "Seconds per phase"), trend(timing.columns, runs[run]));
+  view.container.append(h("h2", {}, "Time per phase over the run"), trend(timing.columns, runs[run]));
   if (result.events.length) view.container.append(h("h2", {}, "Events"), h("ul", {}, result.events.map((event) => h("li", {}, `${duration(event.time)}: `, h("b", {}, event.kind), ` ${visible(event.message ?? "")}`))));
   view.container.append(...memoryTable(series.memory), ...seriesCharts(series, runs[run].start));
   return null;
@@ -63,7 +63,7 @@ function breakdown(columns, index) {
   const list = [
     { name: "name", label: "phase", value: (row) => row.name },
     { name: "seconds", label: "time", value: (row) => row.seconds, show: (row) => duration(row.seconds), numeric: true },
-    { name: "share", label: "of the step", value: (row) => row.seconds, show: (row) => (AFTER_STEP.has(row.name) ? h("span", { class: "muted" }, "after it") : h("span", {}, bar(row), total ? percent(row.seconds / total) : "–")) },
+    { name: "share", label: "of the step", value: (row) => row.seconds, show: (row) => (AFTER_STEP.has(row.name) ? h("span", { class: "muted" }, "after the step") : h("span", {}, bar(row), total ? percent(row.seconds / total) : "–")) },
     { name: "median", label: "median of the run", value: (row) => row.median, show: (row) => duration(row.median), numeric: true },
   ];
   return h("div", {}, h("h2", {}, `Step: ${duration(total)}`), table(list, rows, { sort: { column: "seconds", descending: true } }));
@@ -83,7 +83,7 @@ function waitTable(waits) {
 
 function trend(columns) {
   const known = Object.keys(columns).filter((name) => name.startsWith("timing_s/") && !NO_PHASES.has(name)).map((name) => [name, median(columns[name]) ?? 0]).sort((a, b) => b[1] - a[1]);
-  const chart = new LineChart("Seconds per phase", { height: 220, yFormat: duration });
+  const chart = new LineChart("Time of each phase, all steps", { height: 232, yFormat: duration });
   const shown = [["timing_s/step", 0], ...known].filter(([name]) => columns[name]).slice(0, PALETTE.length);
   chart.update({ series: shown.map(([name], number) => ({ name: name.slice(9), color: PALETTE[number], x: columns.step, y: columns[name] })), weight: 0 });
   return chart.figure;
@@ -106,14 +106,14 @@ function seriesCharts({ engines, devices }, start) {
   const chart = (title, entries, name, scale = 1) => {
     const shown = entries.filter((entry) => entry.columns[name].some((value) => value !== null)).slice(0, PALETTE.length);
     if (!shown.length) return null;
-    const plot = new LineChart(title, { xFormat: duration });
-    plot.update({ series: shown.map((entry, number) => ({ name: entry.lanes?.[0] ?? entry.name, color: PALETTE[number], x: entry.columns.time.map((time) => time - (start ?? 0)), y: entry.columns[name].map((value) => (value === null ? null : value * scale)) })) });
+    const plot = new LineChart(title, { xFormat: duration, xLabel: "time since the start" });
+    plot.update({ series: shown.map((entry, number) => ({ name: entry.tracks?.[0] ?? entry.name, color: PALETTE[number], x: entry.columns.time.map((time) => time - (start ?? 0)), y: entry.columns[name].map((value) => (value === null ? null : value * scale)) })) });
     return plot.figure;
   };
   const charts = [
     chart("Generated tokens per second", engines, "tokens_per_s"), chart("Running requests", engines, "running"), chart("Waiting requests", engines, "waiting"),
-    chart("Used share of the KV cache", engines, "kv_used"), chart("Preempted requests", engines, "preemptions"), chart("Device memory in use (GB)", devices, "memory_used", 1e-9), chart("Memory of tensors (GB)", devices, "memory_tensors", 1e-9),
-    chart("Device utilisation", devices, "utilization"), chart("Power (W)", devices, "power"),
+    chart("KV cache in use (share)", engines, "kv_used"), chart("Preempted requests (since the last record)", engines, "preemptions"), chart("Device memory in use (GB)", devices, "memory_used", 1e-9), chart("Memory of tensors (GB)", devices, "memory_tensors", 1e-9),
+    chart("Device utilization (share of time)", devices, "utilization"), chart("Power (W)", devices, "power"),
   ].filter(Boolean);
   if (!charts.length) return [];
   const hidden = Math.max(engines.length, devices.length) - PALETTE.length;
@@ -125,31 +125,34 @@ function median(values) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
-class Lanes {
-  constructor({ lanes, end, events }) {
-    Object.assign(this, { lanes, events, full: [0, end], range: [0, end] });
-    const names = [...new Set(lanes.flatMap((lane) => lane.spans.map((span) => span[0])))];
+class Tracks {
+  constructor({ tracks, end, events }) {
+    Object.assign(this, { tracks, events, full: [0, end], range: [0, end] });
+    const names = [...new Set(tracks.flatMap((track) => track.spans.map((span) => span[0])))];
     const total = new Map(names.map((name) => [name, 0]));
-    for (const lane of lanes) for (const [name, from, to] of lane.spans) total.set(name, total.get(name) + to - from);
+    for (const track of tracks) for (const [name, from, to] of track.spans) total.set(name, total.get(name) + to - from);
     total.set("step", 0); // it contains the others, which need the colors
     names.sort((a, b) => total.get(b) - total.get(a));
     this.colors = new Map(names.map((name, number) => [name, number < PALETTE.length ? PALETTE[number] : "--other"]));
     let top = 4;
-    this.rows = lanes.map((lane) => {
-      const levels = depths(lane.spans);
-      const row = { lane, levels, top, height: ROW * (1 + Math.max(0, ...levels)) };
+    this.rows = tracks.map((track) => {
+      const levels = depths(track.spans);
+      const row = { track, levels, top, height: ROW * (1 + Math.max(0, ...levels)) };
       top += row.height + GAP;
       return row;
     });
     this.height = top + AXIS;
-    this.canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `Timeline of ${lanes.length} lanes: ${lanes.map((lane) => `${lane.lane} idle ${percent(lane.idle)}`).join(", ")}` });
+    this.canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `Timeline of ${tracks.length} tracks: ${tracks.map((track) => `${track.track} idle ${percent(track.idle)}`).join(", ")}` });
     this.canvas.style.height = `${this.height}px`;
     this.element = h("div", { class: "canvas" }, this.canvas);
-    this.legend = h("div", { class: "legend" }, names.slice(0, 20).map((name) => {
+    const entry = (variable, text) => {
       const key = h("span", { class: "key" });
-      key.style.background = `var(${this.colors.get(name)})`;
-      return h("span", {}, key, visible(name));
-    }));
+      key.style.background = `var(${variable})`;
+      return h("span", {}, key, visible(text));
+    };
+    const others = names.filter((name) => this.colors.get(name) === "--other");
+    this.legend = h("div", { class: "legend" }, names.filter((name) => !others.includes(name)).map((name) => entry(this.colors.get(name), name)),
+      others.length ? entry("--other", `other: ${others.join(", ")}`) : null, events.length ? entry("--text", "vertical line: event (listed below)") : null);
     new ResizeObserver(() => this.draw()).observe(this.element);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     this.listen();
@@ -177,19 +180,19 @@ class Lanes {
     context.textBaseline = "middle";
     const resolved = new Map([...this.colors].map(([name, variable]) => [name, color(variable)]));
     const [text, muted, grid] = [color("--text"), color("--muted"), color("--grid")];
-    for (const { lane, levels, top, height } of this.rows) {
+    for (const { track, levels, top, height } of this.rows) {
       context.fillStyle = grid;
       context.globalAlpha = 0.35;
       context.fillRect(LABEL, top, this.width - LABEL - 8, height);
       context.globalAlpha = 1;
       context.fillStyle = text;
       context.textAlign = "left";
-      context.fillText(lane.lane.slice(-16), 2, top + ROW / 2);
+      context.fillText(track.track.length > 15 ? `…${track.track.slice(-14)}` : track.track, 2, top + ROW / 2);
       context.fillStyle = muted;
       context.textAlign = "right";
-      context.fillText(`idle ${percent(lane.idle)}`, LABEL - 6, top + ROW / 2);
+      context.fillText(`idle ${percent(track.idle)}`, LABEL - 6, top + ROW / 2);
       context.textAlign = "left";
-      lane.spans.forEach(([name, from, to], index) => {
+      track.spans.forEach(([name, from, to], index) => {
         if (to < this.range[0] || from > this.range[1]) return;
         const [left, right] = [Math.max(LABEL, this.place(from)), Math.min(this.width - 8, this.place(to))];
         const y = top + ROW * levels[index];
@@ -205,7 +208,7 @@ class Lanes {
     context.textAlign = "center";
     for (const value of ticks(...this.range, this.width / 110)) context.fillText(duration(value), this.place(value), this.height - AXIS / 2);
     for (const event of this.events) {
-      context.fillStyle = color("--c5");
+      context.fillStyle = color("--text");
       context.fillRect(this.place(event.time), 0, 1.5, this.height - AXIS);
     }
     if (this.drag) {
@@ -263,9 +266,9 @@ class Lanes {
     const row = this.rows.find((entry) => y >= entry.top && y < entry.top + entry.height);
     if (!row) return hideTooltip();
     const level = Math.floor((y - row.top) / ROW);
-    const index = row.lane.spans.findLastIndex(([, from, to], number) => row.levels[number] === level && from <= time && to >= time);
-    if (index < 0) return showTooltip(event, h("div", {}, `${row.lane.lane}: idle`));
-    const [name, from, to, step] = row.lane.spans[index];
-    return showTooltip(event, h("div", {}, h("b", {}, visible(name)), ` ${duration(to - from)}`), h("div", {}, `${row.lane.lane}, step ${short(step)}, from ${duration(from)} to ${duration(to)}`));
+    const index = row.track.spans.findLastIndex(([, from, to], number) => row.levels[number] === level && from <= time && to >= time);
+    if (index < 0) return showTooltip(event, h("div", {}, `${row.track.track}: idle`));
+    const [name, from, to, step] = row.track.spans[index];
+    return showTooltip(event, h("div", {}, h("b", {}, visible(name)), ` ${duration(to - from)}`), h("div", {}, `${row.track.track}, step ${short(step)}, from ${duration(from)} to ${duration(to)}`));
   }
 }

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { color, h, hideTooltip, percent, select, short, showTooltip, table, visible } from "./dom.js";
 
-const CELL_HEIGHT = 5;
+const CELL_HEIGHT = 5, AXIS = 20;
 
 /** Prompts that two validations share, with their values: [{prompt, before, after}]. */
 export function compare(before, beforeIndex, after, afterIndex) {
@@ -21,15 +21,15 @@ function valueOf(result, prompt, step) {
 
 export async function renderValidation(view) {
   const { runs, params } = view;
-  const withAnswers = runs.map((run, number) => [number, run.name]).filter(([number]) => runs[number].steps.validation.length);
-  if (!withAnswers.length) {
-    view.container.append(h("p", { class: "note" }, "No validation answers are recorded (trainer.test_freq, data.val_files)."));
+  const withResponses = runs.map((run, number) => [number, run.name]).filter(([number]) => runs[number].steps.validation.length);
+  if (!withResponses.length) {
+    view.container.append(h("p", { class: "note" }, "No validation responses are recorded (trainer.test_freq, data.val_files)."));
     return null;
   }
-  const known = new Set(withAnswers.map(([number]) => number));
+  const known = new Set(withResponses.map(([number]) => number));
   const pick = (value, fallback) => (value !== undefined && known.has(Number(value)) ? Number(value) : fallback);
-  const after = pick(params.run, withAnswers.at(-1)[0]);
-  const before = pick(params.base, withAnswers[0][0]);
+  const after = pick(params.run, withResponses.at(-1)[0]);
+  const before = pick(params.base, withResponses[0][0]);
   const [results, base] = await Promise.all([get("validation", { run: after }), get("validation", { run: before })]);
   const stepAfter = indexOf(results.steps, params.step, results.steps.length - 1);
   const stepBefore = indexOf(base.steps, params.from, before === after ? 0 : base.steps.length - 1);
@@ -37,25 +37,27 @@ export async function renderValidation(view) {
   const pairs = compare(base, stepBefore, results, stepAfter);
   const gained = pairs.filter((pair) => pair.after > pair.before);
   const lost = pairs.filter((pair) => pair.after < pair.before);
+  const isShare = [results, base].every((result) => result.correct.some((row) => row.some((value) => value !== null)));
+  const show = isShare ? percent : short;
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   const detail = h("section", { "aria-live": "polite" });
   const open = async (uid) => {
     view.set({ uid });
-    await showPrompt(detail, runs, withAnswers, uid);
+    await showPrompt(detail, runs, withResponses, uid);
     detail.scrollIntoView({ block: "nearest" });
   };
   const choose = (label, run, result, index, runKey, stepKey) => h("fieldset", {}, h("legend", {}, label),
-    select("run", withAnswers, run, (value) => go({ [runKey]: value, [stepKey]: null })),
+    select("run", withResponses, run, (value) => go({ [runKey]: value, [stepKey]: null })),
     select("step", result.steps.map((step) => [step, step]), result.steps[index], (value) => go({ [stepKey]: value })));
   view.container.append(
     h("section", { class: "bar" }, choose("before", before, base, stepBefore, "base", "from"), choose("after", after, results, stepAfter, "run", "step")),
-    h("p", {}, `${pairs.length} prompts in both: `, h("b", {}, `${percent(mean(pairs.map((pair) => pair.before)))} → ${percent(mean(pairs.map((pair) => pair.after)))}`),
+    h("p", {}, `${pairs.length} prompts in both: `, `${isShare ? "correct" : "mean score"} `, h("b", {}, `${show(mean(pairs.map((pair) => pair.before)))} → ${show(mean(pairs.map((pair) => pair.after)))}`),
       `; ${gained.length} better, ${lost.length} worse.`),
     h("div", { class: "split" },
       h("div", {}, h("h2", {}, `Newly correct or better (${gained.length})`), pairTable(gained, open)),
       h("div", {}, h("h2", {}, `Newly wrong or worse (${lost.length})`), pairTable(lost, open))),
     h("h2", {}, `All ${results.prompts.length} prompts over time: ${visible(runs[after].name)}`),
-    h("p", { class: "muted" }, "One row per prompt, one column per validation; light: wrong, dark: correct. A click shows the answers."),
+    h("p", { class: "muted" }, `One row per prompt (easiest first), one column per validation (step below it); light: wrong or low score, dark: correct or high score. A click shows the responses.`),
     new HeatMap(results, open).element, detail);
   if (params.uid) await open(params.uid);
   return null;
@@ -76,16 +78,16 @@ function pairTable(pairs, open) {
   return pairs.length ? table(columns, pairs, { onOpen: (pair) => open(pair.prompt.uid), limit: 100 }) : h("p", { class: "muted" }, "None.");
 }
 
-async function showPrompt(detail, runs, withAnswers, uid) {
-  const results = await Promise.all(withAnswers.map(([run]) => get("validation_answers", { run, uid }).catch(() => [])));
-  const prompt = results.flat().find((answer) => answer.prompt)?.prompt;
-  const rows = results.flatMap((answers, index) => answers.map((answer) => ({ ...answer, run: runs[withAnswers[index][0]].name }))).sort((a, b) => a.step - b.step);
+async function showPrompt(detail, runs, withResponses, uid) {
+  const results = await Promise.all(withResponses.map(([run]) => get("validation_answers", { run, uid }).catch(() => [])));
+  const prompt = results.flat().find((response) => response.prompt)?.prompt;
+  const rows = results.flatMap((responses, index) => responses.map((response) => ({ ...response, run: runs[withResponses[index][0]].name }))).sort((a, b) => a.step - b.step);
   const truth = rows.find((row) => row.ground_truth)?.ground_truth;
-  detail.replaceChildren(h("h2", {}, "Answers over time"), h("pre", {}, visible(prompt ?? "(text not recorded)")), truth ? h("p", {}, "ground truth: ", h("b", {}, visible(truth))) : "",
+  detail.replaceChildren(h("h2", {}, "Responses over time"), h("pre", {}, visible(prompt ?? "(text not recorded)")), truth ? h("p", {}, "ground truth: ", h("b", {}, visible(truth))) : "",
     ...rows.map((row, index) => h("details", { class: "turn", open: index === rows.length - 1 },
       h("summary", {}, h("span", { class: row.correct === true ? "good" : row.correct === false ? "bad" : "" }, row.correct === true ? "✓ correct" : row.correct === false ? "✗ wrong" : "not scored"),
         ` step ${row.step}${runs.length > 1 ? `, ${visible(row.run)}` : ""} · score ${short(row.score)} · ${short(row.length)} tokens, ${row.finish_reason}`),
-      h("pre", {}, visible(row.answer ?? "(text not recorded)")))));
+      h("pre", {}, visible(row.response ?? "(text not recorded)")))));
 }
 
 class HeatMap {
@@ -101,7 +103,7 @@ class HeatMap {
     [this.low, this.high] = [Math.min(0, ...values.slice(0, 1e5)), Math.max(1, ...values.slice(0, 1e5))];
     this.height = Math.min(600, Math.max(40, this.order.length * CELL_HEIGHT));
     this.canvas = h("canvas", { role: "img", "aria-label": `Results of ${result.prompts.length} prompts in ${result.steps.length} validations` });
-    this.canvas.style.height = `${this.height}px`;
+    this.canvas.style.height = `${this.height + AXIS}px`;
     this.element = h("div", { class: "canvas" }, this.canvas);
     new ResizeObserver(() => this.draw()).observe(this.element);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
@@ -116,18 +118,20 @@ class HeatMap {
   at(event) {
     const box = this.canvas.getBoundingClientRect();
     const index = (value, size, count) => Math.max(0, Math.min(count - 1, Math.floor((value / size) * count)));
-    return [this.order[index(event.clientY - box.top, box.height, this.order.length)], index(event.clientX - box.left, box.width, this.result.steps.length)];
+    return [this.order[index(event.clientY - box.top, this.height, this.order.length)], index(event.clientX - box.left, box.width, this.result.steps.length)];
   }
 
   draw() {
     const ratio = devicePixelRatio || 1;
     const width = this.element.clientWidth;
     this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(this.height * ratio);
+    this.canvas.height = Math.round((this.height + AXIS) * ratio);
     this.canvas.style.width = `${width}px`;
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const shades = [0, 1, 2, 3, 4, 5, 6, 7].map((level) => color(`--q${level}`));
+    context.strokeStyle = color("--muted");
+    context.strokeRect(0.5, 0.5, width - 1, this.height - 1);
     const [w, hh] = [width / this.result.steps.length, this.height / this.order.length];
     this.order.forEach((prompt, row) => this.result.steps.forEach((_, step) => {
       const value = valueOf(this.result, prompt, step);
@@ -135,5 +139,12 @@ class HeatMap {
       context.fillStyle = shades[Math.round((7 * (value - this.low)) / (this.high - this.low))];
       context.fillRect(step * w, row * hh, Math.max(1, w - (w > 4 ? 1 : 0)), Math.max(0.5, hh - (hh > 3 ? 0.5 : 0)));
     }));
+    context.fillStyle = color("--muted");
+    context.font = "11px system-ui, sans-serif";
+    context.textAlign = "center";
+    const every = Math.ceil(48 / w); // labels must not overlap
+    this.result.steps.forEach((step, index) => {
+      if (index % every === 0) context.fillText(`${index ? "" : "step "}${step}`, Math.max(20, (index + 0.5) * w), this.height + 14);
+    });
   }
 }

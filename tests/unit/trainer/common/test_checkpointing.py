@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.training_harness import make_task, overrides, run_training
@@ -29,6 +31,15 @@ def test_actor_and_critic_are_kept_by_their_own_limits_and_the_run_resumes(task,
     assert [row["step"] for row in resumed.history] == [4], "it went on from step 3"
     assert parts(root / "global_step_3") == {"actor", *beside}
     assert "critic" in parts(root / "global_step_4")
+
+
+def test_the_stored_configuration_has_no_secrets(task, tmp_path):
+    secret = "trainer.record.alert_url=https://hooks.example/s3cr3t"
+    run_training(overrides(task, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1", secret))
+    (step,) = (tmp_path / "checkpoints").glob("global_step_*")
+    config = json.loads((step / "config.json").read_text())
+    assert config["trainer"]["record"]["alert_url"] == "[secret]"
+    assert b"s3cr3t" not in b"".join(path.read_bytes() for path in step.rglob("*") if path.is_file())
 
 
 def parts(folder) -> set[str]:
