@@ -105,9 +105,7 @@ class RecordWriter:
 
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
         """Record an event of a kind of `schema.EVENTS`."""
-        text = to_json(self._redaction.value(data)) if data else None
-        message = self._redaction.text(message)
-        self.line("events", {"time": _now(), "step": step, "kind": kind, "message": message, "data": text})
+        self.line("events", self._event_record(kind, step, message, data))
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run a job in the thread, after everything that was recorded before. Returns False, and does not run it, if
@@ -183,6 +181,16 @@ class RecordWriter:
             )
         self._bytes += path.stat().st_size - replaced
 
+    def _event_record(self, kind: str, step: int, message: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+        text = to_json(self._redaction.value(data)) if data else None
+        return {
+            "time": _now(),
+            "step": step,
+            "kind": kind,
+            "message": self._redaction.text(message),
+            "data": text,
+        }
+
     def _put(self, item: _Item) -> None:
         with self._changed:
             self._items.append(item)
@@ -219,7 +227,8 @@ class RecordWriter:
         with self._changed:
             dropped, self._dropped = self._dropped, Counter()
         if dropped:
-            self.event("dropped_records", self._step, data=dropped)
+            record = self._event_record("dropped_records", self._step, "", dropped)
+            self._put(("events", {**record, "attempt": self.attempt}))  # also if the queue is still full
             logger.warning("recording: %d records were dropped: the disk is too slow", dropped.total())
 
     def _guard(self, work: Callable[[], None]) -> None:

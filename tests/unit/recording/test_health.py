@@ -215,6 +215,11 @@ def test_rules_read_recorded_streams(tmp_path):
     assert found["truncation"].settings[0] == ("data.max_response_length", "128")
 
 
+@pytest.mark.parametrize(("share", "level"), [(0.75, "warning"), (0.95, "alert")])
+def test_groups_without_signal_are_an_alert_only_if_hardly_any_group_trains(share, level):
+    assert learning.no_signal(groups(share)).level == level
+
+
 def test_truncation_below_the_maximum_blames_other_limits():
     steps = np.arange(1.0, 6.0)
     metrics = {"step": steps, "response_length/clip_ratio": np.ones(5), "response_length/mean": np.full(5, 256.0)}

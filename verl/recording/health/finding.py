@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from verl.recording.health.run_tables import RunTables
 
-__all__ = ["BASELINE", "STEADY", "Finding", "finding", "period_of", "share_of_step"]
+__all__ = ["BASELINE", "STEADY", "Finding", "Level", "finding", "period_of", "share_of_step"]
 
 STEADY = 3
 """Consecutive steps in which a condition must hold."""
 BASELINE = 5
 """Steps at the beginning that later ones are compared with."""
 
+Level: TypeAlias = Literal["alert", "warning"]
+
 
 class Finding(NamedTuple):
     """A problem of a run. `settings`: keys with values that would help."""
 
     rule: str
-    level: Literal["alert", "warning"]
+    level: Level
     title: str
     figure: str
     remedy: str
@@ -43,7 +45,7 @@ def period_of(steps: np.ndarray, condition: np.ndarray, length: int = STEADY) ->
 def finding(
     run: RunTables,
     rule: str,
-    level: Literal["alert", "warning"],
+    level: Level,
     title: str,
     period: tuple[int, int],
     figure: str,

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from verl.recording.health.finding import BASELINE, Finding, finding, period_of
+from verl.recording.health.finding import BASELINE, Finding, Level, finding, period_of
 from verl.recording.health.run_tables import RunTables
 
 _PHRASE_WORDS = 6
@@ -18,14 +18,16 @@ _PHRASE_WORDS = 6
 
 
 def no_signal(run: RunTables) -> Finding | None:
-    """More than half of the groups have the same score for all responses."""
+    """More than half of the groups have the same score for all responses; an alert only if hardly any group trains:
+    runs with few responses per prompt learn from a third of their groups."""
     steps, share = run.groups.get("step", np.array([])), run.groups.get("no_signal", np.array([]))
     period = period_of(steps, share > 0.5)
     if period is None:
         return None
     best = float(run.groups["all_best"][-1])
+    level: Level = "alert" if share[-1] > 0.9 else "warning"
     return finding(
-        run, "no_signal", "alert", "Most groups have no learning signal.", period,
+        run, "no_signal", level, "Most groups have no learning signal.", period,
         f"{share[-1]:.0%} of the groups have one score for all responses ({best:.0%} all at the maximum).",
         "Drop such groups, or use prompts of another difficulty; if every group is affected, check the reward.",
         [("algorithm.filter_groups.enable", "True")], "reward/mean",

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { color, h, hideTooltip, percent, select, short, showTooltip, table, visible } from "./dom.js";
 
-const CELL_HEIGHT = 5, AXIS = 20;
+const CELL_HEIGHT = 5, STEP_AXIS = 20;
 
 /** Prompts that two validations share, with their values: [{prompt, before, after}]. */
 export function compare(before, beforeIndex, after, afterIndex) {
@@ -103,7 +103,7 @@ class HeatMap {
     [this.low, this.high] = [Math.min(0, ...values.slice(0, 1e5)), Math.max(1, ...values.slice(0, 1e5))];
     this.height = Math.min(600, Math.max(40, this.order.length * CELL_HEIGHT));
     this.canvas = h("canvas", { role: "img", "aria-label": `Results of ${result.prompts.length} prompts in ${result.steps.length} validations` });
-    this.canvas.style.height = `${this.height + AXIS}px`;
+    this.canvas.style.height = `${this.height + STEP_AXIS}px`;
     this.element = h("div", { class: "canvas" }, this.canvas);
     new ResizeObserver(() => this.draw()).observe(this.element);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
@@ -125,7 +125,7 @@ class HeatMap {
     const ratio = devicePixelRatio || 1;
     const width = this.element.clientWidth;
     this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round((this.height + AXIS) * ratio);
+    this.canvas.height = Math.round((this.height + STEP_AXIS) * ratio);
     this.canvas.style.width = `${width}px`;
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
