@@ -66,7 +66,7 @@ export function tickLabels(values, format = short) {
   const labels = values.map(format);
   const gap = values.length > 1 ? Math.abs(values[1] - values[0]) : 0;
   if (format !== short || new Set(labels).size === labels.length || !(gap > 0)) return labels;
-  return values.map((value) => value.toFixed(Math.max(0, Math.min(12, Math.ceil(-Math.log10(gap))))));
+  return values.map((value) => value.toFixed(Math.max(0, Math.min(12, Math.ceil(-Math.log10(gap) - 1e-6)))));
 }
 
 /** The value of a CSS colour variable in the current theme. */

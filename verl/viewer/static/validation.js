@@ -130,8 +130,6 @@ class HeatMap {
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const shades = [0, 1, 2, 3, 4, 5, 6, 7].map((level) => color(`--q${level}`));
-    context.strokeStyle = color("--muted");
-    context.strokeRect(0.5, 0.5, width - 1, this.height - 1);
     const [w, hh] = [width / this.result.steps.length, this.height / this.order.length];
     this.order.forEach((prompt, row) => this.result.steps.forEach((_, step) => {
       const value = valueOf(this.result, prompt, step);
@@ -139,6 +137,8 @@ class HeatMap {
       context.fillStyle = shades[Math.round((7 * (value - this.low)) / (this.high - this.low))];
       context.fillRect(step * w, row * hh, Math.max(1, w - (w > 4 ? 1 : 0)), Math.max(0.5, hh - (hh > 3 ? 0.5 : 0)));
     }));
+    context.strokeStyle = color("--muted");
+    context.strokeRect(0.5, 0.5, width - 1, this.height - 1);
     context.fillStyle = color("--muted");
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
