@@ -74,7 +74,11 @@ def load_records(
     """
     try:
         _check_opcodes(data)
-        return _Unpickler(data, known, persistent_load, packages).load()
+        unpickler = _Unpickler(data, known, persistent_load, packages)
+        try:
+            return unpickler.load()
+        finally:
+            unpickler.break_cycle()
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -121,6 +125,10 @@ class _Unpickler(pickle.Unpickler):
         self._packages, self._persistent = packages, persistent_load
         for module in ("builtins", "__builtin__"):  # a class inside a class
             self._names[module, "getattr"] = _Function(self._inner_class)
+
+    def break_cycle(self) -> None:
+        """Remove the reference of this object to itself, which would keep loaded tensors until a garbage collection."""
+        self._names.clear()
 
     def find_class(self, module: str, name: str) -> Any:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from verl.utils.safe_pickle import load_records, read_regular
-from verl.utils.torch_archive import load_archive, read_archive
+from verl.utils.torch_archive import load_archive, read_archive, read_tensor
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
@@ -99,3 +101,17 @@ def test_pickles_with_sets_and_files_without_end_are_refused(tmp_path):
     for path in (link, pipe, tmp_path):
         with pytest.raises((ValueError, OSError)):
             read_regular(path)
+
+
+def test_a_tensor_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    """Without a garbage collection: loading a checkpoint would hold many tensors until the next one."""
+    path = tmp_path / "tensor.pt"
+    torch.save(torch.arange(8), path)
+    gc.disable()
+    try:
+        tensor = read_tensor(path, 0, path.stat().st_size)
+        reference = weakref.ref(tensor)
+        del tensor
+        assert reference() is None
+    finally:
+        gc.enable()
