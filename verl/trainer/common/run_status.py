@@ -222,7 +222,10 @@ _REMEDIES = {
     "teacher": "larger distillation.teacher.log_prob_micro_batch_size_per_gpu, a pool of their own (role_mapping)",
     "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "values": "larger critic.forward_micro_batch_size_per_gpu",
-    "update_actor": "larger actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, no gradient checkpointing",
+    "update_actor": (
+        "larger micro-batches (actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), no"
+        " gradient checkpointing if it is enabled"
+    ),
     "update_critic": "larger critic.ppo_micro_batch_size_per_gpu, or an estimator without a critic (grpo)",
     "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
     "save_checkpoint": "a larger trainer.save_freq",

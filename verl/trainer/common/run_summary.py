@@ -72,6 +72,8 @@ class RunSummary:
     curves: dict[str, Curve] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, under the names of the console."""
+    first_step: dict[str, float] = field(default_factory=dict)
+    """`seconds` of the first step, which includes compilation."""
     step_seconds: dict[int, float] = field(default_factory=dict)
     tokens: float = 0.0
     waiting_for_one_rank: float = 0.0
@@ -100,6 +102,8 @@ class RunSummary:
                 phases[_BETWEEN] = between
         for name, seconds in phases.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if len(self.step_seconds) == 1:
+            self.first_step = phases
         self.tokens += float(metrics.get("perf/total_num_tokens", 0.0))
         self.waiting_for_one_rank += float(metrics.get("timing_s/waiting_for_one_rank", 0.0))
         if TOOL_SHARE in metrics:
@@ -110,10 +114,14 @@ class RunSummary:
         return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))
 
     def bottleneck(self, names: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return one line: the phase that took most of the time, and remedies. `names`: see `describe_bottleneck`."""
-        named = {name: value for name, value in self.seconds.items() if name not in ("other", _BETWEEN)}
+        """Return one line: the phase that took most of the time after the first step, and remedies. `names`: see
+        `describe_bottleneck`."""
+        first = self.first_step if len(self.step_seconds) > 1 else {}
+        later = {name: value - first.get(name, 0.0) for name, value in self.seconds.items()}
+        named = {name: value for name, value in later.items() if name not in ("other", _BETWEEN)}
         seconds = {_INTERNAL_NAMES.get(name, name): value for name, value in named.items()}
-        return describe_bottleneck(seconds, sum(self.tool_shares) / max(1, len(self.tool_shares)), names)
+        text = describe_bottleneck(seconds, sum(self.tool_shares) / max(1, len(self.tool_shares)), names)
+        return f"after the first step, {text}" if first else text
 
     def render(self) -> str:
         """Return the lines of the summary."""
