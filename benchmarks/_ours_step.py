@@ -186,7 +186,6 @@ def base(work: Work, budget: int, checkpointing: bool, compiled: bool) -> list[s
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu={4 * max(budget, work.sequence)}",
         f"{REF}.log_prob_max_token_len_per_gpu={4 * max(budget, work.sequence)}",
         f"{ACTOR}.use_torch_compile={compiled}",
-        f"{ACTOR}.use_prefix_grouper=auto",
         f"{ACTOR}.old_log_prob_from_update=True",
     ]
 

@@ -77,7 +77,8 @@ def run_ppo_case(case: Case, task: dict[str, str], steps: Path, recorded: dict[s
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils import hf_tokenizer
 
-    config = load_config(None, ppo_overrides(task, steps, *case.overrides))
+    whole_rows = without_shared_prefixes("actor_rollout_ref.actor.")
+    config = load_config(None, [*ppo_overrides(task, steps, *case.overrides), *whole_rows])
     runner = TaskRunner()
     for role in ("actor_rollout", "critic", "reward_model", "ref_policy", "teacher"):
         getattr(runner, f"add_{role}_worker")(config)
@@ -106,6 +107,16 @@ def run_ppo_case(case: Case, task: dict[str, str], steps: Path, recorded: dict[s
         trainer.resource_pool_manager.release()
 
 
+def without_shared_prefixes(block: str) -> list[str]:
+    """The override for passes over every row, whose sums have the order of earlier commits; none if the tree does not
+    have the key."""
+    import verl
+
+    files = (Path(verl.__file__).parent / "trainer" / "config").rglob("*.yaml")
+    known = any("use_prefix_grouper" in file.read_text(encoding="utf-8") for file in files)
+    return [f"{block}use_prefix_grouper=False"] if known else []
+
+
 def recording(trainer_class: type, recorded: dict[str, Any]) -> type:
     """A trainer that stores its metrics and, before each update, the digest of every column of the batch."""
 
@@ -131,7 +142,8 @@ def run_supervised_case(case: Case, task: dict[str, str], steps: Path, recorded:
 
     root, run = {"sft": (SFTConfig, run_sft), "rm": (RMConfig, run_rm)}[case.program]
     shutil.rmtree("runs", ignore_errors=True)
-    run(load_config(None, supervised_overrides(task, steps, case.program), root=root))
+    overrides = [*supervised_overrides(task, steps, case.program), *without_shared_prefixes("")]
+    run(load_config(None, overrides, root=root))
     for line in next(Path.cwd().glob("runs/**/metrics.jsonl")).read_text().splitlines():
         record = json.loads(line)
         recorded["metrics"].setdefault(str(record["step"]), {}).update(exact_metrics(record["data"]))

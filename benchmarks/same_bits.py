@@ -7,7 +7,8 @@ SFT, reward models, distillation, two ranks …) trains a tiny model for four st
 working tree. The table shows, per case, how many metrics, batch columns (tokens, masks, log-probs, advantages, all
 without the padding of prompts) and weight tensors are bit-identical. Then the working tree resumes each run from the
 checkpoint that COMMIT wrote at step 2 and must reach the same steps 3 and 4. The results of COMMIT are kept under --out
-and reused; bits differ between machines, so they are never compared across machines.
+and reused; bits differ between machines, so they are never compared across machines. Shared prefixes are disabled: they
+sum in another order.
 
 Intended differences are listed with their reasons in `EXPECTED`, values that differ between two runs of one commit in
 `TIMING_DEPENDENT`. The exit code is 1 for any other difference.

@@ -104,3 +104,10 @@ def test_engines_compute_the_same_with_and_without_sharing(attention, precision,
         assert loss == pytest.approx(plain_loss, rel=0.02)
         largest = max(float(value.abs().max()) for value in plain.values())
         assert_close(gradients, plain, tolerance=0.03 * largest)
+
+
+def test_float32_has_no_kernel():
+    assert make_engine(tiny_model(), mixed_precision="fp32", prefix_sharing="auto").prefix_sharing.mode == "false"
+    assert make_engine(tiny_model(), mixed_precision="bf16", prefix_sharing="auto").prefix_sharing.mode == "auto"
+    with pytest.raises(ValueError, match="use_prefix_grouper"):
+        make_engine(tiny_model(), mixed_precision="fp32", prefix_sharing="true")

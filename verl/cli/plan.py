@@ -217,6 +217,7 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
     from verl.config.schema import get_path
     from verl.config.supervised import context_rules
     from verl.planning.check import check_megatron_support, model_shapes, supervised_shape
+    from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
 
     is_ppo = isinstance(config, PPOConfig)
     key = "actor_rollout_ref.model.path" if is_ppo else "model.path"
@@ -227,12 +228,15 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
             check_model_layouts(config, folders)
             check_megatron_support(config, folders)
             shapes, missing = model_shapes(config, folders)
+            exclude_shared_prefixes(config, shapes)
             notes = [f"without the {role}: its model is not on this machine." for role in missing if role != "actor"]
         else:
             report, folder = Report(), folders.get(path, path)
             context_rules(config, report, folder)
             report.raise_if_any()
             shape = supervised_shape(config, folder)
+            if shape is not None:
+                exclude_supervised_sharing(config, shape)
             shapes, notes = ({} if shape is None else {"actor": shape}), []
     except ConfigError:
         raise

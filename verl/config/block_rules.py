@@ -141,8 +141,10 @@ def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
 
 
 def packed_token_rules(path: str, block: Block, model: str, config: Block, report: Report) -> None:
-    """Report keys of the block at `path` that require packed tokens, which the block at `model` disables."""
+    """Report keys of the block at `path` that require packed tokens, which the block at `model` disables; and shared
+    prefixes in float32 on a GPU."""
     if get_path(config, f"{model}.use_remove_padding"):
+        _shared_prefix_precision(path, block, config, report)
         return
     size, sharing = block["ulysses_sequence_parallel_size"], block["use_prefix_grouper"]
     why, fix = (
@@ -153,6 +155,20 @@ def packed_token_rules(path: str, block: Block, model: str, config: Block, repor
         report.problem(join(path, "ulysses_sequence_parallel_size"), size, why, fix, (f"{model}.use_remove_padding",))
     if sharing == "true":
         report.problem(join(path, "use_prefix_grouper"), True, why, fix, (f"{model}.use_remove_padding",))
+
+
+def _shared_prefix_precision(path: str, block: Block, config: Block, report: Report) -> None:
+    if block["use_prefix_grouper"] != "true" or not precision_excludes_sharing(block, config):
+        return
+    precision = join(path, "fsdp_config.mixed_precision")
+    why = f"on a GPU no attention kernel shares prefixes in float32, and {precision} = fp32"
+    fix = f"Set it to auto or False, or {precision}=bf16"
+    report.problem(join(path, "use_prefix_grouper"), True, why, fix, (precision,))
+
+
+def precision_excludes_sharing(block: Block, config: Block) -> bool:
+    """Whether the precision of a block excludes shared prefixes: float32 on a GPU, for which there is no kernel."""
+    return config["trainer"].device == "cuda" and block["fsdp_config"].mixed_precision == "fp32"
 
 
 def run_rules(trainer: RunConfig, report: Report) -> None:

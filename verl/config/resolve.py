@@ -8,6 +8,7 @@ from typing import Any
 from verl.config import names
 from verl.config.algorithm_rules import old_log_prob_conflicts, resolve_correction
 from verl.config.asynchronous import check_loop_capacity, engine_pauses_in_updates, resolve_asynchronous
+from verl.config.block_rules import precision_excludes_sharing
 from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, MODEL_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -287,10 +288,11 @@ def _followed_value(config: PPOConfig, path: str) -> Any:
 
 
 def _shared_prefixes(config: PPOConfig) -> None:
-    """`auto` means off where prefixes cannot be shared: in Megatron, and in rows with padding."""
+    """`auto` means off where prefixes cannot be shared: in Megatron, in rows with padding, in float32 on a GPU."""
     for role, path in BLOCK_OF_ROLE.items():
         block, packs = get_path(config, path), get_path(config, MODEL_OF_ROLE[role]).use_remove_padding
-        if block.use_prefix_grouper == "auto" and (block.strategy == "megatron" or not packs):
+        unsupported = precision_excludes_sharing(block, config)
+        if block.use_prefix_grouper == "auto" and (block.strategy == "megatron" or not packs or unsupported):
             block.use_prefix_grouper = "false"
 
 

@@ -20,6 +20,7 @@ from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_cheapest_changes, check_fits
 from verl.planning.host import HostMemory, is_in_memory
 from verl.planning.known_models import known_name, known_shape
+from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shape_cache import model_shape
@@ -49,6 +50,7 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
         return None
     for role in missing:
         logger.info("memory plan: without the %s, because its model is not on this machine", role)
+    exclude_shared_prefixes(config, shapes)
     device, host = available_memory(config.trainer)
     return _check(config, lambda changed: memory_plan(changed, shapes, device, host))
 
@@ -115,6 +117,7 @@ def check_supervised_memory(config: SupervisedConfig) -> MemoryPlan | None:
     shape = supervised_shape(config, config.model.path)
     if shape is None:
         return None
+    exclude_supervised_sharing(config, shape)
     device, host = available_memory(config.trainer)
     return _check(config, lambda changed: supervised_memory_plan(changed, shape, device, host))
 

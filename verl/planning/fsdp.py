@@ -32,7 +32,7 @@ class FSDPModelMemory:
     """Bytes of one optimizer moment of one parameter."""
     grad_offload: bool = False
     copied_keys: float = 1.0
-    """Copies of the keys and values that attention saves; several if rows share prefixes."""
+    """Keys and values that attention saves per computed token; several if micro-batches share prefixes."""
     device: str = "cuda"
 
     # ---------------------------------------------------------------- state between passes
@@ -101,9 +101,12 @@ class FSDPModelMemory:
 
     def inference_activations(self) -> float:
         """Peak bytes per token of a pass without gradient: residual, norm output and three MLP tensors, or the float32
-        copies of a norm."""
+        copies of a norm, or queries, keys, values, the output of attention and the keys and values it copies."""
         s, c = self.shape, self.compute_bytes
-        return 2 * c * s.hidden + max((3 if s.gated else 2) * c * s.intermediate, 12 * s.hidden)
+        peak: float = max((3 if s.gated else 2) * c * s.intermediate, 12 * s.hidden)
+        if self.copied_keys > 1:
+            peak = max(peak, 2 * c * (s.query_width + s.key_width * (1 + self.copied_keys)))
+        return 2 * c * s.hidden + peak
 
     def inference(self, tokens: int, response_tokens: int) -> dict[str, float]:
         """Peak by part of a pass without gradient over `tokens`; `response_tokens` of them get log-probs or values."""

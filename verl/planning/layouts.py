@@ -1,8 +1,10 @@
-"""Parallel sizes that must divide the attention heads of a model: an error of the plan, before anything is loaded."""
+"""What a model excludes, before it is loaded: parallel sizes that do not divide its heads, and shared prefixes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from typing import Any
 
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.ppo import PPOConfig
@@ -11,6 +13,9 @@ from verl.config.schema import get_path
 from verl.config.supervised import SupervisedConfig
 from verl.planning.shapes import ModelShape
 
+logger = logging.getLogger(__name__)
+
+_SHARING = "use_prefix_grouper"
 _ULYSSES = "ulysses_sequence_parallel_size"
 _TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -37,6 +42,36 @@ def check_supervised_layout(config: SupervisedConfig, shape: ModelShape) -> None
     if config.strategy != "megatron":
         _check_heads(_ULYSSES, config.ulysses_sequence_parallel_size, shape, report)
     report.raise_if_any()
+
+
+def exclude_shared_prefixes(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Set `use_prefix_grouper` from auto to false for roles whose model does not support it on the run's device, and
+    log the reason; raise ConfigError if it is true."""
+    report = Report()
+    for role, path in BLOCK_OF_ROLE.items():
+        name = "actor" if role == "ref" else role
+        for model, shape in shapes.items():
+            if model.partition("/")[0] == name and role in active_roles(config):
+                _exclude(get_path(config, path), f"{path}.{_SHARING}", shape, config.trainer.device, report)
+    report.raise_if_any()
+
+
+def exclude_supervised_sharing(config: SupervisedConfig, shape: ModelShape) -> None:
+    """The same for a supervised run."""
+    report = Report()
+    _exclude(config, _SHARING, shape, config.trainer.device, report)
+    report.raise_if_any()
+
+
+def _exclude(block: Any, key: str, shape: ModelShape, device: str, report: Report) -> None:
+    mode, why = block.use_prefix_grouper, shape.sharing_obstacle
+    if why is None or device != "cuda" or block.strategy == "megatron" or mode == "false":
+        return
+    if mode == "true":
+        report.problem(key, True, f"the model's prefixes cannot be shared on a GPU: {why}", "Set it to auto or False")
+    else:
+        block.use_prefix_grouper = "false"
+        logger.info("%s=auto: prefixes are not shared: %s", key, why)
 
 
 def _check_rollout(config: PPOConfig, shape: ModelShape | None, report: Report) -> None:

@@ -108,7 +108,8 @@ def supervised_memory_plan(
 
 def supervised_model(config: SupervisedConfig, shape: ModelShape) -> ModelMemory:
     """Return the model of a supervised run."""
-    return _model(config, config.model, shape, config.ranks, config.trainer.device, config.model_kind)
+    dynamic = config.data.use_dynamic_bsz
+    return _model(config, config.model, shape, config.ranks, config.trainer.device, dynamic, config.model_kind)
 
 
 def supervised_tokens(config: SupervisedConfig) -> tuple[int, int]:
@@ -134,18 +135,27 @@ def _validation_engine(
     return engine_footprint(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resident)
 
 
+# Block, prefix of `use_dynamic_bsz` and prefix of the limits of the micro-batches of each phase.
+_MICRO_BATCH_KEYS = {
+    "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
+    "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
+    "teacher": ("distillation.teacher", "log_prob_", "log_prob_"),
+    "values": ("critic", "", "forward_"),
+    "update_critic": ("critic", "", "ppo_"),
+    "update_actor": ("actor_rollout_ref.actor", "", "ppo_"),
+    "reward": ("reward_model", "", "forward_"),
+}
+
+
+def _has_dynamic_micro_batches(config: PPOConfig, role: str) -> bool:
+    """Whether a phase of the role limits its micro-batches by tokens."""
+    keys = [keys for phase, keys in _MICRO_BATCH_KEYS.items() if ROLE_OF_PHASE[phase] == role]
+    return any(get_path(config, f"{path}.{prefix}use_dynamic_bsz") for path, prefix, _ in keys)
+
+
 def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     """Return (tokens, response tokens, number of micro-batches) of a phase on one rank, with maximum lengths."""
-    sizes = {
-        "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
-        "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
-        "teacher": ("distillation.teacher", "log_prob_", "log_prob_"),
-        "values": ("critic", "", "forward_"),
-        "update_critic": ("critic", "", "ppo_"),
-        "update_actor": ("actor_rollout_ref.actor", "", "ppo_"),
-        "reward": ("reward_model", "", "forward_"),
-    }
-    path, dynamic_prefix, prefix = sizes[phase]
+    path, dynamic_prefix, prefix = _MICRO_BATCH_KEYS[phase]
     block, layout = get_path(config, path), layout_of(config, ROLE_OF_PHASE[phase])
     longest = config.data.max_prompt_length + config.data.max_response_length
     prompts = config.data.train_batch_size
@@ -162,8 +172,9 @@ def micro_batch_sizes(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     tokens = min(step_tokens, limit)
     rank_tokens = math.ceil(tokens / layout.ranks_per_sequence)
     response_tokens = math.ceil(rank_tokens * config.data.max_response_length / longest)
-    if dynamic and get_path(config, BLOCK_OF_ROLE[ROLE_OF_PHASE[phase]]).use_prefix_grouper != "false":
-        # A budget counts a shared prompt once: more of its tokens are responses.
+    shares = get_path(config, BLOCK_OF_ROLE[ROLE_OF_PHASE[phase]]).use_prefix_grouper != "false"
+    if dynamic and shares and config.trainer.device == "cuda":
+        # A budget counts a shared prompt once: more of its tokens are responses. On a CPU it counts whole rows.
         group_responses = config.actor_rollout_ref.rollout.n * config.data.max_response_length
         share = group_responses / (config.data.max_prompt_length + group_responses)
         all_responses = step_tokens / layout.ranks_per_sequence * config.data.max_response_length / longest
@@ -187,12 +198,14 @@ def role_models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str
             block = get_path(config, BLOCK_OF_ROLE[role])
             model = block.model if role in _KINDS else policy
             world = layout_of(config, role).world_size
-            models[role] = _model(block, model, shape, world, device, _KINDS.get(role, "causal_lm"))
+            dynamic = _has_dynamic_micro_batches(config, role)
+            models[role] = _model(block, model, shape, world, device, dynamic, _KINDS.get(role, "causal_lm"))
     for name in config.distillation.local_teachers:
         if (teacher := shapes.get(f"teacher/{name}")) is not None:
             world = layout_of(config, "teacher").world_size
             block = config.distillation.engine_of(name, world)
-            models[f"teacher/{name}"] = _model(block, policy, teacher, world, device)
+            dynamic = _has_dynamic_micro_batches(config, "teacher")
+            models[f"teacher/{name}"] = _model(block, policy, teacher, world, device, dynamic)
     return models
 
 
@@ -201,9 +214,16 @@ def _role(model: str) -> str:
     return model.partition("/")[0]
 
 
-def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> ModelMemory:
-    """Return the memory of a model with the engine settings of `block`; it is frozen if `block` has no optimizer."""
+def _model(
+    block: Any, model: Any, shape: ModelShape, world: int, device: str, dynamic: bool, kind: str = "causal_lm"
+) -> ModelMemory:
+    """Return the memory of a model with the engine settings of `block`; it is frozen if `block` has no optimizer.
+
+    `dynamic`: its micro-batches are limited by tokens. A shared token then has copied keys in several rows; a limited
+    number of rows has no more keys than without sharing. On a CPU, attention and its limits are those of whole rows.
+    """
     trains = "optim" in block
+    copies_keys = dynamic and device == "cuda" and block["use_prefix_grouper"] != "false"
     if block.strategy == "megatron" and shape.core is not None:
         megatron = block.megatron_config
         return MegatronModelMemory(
@@ -230,7 +250,7 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
         reshard=fsdp.reshard_after_forward,
         state_bytes=BYTES[block["optim"].state_dtype] if trains else 4,
         grad_offload=trains and bool(fsdp.grad_offload),
-        copied_keys=1.0 if block["use_prefix_grouper"] == "false" else MAX_GATHERED_KEYS,
+        copied_keys=MAX_GATHERED_KEYS if copies_keys else 1.0,
         device=device,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.context_length import context_limit
 from verl.config.engine import MegatronConfig
 from verl.models.megatron_core import CoreArchitecture
+from verl.models.prefix_support import sharing_obstacle
 
 if TYPE_CHECKING:
     from verl.models.loading import ModelKind
@@ -49,6 +50,8 @@ class ModelShape:
     """Shape for the megatron engine; None if it does not support the model."""
     positions: int | None = None
     """Maximum sequence length; None: unknown."""
+    sharing_obstacle: str | None = None
+    """Why the fsdp engine does not share prefixes on a GPU; None: it does."""
 
     @property
     def parameters(self) -> int:
@@ -123,6 +126,7 @@ class ModelShape:
             head_norms=any(size != hidden for size in norms),
             core=_core_shape(text),
             positions=context_limit(text.to_dict()),
+            sharing_obstacle=sharing_obstacle(text),
         )
 
 

@@ -14,6 +14,7 @@ from verl.config.schema import get_path
 from verl.planning.advice import cheapest_changes, check_fits
 from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.fsdp import FSDPModelMemory
+from verl.planning.layouts import exclude_shared_prefixes
 from verl.planning.phases import DEVICE_PARTS, GB, HOST_PARTS, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.plan import memory_plan, micro_batch_sizes, role_models, supervised_memory_plan
 from verl.planning.remedies import applicable_remedies
@@ -111,11 +112,41 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
 
 
 def test_attention_over_shared_prefixes_saves_copies_of_keys_and_values():
-    plain, shared = (
-        role_models(load(f"{ACTOR}.use_prefix_grouper={mode}"), {"actor": SHAPE})["actor"].layer_activations()
-        for mode in ("False", "auto")
-    )
-    assert shared - plain == (MAX_GATHERED_KEYS - 1) * 2 * SHAPE.key_width * 2  # bf16
+    """Only in micro-batches limited by tokens: a number of rows has no more keys than without sharing."""
+
+    def saved(mode, *keys):
+        models = role_models(load(f"{ACTOR}.use_prefix_grouper={mode}", *keys), {"actor": SHAPE})
+        return models["actor"].layer_activations()
+
+    dynamic = f"{ACTOR}.use_dynamic_bsz=True"
+    assert saved("auto") == saved("False") == saved("False", dynamic)
+    assert saved("auto", dynamic) - saved("False") == (MAX_GATHERED_KEYS - 1) * 2 * SHAPE.key_width * 2  # bf16
+
+
+def test_inference_copies_keys_that_may_exceed_the_tensors_of_the_mlp():
+    many_keys = replace(SHAPE, kv_heads=SHAPE.heads, intermediate=SHAPE.hidden)
+    plain, shared = (FSDPModelMemory(many_keys, copied_keys=copies) for copies in (1.0, MAX_GATHERED_KEYS))
+    assert shared.inference_activations() >= plain.inference_activations() + 2 * 2 * 2 * SHAPE.query_width
+    few_keys = [FSDPModelMemory(SHAPE, copied_keys=copies).inference_activations() for copies in (1.0, 5.0)]
+    assert few_keys[0] == few_keys[1], "with grouped queries the MLP is larger"
+
+
+def test_models_without_a_kernel_do_not_share_prefixes_on_a_gpu(caplog):
+    shapes = {"actor": replace(SHAPE, sharing_obstacle="no kernel")}
+    config = load()
+    assert config.actor_rollout_ref.actor.use_prefix_grouper == config.critic.use_prefix_grouper == "auto"
+    with caplog.at_level("INFO"):
+        exclude_shared_prefixes(config, shapes)
+    assert config.actor_rollout_ref.actor.use_prefix_grouper == "false"
+    assert config.critic.use_prefix_grouper == "auto", "another model"
+    assert caplog.text.count("no kernel") == 1
+    with pytest.raises(ConfigError) as caught:
+        exclude_shared_prefixes(load(f"{ACTOR}.use_prefix_grouper=True"), shapes)
+    (problem,) = caught.value.problems
+    assert problem.key == f"{ACTOR}.use_prefix_grouper"
+    on_cpu = load(f"{ACTOR}.use_prefix_grouper=True", device="cpu")
+    exclude_shared_prefixes(on_cpu, shapes)
+    assert on_cpu.actor_rollout_ref.actor.use_prefix_grouper == "true"
 
 
 def test_gradients_of_earlier_micro_batches_count_unless_they_wait_in_host_memory():
@@ -241,6 +272,8 @@ def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     assert micro_batch_sizes(fixed, "update_actor") == (3200, 2400, 16)
     dynamic = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
     assert micro_batch_sizes(load(*dynamic), "update_actor")[::2] == (8192, 24)
+    on_cpu = load(*dynamic, f"{ROLLOUT}.n=8", device="cpu")
+    assert micro_batch_sizes(on_cpu, "update_actor")[:2] == (8192, math.ceil(8192 / 3)), "a budget counts whole rows"
     # With shared prompts, 8 responses of 512 tokens are 80 % of a group's computed tokens instead of a third.
     shared = load(*dynamic, f"{ROLLOUT}.n=8", f"{ACTOR}.use_prefix_grouper=auto")
     assert micro_batch_sizes(shared, "update_actor")[:2] == (8192, math.ceil(0.8 * 8192))

@@ -142,7 +142,10 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     groups.device_flops = 1e9
     assert config.actor_rollout_ref.actor.ppo_epochs == 1
     forward = row_costs(batch, SequenceCost.from_folder(config.actor_rollout_ref.model.path)).sum()
-    assert groups.mfu(batch, {"update_actor": 2.0}) == {"perf/mfu/actor": pytest.approx(3 * forward / 2e9)}
+    required = pytest.approx(3 * forward / 2e9)
+    assert groups.mfu(batch, {"update_actor": 2.0}) == {"perf/mfu/actor": required, "perf/mfu/actor_computed": required}
+    shared = groups.mfu(batch, {"update_actor": 2.0}, saving=0.25)
+    assert shared == {"perf/mfu/actor": required, "perf/mfu/actor_computed": pytest.approx(0.75 * 3 * forward / 2e9)}
     assert groups.mfu(batch, {}) == {}
     assert batch.batch["token_level_scores"].sum(-1).gt(0).any()
     assert learned["actor/grad_norm"] > 0

@@ -113,7 +113,9 @@ def preemptions(run: RunTables) -> Finding | None:
 
 def low_mfu(run: RunTables) -> Finding | None:
     """The actor update uses less than a tenth of the peak rate of its devices."""
-    steps, share = run.column("perf/mfu/actor")
+    # The work that was done: shared prefixes raise the other rate above the use of the device.
+    name = "perf/mfu/actor_computed" if "perf/mfu/actor_computed" in run.metrics else "perf/mfu/actor"
+    steps, share = run.column(name)
     period = period_of(steps, share < 0.1, BASELINE)
     if period is None:
         return None
@@ -122,7 +124,7 @@ def low_mfu(run: RunTables) -> Finding | None:
         f"{share[-1]:.1%} of the peak rate (MFU).",
         "Larger micro-batches of packed sequences; fewer devices for a small model.",
         [("actor_rollout_ref.model.use_remove_padding", "True"), ("actor_rollout_ref.actor.use_dynamic_bsz", "True")],
-        "perf/mfu/actor",
+        name,
     )  # fmt: skip
 
 

@@ -255,7 +255,8 @@ class RayPPOTrainer(TrainerAttributes):
         )
         metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.state.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
-        metrics |= self.groups.mfu(self._last_batch, self.phases.seconds) | self._utilization_metrics()
+        saving = metrics.get("actor/prefix_saving_flops", 0.0)
+        metrics |= self.groups.mfu(self._last_batch, self.phases.seconds, saving) | self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
         metrics |= self.record.end_step(step)
         self._report_metrics(metrics, step)

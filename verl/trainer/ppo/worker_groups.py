@@ -258,14 +258,19 @@ class WorkerGroups:
         """Number of devices of all pools."""
         return self._pools.get_n_gpus()
 
-    def mfu(self, batch: DataProto, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return `perf/mfu/actor`: FLOPs of the actor update (forward and backward, without recomputation) relative to
-        the peak rate of its devices; {} if the device or the shape of the model is unknown. `seconds`: by phase."""
+    def mfu(self, batch: DataProto, seconds: Mapping[str, float], saving: float = 0.0) -> dict[str, float]:
+        """Return FLOPs of the actor update (forward and backward, without recomputation) relative to the peak rate of
+        its devices; {} if the device or the shape of the model is unknown.
+
+        `perf/mfu/actor` counts the work that the rows require one by one, `perf/mfu/actor_computed` the work without
+        the share `saving` that shared prefixes did not compute. `seconds`: by phase.
+        """
         duration = seconds.get("update_actor", 0.0)
         if self.device_flops is None or self._cost is COST_PER_TOKEN or not duration:
             return {}
         flops = 3 * self._config.actor_rollout_ref.actor.ppo_epochs * float(row_costs(batch, self._cost).sum())
-        return {"perf/mfu/actor": flops / (duration * self.actor.world_size * self.device_flops)}
+        required = flops / (duration * self.actor.world_size * self.device_flops)
+        return {"perf/mfu/actor": required, "perf/mfu/actor_computed": (1 - saving) * required}
 
     def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """Run a forward pass without update over the batch; return its result columns in the row order of `batch`.

@@ -237,6 +237,7 @@ class SupervisedTrainer(Generic[Config]):
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
             "perf/tokens_per_second": tokens / seconds,
+            "perf/computed_tokens_per_second": tokens * (1 - metrics.get("train/prefix_saving", 0.0)) / seconds,
             "perf/throughput": tokens / seconds / self.config.ranks,
         }
         metrics |= self.batch_metrics(batch)

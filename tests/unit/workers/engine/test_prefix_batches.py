@@ -131,7 +131,7 @@ def test_saving_counts_the_distinct_prefixes():
 def test_auto_needs_a_tenth_and_true_any_shared_token():
     ids = torch.arange(1, 22).view(3, 7)
     data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    auto, always, never = (PrefixSharing(mode) for mode in ("auto", "true", "false"))
+    auto, always, never = (PrefixSharing(mode, COST_PER_TOKEN) for mode in ("auto", "true", "false"))
     assert always.begin(data) is None
     ids[1, :2] = ids[0, :2]
     assert always.begin(data).saving == pytest.approx(2 / 21)
@@ -149,7 +149,7 @@ def test_sets_of_rows_stay_together_and_count_what_they_compute():
     data.batch[SET_COLUMN] = torch.tensor([0, 0, 1, 1, 2, 2])
     micro = MicroBatching(max_tokens=16)
     for mode, expected in (("true", [4, 2]), ("false", [2, 2, 2])):
-        prefixes = PrefixSharing(mode).begin(data)
+        prefixes = PrefixSharing(mode, COST_PER_TOKEN).begin(data)
         parts = [rows for _, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count, prefixes)]
         assert [len(rows) for rows in parts] == expected
         assert all({row ^ 1 for row in rows} == set(rows) for rows in parts)

@@ -21,11 +21,14 @@ from tests.support.prefix_cases import BATCHES, RESPONSE, computed_tokens, share
 from tests.support.router_cases import moe_model
 from verl.config import ActorConfig, as_config
 from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
+from verl.models import tree_attention
 from verl.models.forward import ResponseModel
 from verl.models.model_checks import enable_packed_attention
 from verl.models.packing import packed_rows
 from verl.models.shared_prefixes import shared_rows
+from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.prefix_sharing import PrefixSharing, find_shared_prefixes, supported_mode
 from verl.workers.roles.policy_loss import PolicyLoss
 
 CPU = torch.device("cpu")
@@ -190,12 +193,50 @@ def test_auto_shares_only_if_enough_is_saved():
     assert run(engine, make_batch(rows=6), MicroBatching())[1]["prefix_saving"][0] == 0
 
 
-def test_a_budget_counts_computed_tokens():
+def test_a_budget_counts_computed_tokens_where_attention_has_a_kernel():
     data = shared_batch("groups")
     tokens, computed = int(data.batch["attention_mask"].sum()), computed_tokens("groups")
     engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="true")
+    engine.prefix_sharing.whole_rows = False
     saved, _ = run(engine, data, MicroBatching(max_tokens=computed))[1]["prefix_saving"]
     assert tokens - saved == computed
+
+
+def test_a_budget_counts_whole_rows_where_attention_expands_them(monkeypatch):
+    """Attention has no more queries, keys and values at once than without sharing."""
+    data, budget, sizes = shared_batch("groups"), 30, []
+    expand = tree_attention.grouped_attention
+
+    def counted(query, *arguments):
+        sizes.append(len(query))
+        return expand(query, *arguments)
+
+    monkeypatch.setattr(tree_attention, "grouped_attention", counted)
+    engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="auto")
+    assert run(engine, data, MicroBatching(max_tokens=budget))[1]["prefix_saving"][0] > 0
+    assert 0 < max(sizes) <= budget
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_the_operations_that_were_not_computed(whole_rows):
+    data, cost = shared_batch("groups"), SequenceCost(token=10.0, head=3.0, pair=2.0)
+    engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="true")
+    engine.prefix_sharing = PrefixSharing("true", cost, whole_rows)
+    saved, required = run(engine, data, MicroBatching())[1]["prefix_saving_flops"]
+    lengths = data.batch["attention_mask"].sum(1).numpy()
+    assert required == cost(lengths, data.batch["attention_mask"][:, -RESPONSE:].sum(1)).sum()
+    shared = find_shared_prefixes(data).shared
+    assert saved == (10 * shared if whole_rows else cost(shared)).sum()
+
+
+def test_an_obstacle_disables_auto_and_rejects_true(caplog):
+    assert supported_mode("true", None) == "true"
+    assert supported_mode("false", "no kernel") == "false"
+    with caplog.at_level("INFO"):
+        assert supported_mode("auto", "no kernel") == "false"
+    assert "no kernel" in caplog.text
+    with pytest.raises(ValueError, match=r"use_prefix_grouper.*no kernel"):
+        supported_mode("true", "no kernel")
 
 
 def test_padded_models_reject_sharing():

@@ -53,7 +53,8 @@ def micro_batches(
             return shared_micro_batch_rows(prefixes, micro, cost, at_least)
         shared = prefixes.shared_within(together)
         costs = (cost(lengths) - cost(shared)).tolist()
-        return _split_sets((np.array(lengths) - shared).tolist(), micro, costs, at_least, together)
+        sizes = lengths if prefixes.whole_rows else (np.array(lengths) - shared).tolist()
+        return _split_sets(sizes, micro, costs, at_least, together)
 
     parts = split(1)
     count = max_over_ranks(len(parts))

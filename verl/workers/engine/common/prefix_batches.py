@@ -28,6 +28,8 @@ class SharedPrefixes:
     """[b]: leading tokens that it shares with the row before it."""
     lengths: np.ndarray
     """[b]: its tokens."""
+    whole_rows: bool = False
+    """Whether token budgets count all tokens of a row, because attention computes whole rows."""
 
     @property
     def saving(self) -> float:
@@ -55,13 +57,14 @@ def shared_micro_batch_rows(
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
     A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
-    limit counts computed tokens (or rows); a row over the limit forms its own micro-batch. The total cost of
-    micro-batches and of the prefixes that they repeat is minimal for ranges; there are `at_least` if there are enough
-    rows. Within a small tolerance, the costs are balanced, so that all ranks are busy for about the same time.
+    limit counts computed tokens (all tokens with `whole_rows`; or rows); a row over the limit forms its own
+    micro-batch. The total cost of micro-batches and of the prefixes that they repeat is minimal for ranges; there are
+    `at_least` if there are enough rows. Within a small tolerance, the costs are balanced, so that all ranks are busy
+    for about the same time.
     """
     lengths, shared = prefixes.lengths, prefixes.shared
     if micro.max_tokens is not None:
-        size = _RangeSums(lengths, lengths - shared)
+        size = _RangeSums(lengths, lengths if prefixes.whole_rows else lengths - shared)
     else:
         size = _RangeSums(np.ones_like(lengths), np.ones_like(lengths))
     costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))

@@ -2,56 +2,91 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 
 from verl.config.engine import PREFIX_MIN_SAVING
 from verl.models.packing import PackedRows, packed_tokens
 from verl.models.prefix_tree import prefix_order, token_bytes
-from verl.models.shared_prefixes import TreeAttention, shared_rows
+from verl.models.shared_prefixes import TreeAttention, TreePacking, shared_rows
 from verl.protocol import DataProto
+from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import Metrics
 from verl.workers.engine.common.prefix_batches import SharedPrefixes
 from verl.workers.engine.common.routers import ROUTED_EXPERTS
+
+logger = logging.getLogger(__name__)
+
+
+def supported_mode(mode: str, obstacle: str | None) -> str:
+    """Return the mode of an engine that cannot share prefixes because of `obstacle`: auto becomes false, which is
+    logged; raises ValueError for true. Without an obstacle the mode is unchanged."""
+    if obstacle is None or mode == "false":
+        return mode
+    if mode == "true":
+        raise ValueError(f"use_prefix_grouper: prefixes cannot be shared: {obstacle}. Set it to auto or False.")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("use_prefix_grouper=auto: prefixes are not shared: %s", obstacle)
+    return "false"
 
 
 class PrefixSharing:
     """Decides for each pass of an engine whether prefixes are shared, and applies it to every micro-batch."""
 
-    def __init__(self, mode: str, replays_experts: bool = False) -> None:
-        """`mode`: true, false or auto. `replays_experts`: tokens are shared only if their `routed_experts` agree."""
+    def __init__(self, mode: str, cost: SequenceCost, whole_rows: bool = False, replays_experts: bool = False) -> None:
+        """`mode`: true, false or auto. `cost`: operations of a row. `replays_experts`: tokens are shared only if their
+        `routed_experts` agree.
+
+        `whole_rows`: attention expands shared tokens to whole rows, without a kernel for them. Token budgets then count
+        all tokens of a row, so that attention needs the memory of a pass without sharing, and only the layers save.
+        """
         self.mode = mode
+        self.whole_rows = whole_rows
+        self._cost = cost
         self.attention: TreeAttention | None = None
         """Implementation of attention; None: selected by size."""
         self._replays_experts = replays_experts
         self._active = False
         self.required_tokens = self.computed_tokens = 0
         """Of the current pass, without and with sharing."""
+        self._required_work = self._saved_work = 0.0
 
     def begin(self, data: DataProto) -> SharedPrefixes | None:
         """Start a pass over `data`. Returns the common prefixes of its rows; None if they are not shared."""
         self.required_tokens = self.computed_tokens = 0
+        self._required_work = self._saved_work = 0.0
         self._active = False
         if self.mode == "false":
             return None
-        prefixes = find_shared_prefixes(data, self._experts(data))
+        prefixes = replace(find_shared_prefixes(data, self._experts(data)), whole_rows=self.whole_rows)
         self._active = prefixes.saving > 0 and (self.mode == "true" or prefixes.saving >= PREFIX_MIN_SAVING)
         return prefixes if self._active else None
 
     def apply(self, rows: PackedRows, part: DataProto) -> PackedRows:
         """Return the packed rows of micro-batch `part` with common prefixes computed once, if this pass shares them."""
         self.required_tokens += rows.packing.total
+        self._required_work += float(self._cost(rows.packing.lengths).sum()) + self._cost.head * len(rows.rows)
         if self._active:
             experts = self._experts(part)
             mask = None if experts is None else packed_tokens(part.batch["attention_mask"])
             rows = shared_rows(rows, None if experts is None else experts[mask], self.attention)
         self.computed_tokens += rows.packing.total
+        if isinstance(rows.packing, TreePacking):
+            shared = rows.packing.tree.shared
+            self._saved_work += float((self._cost.token * shared if self.whole_rows else self._cost(shared)).sum())
         return rows
 
     def metrics(self) -> Metrics:
-        """Return the fraction of the tokens of the last pass that was not computed."""
+        """Return the fractions of the tokens and of the operations of the last pass that were not computed."""
         if self.mode == "false":
             return {}
-        return {"prefix_saving": (self.required_tokens - self.computed_tokens, max(1, self.required_tokens))}
+        return {
+            "prefix_saving": (self.required_tokens - self.computed_tokens, max(1, self.required_tokens)),
+            "prefix_saving_flops": (self._saved_work, max(1.0, self._required_work)),
+        }
 
     def _experts(self, data: DataProto) -> torch.Tensor | None:
         """Return the replayed experts [rows, columns, layers, k]."""

@@ -17,6 +17,7 @@ from verl.models.loading import ModelKind, empty_model, outermost_layers, pretra
 from verl.models.lora import Adapters
 from verl.models.model_checks import check_head, enable_packed_attention
 from verl.models.packing import Packing, packed_rows, right_padded_rows, sequence_parallel_rows, with_alternatives
+from verl.models.prefix_support import precision_obstacle, sharing_obstacle
 from verl.models.routing import expert_weights, routers
 from verl.models.ulysses import SequenceParallel, check_heads
 from verl.protocol import DataProto
@@ -32,7 +33,7 @@ from verl.workers.engine.common.base_engine import (
 )
 from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
-from verl.workers.engine.common.prefix_sharing import PrefixSharing
+from verl.workers.engine.common.prefix_sharing import PrefixSharing, supported_mode
 from verl.workers.engine.common.routers import LayerRouter, MoEShape, Routers, Routes, TokenShare
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
@@ -90,6 +91,10 @@ class FSDPEngine(BaseTrainEngine):
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
         if self._sharing is not None:
             check_heads(self.hf_config, self._sharing.size)
+        if self.device.type == "cuda":
+            obstacle = precision_obstacle(engine_config.mixed_precision)
+            obstacle = obstacle or sharing_obstacle(self.hf_config.get_text_config())
+            prefix_sharing = supported_mode(prefix_sharing, obstacle)
         self._build_model(model, model_config, engine_config, frozen=optim is None)
         compile_layers = compile_layers and self.device.type == "cuda"
         # Measuring expert load is cheap, but its hooks would interrupt compiled layers.
@@ -116,7 +121,8 @@ class FSDPEngine(BaseTrainEngine):
         if not self._packs:
             self._routers = None
         replays = self._routers is not None and self._routers.replay
-        self.prefix_sharing = PrefixSharing(prefix_sharing if self._packs else "false", replays)
+        mode, whole_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
+        self.prefix_sharing = PrefixSharing(mode, self._cost, whole_rows, replays)
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs
