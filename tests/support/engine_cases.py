@@ -162,10 +162,14 @@ def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
+    """Compare tensors by name. Rounding errors of a sum grow with its largest terms: those of a value model's
+    gradient reach 2,000."""
     assert set(actual) == set(expected)
     for name, value in expected.items():
+        largest = float(value.abs().max()) if value.numel() and value.is_floating_point() else 0.0
+        atol = max(tolerance, 2e-6 * largest)
         torch.testing.assert_close(
-            actual[name], value, atol=tolerance, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], value, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
