@@ -183,6 +183,9 @@ class LineStream(Stream):
 
     def _parse(self, content: bytes) -> pa.Table:
         fields = schema.arrow_schema(self.declared.name)
+        for name, former in schema.FORMER_NAMES.items():
+            if name in fields.names:  # inside of texts, quotes are escaped: only keys match
+                content = content.replace(f'"{former}":'.encode(), f'"{name}":'.encode())
         options = pj.ParseOptions(explicit_schema=fields, unexpected_field_behavior="ignore")
         try:
             block = pj.ReadOptions(block_size=max(1 << 20, len(content) // 8 + 1))
@@ -300,12 +303,13 @@ class StepStream(Stream):
     def _read(self, step: int, columns: Sequence[str] | None, uid: str | None) -> pa.Table:
         names = list(self._empty.column_names if columns is None else columns)
         with self._open(step) as file:
-            present = set(file.schema_arrow.names)
-            wanted = [name for name in names if name in present]
+            stored = {name: _stored_name(name, file.schema_arrow.names) for name in names}
+            wanted = [name for name in stored.values() if name is not None]
             table = file.read(wanted) if uid is None else self._read_prompt(file, wanted, uid)
-        table = table.replace_schema_metadata(None)
+        present = {former: name for name, former in stored.items() if former is not None}
+        table = table.rename_columns([present[name] for name in table.column_names]).replace_schema_metadata(None)
         for name in names:
-            if name not in present:
+            if stored[name] is None:
                 table = table.append_column(name, pa.nulls(len(table), self._empty.schema.field(name).type))
         return table.select(names)
 
@@ -319,6 +323,12 @@ class StepStream(Stream):
         first, last = rows[0] // size, rows[-1] // size
         table = file.read_row_groups(list(range(first, last + 1)), columns)
         return table.take([number - first * size for number in rows])
+
+
+def _stored_name(name: str, stored: Sequence[str]) -> str | None:
+    """The name of a field in a file: its own, that of an earlier version, or None if the file lacks it."""
+    former = schema.FORMER_NAMES.get(name)
+    return name if name in stored else former if former in stored else None
 
 
 class FileStream(Stream):

@@ -14,9 +14,22 @@ import pyarrow as pa
 
 from verl.utils.checkpoint.steps import RECORD_FOLDER
 
-__all__ = ["EVENTS", "FOLDER", "STREAMS", "VERSION", "Field", "StreamSpec", "arrow_schema", "step_file", "step_of_file"]
+__all__ = [
+    "EVENTS",
+    "FOLDER",
+    "FORMER_NAMES",
+    "STREAMS",
+    "VERSION",
+    "Field",
+    "StreamSpec",
+    "arrow_schema",
+    "step_file",
+    "step_of_file",
+]
 
-VERSION = 1
+VERSION = 2
+FORMER_NAMES = {"track": "lane", "tracks": "lanes", "response": "answer"}
+"""Names of fields in version 1, which is read, too."""
 FOLDER = RECORD_FOLDER
 RUN_FILE, TOKENS_FILE = "run.json", "tokens.parquet"
 

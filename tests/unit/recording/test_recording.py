@@ -71,7 +71,7 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     writer.close()
     run = recording.read(tmp_path)
     assert run.trajectories.steps == [3]
-    assert run.trajectories.metadata(3) == {"attempt": 1, "schema": 1, "groups": 2}
+    assert run.trajectories.metadata(3) == {"attempt": 1, "schema": schema.VERSION, "groups": 2}
     first, second = run.trajectories.table(step=3).to_pylist()
     assert first["turns"] == columns["turns"][0]
     assert dict(first["rewards"]) == {"acc": 1.0, "format": 0.5}
@@ -446,6 +446,23 @@ def test_a_newer_version_is_rejected_and_unknown_fields_are_ignored(tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema": schema.VERSION + 1}))
     with pytest.raises(recording.RecordingError, match="newer verl"):
         recording.read(tmp_path)
+
+
+def test_fields_of_the_first_version_have_their_new_names(tmp_path):
+    writer = open_writer(tmp_path)
+    text = 'a text with "lane": inside'
+    writer.line("phases", {"step": 1, "lane": "engine/0", "phase": text, "start": 0.0, "end": 1.0})
+    writer.close()
+    folder = tmp_path / "record/validation"
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"step": [3], "uid": ["a"], "answer": ["yes"]}), folder / "00000003.parquet")
+    file = tmp_path / "record/run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": 1}))
+    run = recording.read(tmp_path)
+    assert run.phases.table(["track", "phase"]).to_pylist() == [{"track": "engine/0", "phase": text}]
+    for selection in ({}, {"uid": "a"}):
+        rows = run.validation.table(["step", "response", "score"], step=3, **selection).to_pylist()
+        assert rows == [{"step": 3, "response": "yes", "score": None}]
 
 
 def test_a_damaged_step_is_named(tmp_path):
