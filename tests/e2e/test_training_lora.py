@@ -32,7 +32,7 @@ def test_grpo_with_lora_starts_at_its_reference_raises_the_reward_and_generates_
     assert trainer.ref_policy_wg is trainer.actor_wg
     assert history[0]["kl/mean"] == 0, "without adapters the model is what it started from"
     assert history[-1]["kl/mean"] > 0
-    assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in history), "merged weights generate"
+    assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in history), "adapters generate"
     assert history[-1]["reward/mean"] > history[0]["reward/mean"] + 0.1
     saved = tmp_path / "checkpoints" / "global_step_8" / "actor"
     assert {path.name for path in saved.iterdir()} == {"model", "model.json", "optimizer", "extra.pt", "lora_adapter"}

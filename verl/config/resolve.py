@@ -14,6 +14,7 @@ from verl.config.layout import ACTOR, BLOCK_OF_ROLE, MODEL_OF_ROLE, ROLLOUT, lay
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.roles import ActorConfig
+from verl.config.rollout import applies_lora
 from verl.config.schema import Block, get_path, join, set_path, walk
 from verl.config.trainer import RunConfig
 
@@ -197,6 +198,8 @@ def _pools(config: PPOConfig, report: Report) -> None:
     config.role_mapping = {role: mapping.get(role, default) for role in names.ROLES}
     if rollout.return_routed_experts is None:
         rollout.return_routed_experts = config.actor_rollout_ref.actor.router_replay.mode == "R3"
+    if rollout.free_weights is None and applies_lora(config.actor_rollout_ref.model, rollout):
+        rollout.free_weights = False  # the frozen weights would have to be sent again
     if config.trainer.mode != "sync" and shares_devices(config):
         if rollout.free_weights is None:
             rollout.free_weights = rollout.free_cache_engine

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.config import names
+from verl.config.engine import ModelConfig
 from verl.config.schema import Block, key
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -137,7 +138,7 @@ class RolloutConfig(GeneratorConfig):
     free_cache_engine: bool = key("Release the KV cache memory during training.")
     free_weights: bool = key(
         "Release the engine's weights during training; the next weight sync restores them.",
-        null="free_cache_engine if training and generation share devices, else False",
+        null="free_cache_engine if training and generation share devices; False if only LoRA adapters are sent",
     )
     return_routed_experts: bool = key(
         "Return the experts of each token in the column routed_experts (native, vllm).",
@@ -185,6 +186,8 @@ class NativeOptions:
     """KV blocks; None: as many as memory allows."""
     model: str = "auto"
     """fused, generic, or auto: fused if it supports the model."""
+    merge_lora: bool = False
+    """A weight sync sends merged weights; otherwise the engine applies the adapters, and only these are sent."""
 
     @classmethod
     def from_config(cls, config: GeneratorConfig) -> NativeOptions:
@@ -198,4 +201,12 @@ class NativeOptions:
             raise ValueError(f"{where}.model: {options.model!r} is unknown. Use one of {', '.join(_MODEL_KINDS)}.")
         if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
             raise ValueError(f"{where}: block_size and num_blocks must be at least 1 (got {values}).")
+        if not isinstance(options.merge_lora, bool):
+            raise ValueError(f"{where}.merge_lora: {options.merge_lora!r} is neither true nor false.")
         return options
+
+
+def applies_lora(model: ModelConfig, rollout: RolloutConfig) -> bool:
+    """Whether the engine applies the policy's LoRA adapters; other engines receive merged weights."""
+    options = rollout.engine_kwargs["native"] if "native" in rollout.engine_kwargs else {}
+    return model.lora_rank > 0 and rollout.name == "native" and not dict(options).get("merge_lora", False)

@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.inference.constraints import OutputConstraints
 from verl.inference.engine import StepEngine
-from verl.inference.sequence import Sequence
+from verl.inference.sequence import NO_ADAPTER, Adapter, Sequence
 from verl.types.request import Output, Request, SamplingParams
 
 __all__ = ["AsyncEngine", "TokenStream", "notify_streams", "output_since"]
@@ -34,6 +34,8 @@ class AsyncEngine:
     def __init__(self, engine: StepEngine, tokenizer: Callable[[], Any] | None = None) -> None:
         """`tokenizer` loads the tokenizer; called for the first request with stop strings or a grammar."""
         self._engine = engine
+        self.adapters: dict[str, Adapter] = {}
+        """Loaded LoRA adapters, which requests select by name."""
         self._constraints = OutputConstraints(tokenizer)
         self._changed = threading.Condition()
         self._unfinished: dict[str, Sequence] = {}
@@ -230,6 +232,7 @@ class AsyncEngine:
                     f"request {name!r}: the engine is already processing a request with this id. Use unique ids."
                 )
             new_ids.add(name)
+            sequence.adapter = self._adapter_of(sequence.request)
         for sequence in sequences:
             sequence.arrival = self._next_arrival
             self._next_arrival += 1
@@ -239,6 +242,18 @@ class AsyncEngine:
             self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
             self._thread.start()
         self._changed.notify_all()
+
+    def _adapter_of(self, request: Request) -> Adapter:
+        if request.adapter is None:
+            return NO_ADAPTER
+        if request.adapter not in self.adapters:
+            raise ValueError(f"request {request.id!r}: the LoRA adapter {request.adapter!r} is not loaded.")
+        return self.adapters[request.adapter]
+
+    def used_adapters(self) -> set[Adapter]:
+        """Adapters of unfinished requests."""
+        with self._changed:
+            return {sequence.adapter for sequence in self._unfinished.values()}
 
     def _on_done(self, sequence: Sequence, stream: TokenStream | None, future: Future[Output]) -> None:
         """Runs in the thread that resolved or cancelled the future."""

@@ -34,8 +34,8 @@ class BlockManager:
         self._content_by_block = [0] * num_blocks
         self._last_content = 0
         self._epoch = 0
-        # Content number of the empty prefix under the current weights.
-        self._root = 0
+        # Content number of the empty prefix under the current weights, by adapter.
+        self._roots: dict[int, int] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -66,7 +66,7 @@ class BlockManager:
         if not sequence.output.token_ids:
             sequence.output.cached_tokens = sequence.num_computed_tokens
         sequence.cached_blocks = len(table)
-        sequence.cached_content = self._content_by_block[table[-1]] if table else self._root
+        sequence.cached_content = self._content_by_block[table[-1]] if table else self._root(sequence)
         sequence.cached_epoch = self._epoch
         table += [self._pop_free() for _ in range(self.num_blocks_for(len(sequence.token_ids)) - len(table))]
         sequence.block_table = table
@@ -133,8 +133,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: the weights changed or the memory was released. Blocks in use stay allocated."""
         self._epoch += 1
-        self._last_content += 1
-        self._root = self._last_content
+        self._roots.clear()
         self._block_by_key.clear()
         self._key_by_block = [None] * self.num_blocks
         self._uncached_free.extend(self._cached_free)
@@ -145,7 +144,7 @@ class BlockManager:
         blocks: list[int] = []
         if not self.prefix_caching or sequence.params.prompt_log_probs:
             return blocks
-        size, content, tokens = self.block_size, self._root, sequence.token_ids
+        size, content, tokens = self.block_size, self._root(sequence), sequence.token_ids
         for start in range(0, len(tokens) - size, size):
             block = self._block_by_key.get((content, tuple(tokens[start : start + size])))
             if block is None:
@@ -153,6 +152,14 @@ class BlockManager:
             blocks.append(block)
             content = self._content_by_block[block]
         return blocks
+
+    def _root(self, sequence: Sequence) -> int:
+        """Content number of the empty prefix: KV of different adapters, or of different weights, is not shared."""
+        adapter = sequence.adapter.id
+        if adapter not in self._roots:
+            self._last_content += 1
+            self._roots[adapter] = self._last_content
+        return self._roots[adapter]
 
     def _pop_free(self) -> int:
         """Allocate a free block: an uncached one if possible, else the least recently used cached one."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.config.rollout import NativeOptions
+from verl.config.rollout import NativeOptions, applies_lora
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
@@ -19,12 +19,14 @@ from verl.inference.engine import Engine
 from verl.inference.kv_cache import KVCache, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
+from verl.inference.models.adapters import AdapterOptions
 from verl.inference.models.fused import FusedModel, unsupported_reason
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
 from verl.inference.tensor_parallel import SINGLE, FollowerEngine, LeaderEngine, LeaderRunner, TensorParallel
 from verl.inference.weights import EngineWeights
-from verl.models.loading import pretrained_model, read_config
+from verl.models.loading import empty_model, pretrained_model, read_config
+from verl.models.lora import Adapters
 from verl.utils.device import resolve_dtype
 from verl.utils.end_tokens import EndTokens, find_end_tokens
 from verl.utils.tokenizer import hf_tokenizer, tokenizer_if_any
@@ -35,6 +37,7 @@ __all__ = [
     "default_end_tokens",
     "load_inference_model",
     "load_module",
+    "policy_adapters",
     "read_hf_config",
 ]
 
@@ -72,13 +75,19 @@ def build_engine(
     config: RolloutConfig,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    adapters: AdapterOptions | None = None,
 ) -> BuiltEngine:
-    """Load the model of a local folder on `device` in `dtype` (None: `config.dtype`) and build its engine."""
+    """Load the model of a local folder on `device` in `dtype` (None: `config.dtype`) and build its engine.
+
+    `adapters`: slots for LoRA adapters that requests select; None: those of `policy_adapters`.
+    """
     options = NativeOptions.from_config(config)
     device = torch.empty(0, device=device).device  # resolves the device index
     dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
     hf_config = read_hf_config(model_path, model_config)
     parallel = TensorParallel.from_world(config.tensor_model_parallel_size)
+    if adapters is None and applies_lora(model_config, config):
+        adapters = policy_adapters(hf_config, model_config)
     model = load_inference_model(
         model_path,
         hf_config,
@@ -89,6 +98,7 @@ def build_engine(
         config.load_format,
         options.model,
         parallel,
+        adapters,
     )
     blocks = options.num_blocks or choose_num_blocks(
         model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
@@ -113,21 +123,39 @@ def build_engine(
         config.max_model_len,
         config.enable_chunked_prefill,
         returns_experts=config.return_routed_experts,
+        selects_adapters=adapters is not None and not adapters.shared,
     )
     return BuiltEngine(
         engine=Engine(scheduler, runner if parallel.size == 1 else LeaderRunner(runner, parallel), model.vocab_size),
         runner=runner,
         parallel=parallel,
         model=model,
-        weights=EngineWeights(
-            model.named_weights(), model.region, dtype, model.shards(), parallel, keep=not config.free_weights
-        ),
+        weights=_engine_weights(model, dtype, parallel, keep=not config.free_weights),
         kv=kv,
         device=device,
         dtype=dtype,
         load_tokenizer=partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
         end_tokens=default_end_tokens(model_path, hf_config, model_config),
         pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
+    )
+
+
+def policy_adapters(hf_config: Any, model_config: ModelConfig) -> AdapterOptions:
+    """One slot for the adapter that training updates, on the layers that training selects."""
+    module = empty_model(hf_config, "causal_lm", torch.bfloat16, model_config.trust_remote_code)
+    return AdapterOptions(model_config.lora_rank, layers=Adapters(module, "causal_lm", model_config).layers)
+
+
+def _engine_weights(
+    model: InferenceModel, dtype: torch.dtype, parallel: TensorParallel, keep: bool = True
+) -> EngineWeights:
+    """The weights that a weight sync updates: with a policy's adapter, also its matrices."""
+    weights, shards, adapters = model.named_weights(), model.shards(), model.adapters
+    if adapters is None or not adapters.options.shared:
+        return EngineWeights(weights, model.region, dtype, shards, parallel, keep)
+    shards |= adapters.shards()
+    return EngineWeights(
+        weights, model.region, dtype, shards, parallel, keep, adapters.weights(), reset_adapters=adapters.clear
     )
 
 
@@ -155,6 +183,7 @@ def load_inference_model(
     load_format: str = "auto",
     kind: str = "auto",
     parallel: TensorParallel = SINGLE,
+    adapters: AdapterOptions | None = None,
 ) -> InferenceModel:
     """Load the model on `device` in `dtype`; with load_format=dummy, weights are undefined until the first update."""
     remote_code = model_config.trust_remote_code and getattr(hf_config, "auto_map", None)
@@ -172,8 +201,8 @@ def load_inference_model(
         reason = reason or "engine_kwargs.native.model=generic"
         logger.info("rollout: %s runs with its transformers module (%s)", hf_config.model_type, reason)
         module = load_module(path, hf_config, model_config, load_format, device, dtype)
-        return GenericModel(module, max_length, device, dtype)
-    model = FusedModel(hf_config, max_length, dtype, device, parallel)
+        return GenericModel(module, max_length, device, dtype, adapters)
+    model = FusedModel(hf_config, max_length, dtype, device, parallel, adapters)
     if load_format != "dummy":
         module = pretrained_model(path, hf_config, "causal_lm", model_config.trust_remote_code)
         EngineWeights(model.named_weights(), model.region, dtype, model.shards(), parallel).load(module.state_dict())

@@ -42,6 +42,10 @@ class StepInputs:
     """[updates]: flat index into the block tables."""
     table_blocks: torch.Tensor
     """[updates]"""
+    adapter_rows: torch.Tensor
+    """[admitted]: slots whose adapter is set."""
+    adapter_slots: torch.Tensor
+    """[admitted]: adapter slot, -1: none."""
 
 
 class StepGraphs:

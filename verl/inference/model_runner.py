@@ -92,6 +92,7 @@ class ModelRunner:
         # One extra slot for the padding rows of CUDA graphs.
         self._tables = torch.full((max_num_seqs + 1, width), kv.padding_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._adapter_slots = torch.full((max_num_seqs + 1,), -1, dtype=torch.int64, device=device)
         self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
         self._sender = InputSender(device, width)
         self._graphs: StepGraphs | None = None
@@ -123,6 +124,8 @@ class ModelRunner:
         self._sampler.assign(plan.new_params, plan.histories)
         if plan.block_updates:
             self._tables.view(-1).index_copy_(0, inputs.table_entries, inputs.table_blocks.int())
+        if plan.new_adapters:
+            self._adapter_slots.index_copy_(0, inputs.adapter_rows, inputs.adapter_slots)
         hidden = self._forward(inputs, bool(plan.prefills))
         self.kv.copy_blocks(plan.block_copies)
         logits = self.model.logits(hidden[inputs.sampled_tokens])
@@ -179,6 +182,7 @@ class ModelRunner:
             prefill_tables=empty,
             decode_lengths=(positions + 1).int(),
             decode_tables=tables,
+            adapters=self._selected_adapters(rows),
         )
         return self.model.hidden(self._last_tokens[rows], positions, step)
 
@@ -207,8 +211,16 @@ class ModelRunner:
             prefill_tables=tables[:num_prefills],
             decode_lengths=lengths[num_prefills:],
             decode_tables=tables[num_prefills:],
+            adapters=self._selected_adapters(rows),
         )
         return self.model.hidden(token_ids, positions, step)
+
+    def _selected_adapters(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """`AttentionStep.adapters` of tokens of the sequences in these slots."""
+        adapters = self.model.adapters
+        if adapters is None or adapters.options.shared:
+            return None
+        return adapters.selection(self._adapter_slots[rows])
 
     def _kv_slots(self, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of tokens [T] at `positions` of the sequences with block tables `tables[rows]`."""
@@ -332,4 +344,6 @@ def _flatten_plan(plan: StepPlan, width: int) -> list[list[int]]:
         plan.sample_positions,  # sample_positions
         [slot * width + column for slot, column, _ in plan.block_updates],  # table_entries
         [block for _, _, block in plan.block_updates],  # table_blocks
+        [slot for slot, _ in plan.new_adapters],  # adapter_rows
+        [adapter for _, adapter in plan.new_adapters],  # adapter_slots
     ]

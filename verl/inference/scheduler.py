@@ -28,7 +28,8 @@ class Scheduler:
     `schedule` may run ahead of `postprocess`: a sequence is scheduled again while only the device knows its last token.
     A step computes at most `max_num_batched_tokens` tokens. With `chunked_prefill` the running sequences are decoded in
     every step and prompts are split to fill it up; without, a step either decodes or prefills whole prompts (split only
-    if longer than a step). With `returns_experts`, steps return the experts of every forward pass that samples.
+    if longer than a step). With `returns_experts`, steps return the experts of every forward pass that samples. With
+    `selects_adapters`, each sequence has its own LoRA adapter or none.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class Scheduler:
         max_model_len: int,
         chunked_prefill: bool = True,
         returns_experts: bool = False,
+        selects_adapters: bool = False,
     ) -> None:
-        self._returns_experts = returns_experts
+        self._returns_experts, self._selects_adapters = returns_experts, selects_adapters
         self.blocks = block_manager
         self._max_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -273,7 +275,7 @@ class Scheduler:
             if sequence is None or sequence.in_flight:
                 break
             chunk = None if sequence.params.prompt_log_probs else shared.get(sequence.request.group)
-            if chunk is not None and chunk.samplers[0].token_ids == sequence.token_ids:
+            if chunk is not None and _same_context(chunk.samplers[0], sequence):
                 if self.blocks.free_blocks <= self._num_running():
                     break
                 plan.block_copies += self.blocks.fork(chunk.samplers[0], sequence)
@@ -299,6 +301,8 @@ class Scheduler:
         slot = sequence.slot = self._free_slots.pop()
         self._set_next_check(sequence)
         plan.new_params.append((slot, sequence.params))
+        if self._selects_adapters:
+            plan.new_adapters.append((slot, sequence.adapter.slot))
         if sequence.params.penalised:
             plan.histories.append((slot, len(sequence.prompt_ids), sequence.token_ids))
         plan.block_updates += [(slot, column, block) for column, block in enumerate(sequence.block_table)]
@@ -390,6 +394,11 @@ class _PrefillChunk:
 
     prefill: Prefill
     samplers: list[Sequence]
+
+
+def _same_context(one: Sequence, other: Sequence) -> bool:
+    """Whether two sequences have equal KV."""
+    return one.adapter == other.adapter and one.token_ids == other.token_ids
 
 
 def _add_prefills(plan: StepPlan, chunks: list[_PrefillChunk]) -> list[Sequence]:

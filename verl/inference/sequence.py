@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from verl.inference.constraints import GrammarState
@@ -14,7 +15,16 @@ from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, sp
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_tokens", "advance_grammars"]
+__all__ = [
+    "NO_ADAPTER",
+    "Adapter",
+    "Sequence",
+    "StopCheck",
+    "accept_details",
+    "accept_experts",
+    "accept_tokens",
+    "advance_grammars",
+]
 
 
 class StopCheck(Protocol):
@@ -24,11 +34,25 @@ class StopCheck(Protocol):
         """Whether the last of the generated tokens completes one of the strings."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded LoRA adapter."""
+
+    id: int
+    """Unique among all adapters ever loaded: the KV of different adapters is not shared."""
+    slot: int
+    """Its slot in the model; -1: none."""
+
+
+NO_ADAPTER = Adapter(0, -1)
+
+
 class Sequence:
     """A request and its output so far. Compared and hashed by identity."""
 
     __slots__ = (
         "aborted",
+        "adapter",
         "arrival",
         "block_table",
         "cached_blocks",
@@ -69,6 +93,8 @@ class Sequence:
         """Order of arrival."""
         self.future: Future[Output] = Future()
         self.aborted = False
+        self.adapter = NO_ADAPTER
+        """Its LoRA adapter."""
         self.done = False
         """Finished or removed: its tokens in flight are ignored."""
         self.error: Exception | None = None

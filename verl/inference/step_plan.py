@@ -51,6 +51,8 @@ class StepPlan:
     """Position of each sampled token in its sequence (padding not counted)."""
     new_params: list[tuple[int, SamplingParams]] = field(default_factory=list)
     """(slot, parameters) of sequences admitted in this step."""
+    new_adapters: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, adapter slot or -1) of the sequences admitted in this step; empty if all use one adapter."""
     histories: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, prompt length, tokens) of the admitted sequences with penalties."""
     block_updates: list[tuple[int, int, int]] = field(default_factory=list)

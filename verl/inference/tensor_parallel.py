@@ -75,8 +75,9 @@ class TensorParallel:
         return cls(tp_rank, size, **own_groups)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks, in place."""
+        """Sum of `x` over the ranks; in place if `x` is contiguous."""
         if self.size > 1:
+            x = x.contiguous()
             dist.all_reduce(x, group=self.group)
         return x
 

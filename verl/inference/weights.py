@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,9 +46,19 @@ class EngineWeights:
         shards: Mapping[str, WeightShard] | None = None,
         parallel: TensorParallel = SINGLE,
         keep: bool = True,
+        adapters: Mapping[str, torch.Tensor] | None = None,
+        reset_adapters: Callable[[], None] = lambda: None,
     ) -> None:
-        """`keep`: offloading keeps the values in host memory; otherwise the next update must load them."""
-        self._tensors, self._keep = dict(tensors), keep
+        """`keep`: offloading keeps the values in host memory; otherwise the next update must load them.
+
+        `adapters`: the policy's LoRA adapter. The other weights are then frozen: once they are verified, updates
+        consist of the adapter only. `reset_adapters` initialises the memory of adapters after it was discarded.
+        """
+        self._tensors, self._keep = {**tensors, **(adapters or {})}, keep
+        self._adapters, self._reset_adapters = frozenset(adapters or ()), reset_adapters
+        self._base_verified = False
+        self._updated = frozenset(self._tensors)
+        """Names of the tensors of the current update."""
         self._region = region
         self._dtype = dtype
         self._shards = dict(shards or {})
@@ -77,12 +87,13 @@ class EngineWeights:
         self._require_all(set(manifest), "is not in the trainer's manifest")
 
     def requested_rows(self) -> RequestedRows:
-        """The rows of each tensor on this rank."""
-        return {name: self._rows(name) for name in self._tensors}
+        """The rows on this rank of each tensor that the next update must contain."""
+        return {name: self._rows(name) for name in self._required()}
 
     def begin(self) -> None:
         """Start an update: no weight has been received."""
         self._received_rows = {}
+        self._updated = self._required()
 
     @torch.no_grad()
     def load(self, tensors: Bucket) -> None:
@@ -91,6 +102,9 @@ class EngineWeights:
         for key, tensor in tensors.items():
             name = key if isinstance(key, str) else key.name
             self._check(name, self._whole_shape(key, tensor))
+            if name not in self._updated:
+                # Frozen weights that are sent again are not necessarily complete: all must be.
+                self._updated, self._base_verified = frozenset(self._tensors), False
             destination, source = self._destination_and_source(name, 0 if isinstance(key, str) else key.start, tensor)
             destinations.append(destination)
             sources.append(source)
@@ -101,7 +115,7 @@ class EngineWeights:
     def verify(self, expected: Mapping[str, int]) -> None:
         """Raise WeightMismatchError unless every weight was received and matches its fingerprint bit for bit."""
         whole = {name for name, rows in self._received_rows.items() if rows >= len(self._rows(name))}
-        self._require_all(whole, "was not received, or not all of its rows")
+        self._require_all(whole, "was not received, or not all of its rows", self._updated)
         unchecked = sorted(set(self._received_rows) - set(expected))
         if unchecked:
             raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
@@ -113,6 +127,11 @@ class EngineWeights:
                 f"weights: {name!r} differs from the trainer's (fingerprint {actual.get(name)} here, {expected[name]}"
                 f" there; {len(wrong)} of {len(expected)} tensors differ). The weight sync lost or changed data."
             )
+        self._base_verified = bool(self._adapters)
+
+    def _required(self) -> frozenset[str]:
+        """Names of the tensors that the next update must contain."""
+        return self._adapters if self._base_verified else frozenset(self._tensors)
 
     # ---------------------------------------------------------------- memory
 
@@ -131,6 +150,8 @@ class EngineWeights:
                 self._host_copy = torch.empty(self._region.size, dtype=torch.uint8, pin_memory=pinned)
             self._host_copy.copy_(self._region.bytes)
             self._offloaded = True
+        else:
+            self._base_verified = False
         self._region.release()
 
     def onload(self) -> None:
@@ -139,6 +160,8 @@ class EngineWeights:
         if self._offloaded and self._host_copy is not None:
             self._region.bytes.copy_(self._host_copy)
             self._offloaded = False
+        elif not self._keep:
+            self._reset_adapters()
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._tensors:
@@ -203,9 +226,10 @@ class EngineWeights:
         dist.all_reduce(sums, group=self._parallel.cpu_group)
         return here | dict(zip(whole, sums.tolist(), strict=True))
 
-    def _require_all(self, names: set[str], problem: str) -> None:
+    def _require_all(self, names: set[str], problem: str, required: frozenset[str] | None = None) -> None:
+        """Raise WeightMismatchError unless `names` has one name of each tensor in `required` (None: of all)."""
         for group in self._groups.values():
-            if not names.intersection(group):
+            if not names.intersection(group) and (required is None or required.intersection(group)):
                 raise WeightMismatchError(f"weights: {group[0]!r} {problem}. The engine would mix two models.")
 
 

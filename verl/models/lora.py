@@ -37,7 +37,7 @@ class Adapters:
     def __init__(self, hf: Any, kind: ModelKind, model_config: Any) -> None:
         """`model_config`: a config block with `lora_rank`, `lora_alpha`, `target_modules`, `exclude_modules`."""
         peft = _peft()
-        linears, alpha = _linear_layers(hf), model_config.lora_alpha
+        linears, alpha = linear_layers(hf), model_config.lora_alpha
         targets = module_matcher(model_config.target_modules)
         self.config: Any = peft.LoraConfig(
             r=model_config.lora_rank,
@@ -99,6 +99,15 @@ class Adapters:
         layer = self._layers[plain_name.removesuffix(".weight")]
         product = (up.float() @ down.float()) * layer.scaling[_NAME]
         return base.float() + (product.T if layer.fan_in_fan_out else product)
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Names of the layers with adapters."""
+        return frozenset(self._layers)
+
+    def scale(self, layer: str) -> float:
+        """Return the factor by which the product of a layer's matrices is multiplied."""
+        return float(self._layers[layer].scaling[_NAME])
 
     def has_adapter(self, plain_name: str) -> bool:
         """Whether the weight with this name has an adapter."""
@@ -181,7 +190,13 @@ def _matrices(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
 
 
-def _linear_layers(hf: Any) -> dict[str, nn.Module]:
+def linear_shape(layer: Any) -> tuple[int, int]:
+    """Return (outputs, inputs) of a linear layer."""
+    outputs, inputs = layer.weight.shape
+    return (outputs, inputs) if isinstance(layer, nn.Linear) else (inputs, outputs)
+
+
+def linear_layers(hf: Any) -> dict[str, nn.Module]:
     """Return all linear layers except the output head, by name: the meaning of `all-linear`."""
     from transformers.pytorch_utils import Conv1D
 

@@ -29,6 +29,8 @@ from verl.utils.buffer_sizes import (
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 # Another process on a GPU: driver context, workspaces of libraries, cache of torch's allocator.
 _PROCESS = int(1.0 * GB)
+# Memory of LoRA adapters in the native engine over their size: matrices of merged layers are padded with zeros.
+_ADAPTER_COPIES = 2
 # Phases with the engine's weights on the device: responses are scored while more may be generated.
 _WITH_WEIGHTS = ("gen", "reward", "judge")
 
@@ -91,6 +93,8 @@ def engine_footprint(
     """Return the memory with `running` concurrent sequences. `resident`: bytes in use when it chose its KV size."""
     c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     weights = (1 if rollout.quantization else c) * shape.parameters / ranks
+    if shape.adapter_parameters is not None and rollout.name == "native":
+        weights += _ADAPTER_COPIES * c * shape.adapter_parameters
     truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     intermediate = shape.intermediate // ranks
     step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, intermediate, c)

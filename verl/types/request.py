@@ -156,6 +156,8 @@ class Request:
     """The uid of the prompt: requests of a group share their prompt."""
     resume_from: Output | None = None
     """A partial output of the same request. Its tokens count as generated; the new output begins with them."""
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter; None: the policy's adapter in training, else none."""
 
 
 @dataclass(slots=True)

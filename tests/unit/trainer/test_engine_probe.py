@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
+from tests.support.lora_cases import perturb_lora_b
 from tests.support.training_harness import make_task, overrides, policy_worker
 from verl.config import load_config
 from verl.single_controller.local import LocalWorkerGroup
@@ -23,14 +25,19 @@ SAMPLING = (f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.top_p=0.5", f"{ROLLOUT}.n=
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory) -> Iterator[tuple[WorkerGroups, EngineProbe]]:
-    folder = tmp_path_factory.mktemp("probe")
-    config, runner = load_config(None, overrides(make_task(folder), folder, *SAMPLING)), TaskRunner()
+    with started(tmp_path_factory.mktemp("probe"), enabled=True) as result:
+        yield result
+
+
+@contextmanager
+def started(folder, *more: str, enabled: bool | None = None) -> Iterator[tuple[WorkerGroups, EngineProbe]]:
+    config, runner = load_config(None, overrides(make_task(folder), folder, *SAMPLING, *more)), TaskRunner()
     runner.add_actor_rollout_worker(config)
     pools = runner.init_resource_pool_mgr(config)
     groups = WorkerGroups(config, runner.role_worker_mapping, pools, LocalWorkerGroup, "cpu")
     groups.start()
     tokenizer, rollouts = hf_tokenizer(config.actor_rollout_ref.model.path), RolloutManager(config, groups)
-    yield groups, EngineProbe(config, tokenizer, groups, rollouts, enabled=True)
+    yield groups, EngineProbe(config, tokenizer, groups, rollouts, enabled)
     pools.release()
 
 
@@ -47,6 +54,28 @@ def test_an_engine_is_proved_once_and_again_when_it_was_started_anew(groups, mon
     groups.engine_starts += 1
     sync.sync(2)
     assert len(asked) == 2
+
+
+def test_adapters_are_checked_when_they_are_new_and_when_they_have_changed_the_model(tmp_path, monkeypatch):
+    with started(tmp_path, "actor_rollout_ref.model.lora_rank=4") as (groups, probe):
+        worker, differences, measure = policy_worker(groups.actor), [], probe.measure
+        monkeypatch.setattr(probe, "measure", lambda: differences.append(measure()) or differences[-1])
+        sync = WeightSync(groups, probe)
+        for version in (0, 0, 1, 2):
+            sync.sync(version)
+            perturb_lora_b(worker.engine)
+        assert len(differences) == 2
+        assert max(differences) < 1e-5
+        finish = worker.rollout.finish_update
+
+        def ignore_adapters(fingerprint):
+            finish(fingerprint)
+            worker.rollout.model.adapters.clear()
+
+        monkeypatch.setattr(worker.rollout, "finish_update", ignore_adapters)
+        groups.engine_starts += 1
+        with pytest.raises(EngineMismatchError):
+            sync.sync(3)
 
 
 def at_another_temperature(rollout, monkeypatch) -> None:

@@ -15,28 +15,37 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4
+        x, x, weight, out, x.stride(0), size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4
     )
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual` [tokens, hidden] becomes residual + x, in place; returns its norm."""
-    out = torch.empty_like(x)
+    """`residual` [tokens, hidden] becomes residual + x, in place; returns its norm. Rows of `x` may be strided."""
+    out = torch.empty_like(residual)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=triton.next_power_of_2(size), num_warps=4
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        size,
+        eps,
+        HAS_RESIDUAL=True,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=4,
     )
     return out
 
 
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of `gate_up` [tokens, 2 * size] → [tokens, size]."""
+    """silu(gate) * up of `gate_up` [tokens, 2 * size], whose rows may be strided → [tokens, size]."""
     tokens, width = gate_up.shape
     size = width // 2
     out = gate_up.new_empty(tokens, size)
     block = 1024
-    _gated_silu[(tokens, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    _gated_silu[(tokens, triton.cdiv(size, block))](gate_up, out, gate_up.stride(0), size, BLOCK=block, num_warps=4)
     return out
 
 
@@ -50,6 +59,7 @@ def rotate_and_cache(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> None:
     """Rotate the queries of `qkv` [tokens, (heads + 2 kv) * dim] in place; write rotated keys and values to the cache.
+    Rows of `qkv` may be strided.
 
     `rotary` [length, dim] float32: cos (first half of a row) and sin. `slots` [tokens]: index of each token's entry in
     `keys`, `values` [blocks, block, kv, dim]. `norms`: query and key weights [dim] and eps (Qwen3).
@@ -58,7 +68,7 @@ def rotate_and_cache(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query_norm, key_norm, eps = norms or (rotary, rotary, 0.0)
     _rotate_and_cache[(qkv.shape[0],)](
-        qkv, positions, rotary, slots, keys, values, query_norm, key_norm, eps,
+        qkv, positions, rotary, slots, keys, values, query_norm, key_norm, qkv.stride(0), eps,
         HEADS=heads, KV=kv_heads, DIM=dim, HAS_NORM=norms is not None,
         HEADS_BLOCK=triton.next_power_of_2(heads), KV_BLOCK=triton.next_power_of_2(kv_heads), num_warps=4,
     )  # fmt: skip
@@ -76,11 +86,13 @@ def write_cache(
 
 
 @triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size
-    x = tl.load(x_ptr + row + column, inside, 0.0)
+    x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * x_stride + column, inside, 0.0)
     if HAS_RESIDUAL:
         # Rounded to the model's type before the norm, like in the unfused model.
         x = (x.to(tl.float32) + tl.load(residual_ptr + row + column, inside, 0.0).to(tl.float32)).to(x.dtype)
@@ -93,12 +105,12 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESID
 
 
 @triton.jit
-def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _gated_silu(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(gate_up_ptr + row * 2 * size + column, inside, 0.0)
-    up = tl.load(gate_up_ptr + row * 2 * size + size + column, inside, 0.0)
+    gate = tl.load(gate_up_ptr + row * stride + column, inside, 0.0)
+    up = tl.load(gate_up_ptr + row * stride + size + column, inside, 0.0)
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     tl.store(out_ptr + row * size + column, active * up, inside)
@@ -121,12 +133,12 @@ def _rotate(base, head, inside, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr,
 
 @triton.jit
 def _rotate_and_cache(
-    qkv_ptr, positions_ptr, rotary_ptr, slots_ptr, keys_ptr, values_ptr, query_norm_ptr, key_norm_ptr, eps,
+    qkv_ptr, positions_ptr, rotary_ptr, slots_ptr, keys_ptr, values_ptr, query_norm_ptr, key_norm_ptr, stride, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    query = qkv_ptr + token * (HEADS + 2 * KV) * DIM
+    query = qkv_ptr + token * stride
     position = tl.load(positions_ptr + token)
     half = tl.arange(0, DIM // 2)
     cos = tl.load(rotary_ptr + position * DIM + half)[None, :]

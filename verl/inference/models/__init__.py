@@ -8,6 +8,7 @@ import torch
 
 from verl.inference.attention import AttentionStep
 from verl.inference.memory import Region
+from verl.inference.models.adapters import ModelAdapters
 from verl.inference.weights import WeightShard
 
 __all__ = ["InferenceModel"]
@@ -25,6 +26,8 @@ class InferenceModel(Protocol):
     device: torch.device
     region: Region
     """The memory of all weights."""
+    adapters: ModelAdapters | None
+    """The slots of LoRA adapters; None: the model has none."""
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states (after the final norm). token_ids, positions: [T] int64; returns [T, hidden]."""

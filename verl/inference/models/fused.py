@@ -16,6 +16,7 @@ from torch.nn.functional import embedding
 from verl.inference.attention import AttentionStep
 from verl.inference.memory import Region
 from verl.inference.models import torch_ops
+from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.inference.weights import WeightShard, padded
 from verl.models.heads import wide_product
@@ -55,6 +56,10 @@ class _Layer:
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    qkv_adapters: AdapterGroup | None
+    out_adapters: AdapterGroup | None
+    gate_up_adapters: AdapterGroup | None
+    down_adapters: AdapterGroup | None
 
 
 class FusedModel:
@@ -67,11 +72,12 @@ class FusedModel:
         dtype: torch.dtype,
         device: torch.device | str,
         parallel: TensorParallel = SINGLE,
+        adapters: AdapterOptions | None = None,
     ) -> None:
         reason = unsupported_reason(config, max_length)
         if reason is not None:
             raise ValueError(f"FusedModel does not support this model: {reason}. Use GenericModel.")
-        self.layout = WeightLayout(config, parallel)
+        self.layout = WeightLayout(config, parallel, adapters)
         self._parallel = parallel
         self.dtype = dtype
         self.num_layers, self.vocab_size = config.num_hidden_layers, config.vocab_size
@@ -82,7 +88,9 @@ class FusedModel:
         self.device = self.region.bytes.device
         transpose_below = torch_ops.LARGE_WEIGHT if self.device.type == "cpu" else 0
         self._weights, merged = self.layout.split_buffer(self.region.bytes, dtype, transpose_below)
-        self._layers = [self._layer(merged, index) for index in range(self.num_layers)]
+        groups = self.layout.adapter_groups(merged)
+        self.adapters = None if adapters is None else ModelAdapters(groups.values(), adapters, dtype)
+        self._layers = [self._layer(merged, index, groups) for index in range(self.num_layers)]
         self._embedding = merged["model.embed_tokens.weight"]
         self._head = merged.get("lm_head.weight", self._embedding)
         self._norm = merged["model.norm.weight"]
@@ -108,12 +116,21 @@ class FusedModel:
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
-            attended = self._attend(index, linear(x, layer.qkv, layer.qkv_bias), positions, step)
-            x = self._parallel.all_reduce_(linear(attended, layer.out, layer.out_bias))
-            x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self._parallel.all_reduce_(linear(ops.gated_silu(linear(x, layer.gate_up)), layer.down))
-            x = ops.add_rms_norm(x, residual, next_norm, eps)
+            qkv = self._adapted(linear(x, layer.qkv, layer.qkv_bias), layer.qkv_adapters, step)
+            attended = self._attend(index, qkv, positions, step)
+            x = self._adapted(linear(attended, layer.out, layer.out_bias), layer.out_adapters, step)
+            x = ops.add_rms_norm(self._parallel.all_reduce_(x), residual, layer.post_norm, eps)
+            gate_up = self._adapted(linear(x, layer.gate_up), layer.gate_up_adapters, step)
+            x = self._adapted(linear(ops.gated_silu(gate_up), layer.down), layer.down_adapters, step)
+            x = ops.add_rms_norm(self._parallel.all_reduce_(x), residual, next_norm, eps)
         return x
+
+    def _adapted(self, output: torch.Tensor, adapters: AdapterGroup | None, step: AttentionStep) -> torch.Tensor:
+        """The result [T, outputs] of a matmul with adapters, whose `x A^T` are the last columns of its `output`."""
+        if adapters is None:
+            return output
+        outputs = adapters.outputs
+        return adapters.add_(output[:, :outputs], output[:, outputs:], step.adapters)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # float32 for weights of any dtype: the trainer's logits are not rounded either.
@@ -155,7 +172,7 @@ class FusedModel:
             step.scratch["angles"] = (cos, sin)
         return step.scratch["angles"]
 
-    def _layer(self, merged: dict[str, torch.Tensor], index: int) -> _Layer:
+    def _layer(self, merged: dict[str, torch.Tensor], index: int, groups: dict[str, AdapterGroup]) -> _Layer:
         prefix = f"model.layers.{index}."
         norms = None
         if prefix + "self_attn.q_norm.weight" in merged:
@@ -171,6 +188,10 @@ class FusedModel:
             post_norm=merged[prefix + "post_attention_layernorm.weight"],
             gate_up=merged[prefix + "mlp.gate_up.weight"],
             down=merged[prefix + "mlp.down_proj.weight"],
+            qkv_adapters=groups.get(prefix + "self_attn.qkv.weight"),
+            out_adapters=groups.get(prefix + "self_attn.o_proj.weight"),
+            gate_up_adapters=groups.get(prefix + "mlp.gate_up.weight"),
+            down_adapters=groups.get(prefix + "mlp.down_proj.weight"),
         )
 
 
@@ -194,6 +215,8 @@ class _Part:
     name: str
     full: tuple[int, ...]
     shard: WeightShard | None = None
+    of_adapters: bool = False
+    """Memory for adapters, which is not a weight of the HF model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,10 +228,10 @@ class _Part:
 class WeightLayout:
     """Placement of the weights in one buffer: merged tensors and the HF tensors they consist of, on this rank."""
 
-    def __init__(self, config: Any, parallel: TensorParallel = SINGLE) -> None:
+    def __init__(self, config: Any, parallel: TensorParallel = SINGLE, adapters: AdapterOptions | None = None) -> None:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._config, self._parallel = config, parallel
+        self._config, self._parallel, self._adapters = config, parallel, adapters
         self._merged: dict[str, list[_Part]] = {}
         size = parallel.size
         for name, count in {"attention heads": heads, "intermediate size": config.intermediate_size}.items():
@@ -223,6 +246,8 @@ class WeightLayout:
         # A vocabulary that does not divide evenly is replicated on every rank.
         self.vocab_is_sharded = size > 1 and config.vocab_size % size == 0
         self._add_weights()
+        if adapters is not None:
+            self._add_adapters(adapters)
 
     def shards(self) -> dict[str, WeightShard]:
         """Shards by HF name, of the tensors that are split over ranks."""
@@ -268,7 +293,8 @@ class WeightLayout:
             start += padded(size)
             row = 0
             for part in parts:
-                named[part.name] = merged[name][row : row + part.shape[0]]
+                if not part.of_adapters:
+                    named[part.name] = merged[name][row : row + part.shape[0]]
                 row += part.shape[0]
         if self._config.tie_word_embeddings:
             named["lm_head.weight"] = named[_EMBEDDING]
@@ -318,6 +344,42 @@ class WeightLayout:
         if out_bias:
             self._add(prefix + "o_proj.bias", (hidden,))
 
+    def _add_adapters(self, options: AdapterOptions) -> None:
+        """Append the rows of the matrices A to the weights (and zeros to the biases) of linear layers; add the B."""
+        for name, parts in list(self._merged.items()):
+            layers = self._adapted_layers(name)
+            if not layers:
+                continue
+            outputs, rows = sum(part.shape[0] for part in parts), options.slots * len(layers) * options.padded_rank
+            parts.append(_Part(name, (rows, parts[0].shape[1]), of_adapters=True))
+            self._merged.get(name.replace(".weight", ".bias"), []).append(_Part(name, (rows,), of_adapters=True))
+            self._merged[_up_name(name)] = [_Part(name, (outputs, rows), of_adapters=True)]
+
+    def _adapted_layers(self, name: str) -> list[AdaptedLayer]:
+        """The linear layers of a merged weight that have adapters."""
+        options, parts = self._adapters, self._merged[name]
+        if options is None or name in (_EMBEDDING, "lm_head.weight") or len(parts[0].full) != 2:
+            return []
+        layers, start = [], 0
+        for part in parts:
+            layer, stop = part.name.removesuffix(".weight"), start + part.shape[0]
+            if not part.of_adapters and options.selects(layer):
+                layers.append(AdaptedLayer(layer, start, stop, part.shard))
+            start = stop
+        return layers
+
+    def adapter_groups(self, merged: dict[str, torch.Tensor]) -> dict[str, AdapterGroup]:
+        """The adapters of each merged weight, in the memory of `split_buffer`; set to zero."""
+        groups = {}
+        for name, tensor in merged.items():
+            if self._adapters is not None and (up := merged.get(_up_name(name))) is not None:
+                bias = merged.get(name.replace(".weight", ".bias"))
+                layers = self._adapted_layers(name)
+                groups[name] = AdapterGroup(
+                    layers, tensor[len(up) :], up, self._adapters, None if bias is None else bias[len(up) :]
+                )
+        return groups
+
     def _add(self, name: str, shape: tuple[int, ...], shard: WeightShard | None = None) -> None:
         self._merged[name] = [_Part(name, shape, shard)]
 
@@ -336,6 +398,11 @@ class WeightLayout:
         counted = heads >= ranks or rank % (ranks // heads) == 0
         dim = self.head_dim
         return WeightShard(0, first * dim, self.kv_heads * dim, heads * dim, counted)
+
+
+def _up_name(name: str) -> str:
+    """Name of the matrices B of a merged weight."""
+    return f"{name}.lora_B"
 
 
 def _elements(parts: list[_Part]) -> int:

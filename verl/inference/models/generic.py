@@ -6,17 +6,21 @@ it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from verl.inference.attention import AttentionStep, TorchAttention
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
+from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.weights import WeightShard, pack_module
 from verl.models.attention import unsupported_layers, window_mismatch
 from verl.models.heads import logit_adjustment, wide_product
+from verl.models.lora import linear_layers, linear_shape
 from verl.models.routing import record_routes, route_dtype, routers, unrouted
 
 __all__ = ["GenericModel"]
@@ -32,7 +36,12 @@ class GenericModel:
     """An InferenceModel over a Hugging Face module. Takes ownership: weights move into one region of `device`."""
 
     def __init__(
-        self, hf: Any, max_length: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        hf: Any,
+        max_length: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        adapters: AdapterOptions | None = None,
     ) -> None:
         config = hf.config.get_text_config(decoder=True)
         _reject(hf, _unsupported_reason(hf, config, max_length))
@@ -48,13 +57,43 @@ class GenericModel:
         hf.set_attn_implementation(_ATTENTION)
         _reject(hf, trial.difference(self, config))
         self.num_heads, self.num_kv_heads, self.head_dim = trial.attention_shape
+        self._selection: torch.Tensor | None = None
+        self.adapters = None if adapters is None else self._add_adapters(adapters)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        self._slots = step.slots
+        self._slots, self._selection = step.slots, step.adapters
         output = self._hf.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_step=step
         )
         return output.last_hidden_state[0]
+
+    def _add_adapters(self, options: AdapterOptions) -> ModelAdapters:
+        """Let the linear layers add their adapters to their outputs."""
+        groups = []
+        for name, layer in linear_layers(self._hf).items():
+            if options.selects(name):
+                outputs, inputs = linear_shape(layer)
+                rows = options.slots * options.padded_rank
+                down, up = (
+                    torch.empty(shape, dtype=self.dtype, device=self.device)
+                    for shape in ((rows, inputs), (outputs, rows))
+                )
+                groups.append(AdapterGroup([AdaptedLayer(name, 0, outputs)], down, up, options))
+                layer.register_forward_hook(partial(self._add_adapter, groups[-1]))
+        return ModelAdapters(groups, options, self.dtype)
+
+    def _add_adapter(
+        self, group: AdapterGroup, _layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward hook of a linear layer: [..., inputs] → [..., outputs]."""
+        x = inputs[0].flatten(0, -2)
+        if self._selection is not None and len(x) != len(self._selection):
+            raise ValueError(
+                f"LoRA: {group.layers[0].name} computes only some of the tokens; this model can have one adapter for"
+                " all sequences, not one per request."
+            )
+        group.add_(output.view(-1, group.outputs), linear(x, group.down), self._selection)
+        return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         values = wide_product(hidden, self._linear.weight.t())

@@ -14,6 +14,7 @@ import torch
 
 from verl.config import PPOConfig, names
 from verl.config.layout import ROLLOUT
+from verl.config.rollout import applies_lora
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.common.training_health import TrainingStoppedError
@@ -150,16 +151,24 @@ class EngineProbe:
         rollouts: RolloutManager,
         enabled: bool | None = None,
     ) -> None:
-        """`enabled`: None enables the check for third-party engines only; tests cover the others."""
+        """`enabled`: None enables the check for third-party engines and engines that apply LoRA adapters; tests cover
+        the others."""
         self._config, self._tokenizer, self._groups, self._rollouts = config, tokenizer, groups, rollouts
         self._rollout = config.actor_rollout_ref.rollout
-        self._enabled = names.rollout_traits(self._rollout.name).third_party if enabled is None else enabled
+        self._has_adapters = applies_lora(config.actor_rollout_ref.model, self._rollout)
+        third_party = names.rollout_traits(self._rollout.name).third_party
+        self._enabled = third_party or self._has_adapters if enabled is None else enabled
         self._checked_starts = 0
+        self._checked_versions: set[int] = set()
 
     def __call__(self) -> None:
         """After a weight sync: check the engines if any of them was started since the last call. Raises
-        EngineMismatchError, which ends the run."""
-        if not self._enabled or self._checked_starts == self._groups.engine_starts:
+        EngineMismatchError, which ends the run.
+
+        LoRA adapters are checked with two versions: new adapters do not change the model, so that the first check
+        cannot show that they are applied.
+        """
+        if not self._enabled or not self._is_due():
             return
         difference, limit = self.measure(), self.limit
         if not difference <= limit:
@@ -173,10 +182,18 @@ class EngineProbe:
                 f" engine, or {ROLLOUT}.name=native."
             )
         self._checked_starts = self._groups.engine_starts
+        self._checked_versions.add(self._groups.replica_weights.current_version)
         logger.info(
             "%s: log-probs of %s and of training differ by %.2g per token (rounding: up to %.2g).",
             *(ROLLOUT, self._rollout.name, difference, limit),
         )
+
+    def _is_due(self) -> bool:
+        if self._checked_starts != self._groups.engine_starts:
+            self._checked_versions.clear()
+            return True
+        is_new = self._groups.replica_weights.current_version not in self._checked_versions
+        return self._has_adapters and is_new and len(self._checked_versions) < 2
 
     def measure(self) -> float:
         """Return the mean absolute difference between the log-probs of engine and training, over the tokens of a few

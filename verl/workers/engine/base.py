@@ -66,6 +66,20 @@ LossFn: TypeAlias = Callable[
 """(outputs, each [b, R]; the micro-batch on the engine's device; counts) -> (loss divided by counts, metrics)."""
 
 
+class UnmergedSource(Protocol):
+    """The frozen weights of a model with LoRA adapters, and the adapters: `<layer>.lora_A.weight` [rank, inputs], and
+    `<layer>.lora_B.weight` [outputs, rank], which includes the scale. Methods as in `TrainEngine`."""
+
+    trained_names: frozenset[str]
+    """Names of the adapters' tensors; the others never change."""
+
+    def manifest(self) -> Manifest: ...
+
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
+    ) -> Iterator[Bucket]: ...
+
+
 class TrainEngine(Protocol):
     """One rank of a sharded model.
 
@@ -137,6 +151,9 @@ class TrainEngine(Protocol):
 
     def manifest(self) -> Manifest:
         """Return shape and dtype of every weight of the full model by Hugging Face name, adapters merged."""
+
+    def unmerged(self) -> UnmergedSource | None:
+        """Return the weights without merging LoRA adapters; None for a model without adapters."""
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from verl.config import ActorRolloutRefConfig, RolloutConfig, as_config
 from verl.config.engine import CheckpointConfig
+from verl.config.rollout import applies_lora
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, MeshPlace, make_nd_compute_dataproto_dispatch_fn, register
@@ -337,7 +338,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """The trainer's part of a weight sync between processes."""
         assert self._sender is not None, "requires join_transfer"
         with self.engine.on_device(optimizer=False):
-            self._sender.send(self.engine, version)
+            unmerged = self.engine.unmerged() if applies_lora(self.config.model, self.config.rollout) else None
+            self._sender.send(self.engine if unmerged is None else unmerged, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, kv: str = "recompute") -> None:

@@ -66,6 +66,8 @@ class BaseRollout(ABC):
     pad_token_id: int
     is_leader: bool = True
     """Whether this rank accepts requests: True on the first of the ranks that share an engine."""
+    applies_adapters: bool = False
+    """Whether the engine receives LoRA adapters and applies them; False: it receives merged weights."""
 
     @property
     @abstractmethod
@@ -140,8 +142,8 @@ class BaseRollout(ABC):
         match the model."""
 
     def requested_rows(self) -> RequestedRows | None:
-        """The rows of each weight that this rank's engine needs; `load_bucket` then also accepts `TensorSlice`s. None:
-        whole tensors of all weights."""
+        """The rows of each weight that this rank's engine needs in the next update; `load_bucket` then also accepts
+        `TensorSlice`s. None: whole tensors of all weights."""
         return None
 
     @abstractmethod

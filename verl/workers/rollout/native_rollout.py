@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
@@ -10,6 +12,8 @@ from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 __all__ = ["NativeRollout"]
+
+logger = logging.getLogger(__name__)
 
 
 @register_rollout("native")
@@ -28,6 +32,15 @@ class NativeRollout(EmbeddedRollout):
         self.model = built.model
         self.weights = built.weights.tensors
         """The engine's weights by HF name; read-only."""
+        adapters = built.model.adapters
+        self.applies_adapters = adapters is not None
+        if adapters is not None:
+            logger.info(
+                "rollout: LoRA adapters (rank %d, %d tensors) are applied without merging; weight syncs send only them",
+                *(adapters.options.rank, len(adapters.weights())),
+            )
+        elif model_config.lora_rank:
+            logger.info("rollout: LoRA adapters are merged before every weight sync (engine_kwargs.native.merge_lora)")
         self._regions = (built.kv.region, built.model.region)
         self._scheduler = built.engine.scheduler
         super().__init__(

@@ -28,8 +28,11 @@ class InProcessTransfer:
 
     def __init__(self, engine: WeightSource, rollout: BaseRollout, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """A collective of all training ranks, each with the rollout of its own process."""
-        self._engine, self._rollout, self._bucket_bytes = engine, rollout, bucket_bytes
-        self._requested_rows = requests_of_ranks(rollout.requested_rows(), engine.manifest)
+        self._source, self._rollout, self._bucket_bytes = weight_source(engine, rollout), rollout, bucket_bytes
+        self._requested_rows = self._gather_requests()
+
+    def _gather_requests(self) -> list[RequestedRows] | None:
+        return requests_of_ranks(self._rollout.requested_rows(), self._source.manifest)
 
     def sync(self, version: int) -> SyncStats:
         """Copy the weights and verify them; WeightMismatchError if the rollout's differ afterwards.
@@ -37,7 +40,9 @@ class InProcessTransfer:
         A collective: a rank whose rollout engine fails still provides its part of every bucket to the others.
         """
         start = time.perf_counter()
-        rollout, manifest = self._rollout, self._engine.manifest()
+        rollout, manifest = self._rollout, self._source.manifest()
+        if rollout.applies_adapters:
+            self._requested_rows = self._gather_requests()  # frozen weights are requested until they are verified
         sent, steps, assembler = SentWeights(rollout.weight_dtype), StepsUntilError(), TensorAssembler(manifest)
         accepts_rows = rollout.requested_rows() is not None
         steps.run(rollout.begin_update, version, manifest)
@@ -45,7 +50,7 @@ class InProcessTransfer:
         if steps.error is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
             raise steps.error
         try:
-            for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._requested_rows):
+            for bucket in self._source.buckets(rollout.weight_dtype, self._bucket_bytes, self._requested_rows):
                 steps.run(rollout.load_bucket, bucket if accepts_rows else assembler.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
@@ -80,20 +85,20 @@ class BroadcastSender:
     def send(self, engine: WeightSource, version: int) -> SyncStats:
         """Send one version. A collective of all training ranks; raises on rank 0 if a rollout refused the weights."""
         start = time.perf_counter()
-        manifest, sent = engine.manifest(), SentWeights(self.dtype)
-        no_rows: RequestedRows = {}
-        requested = [no_rows] * (dist.get_world_size() if dist.is_initialized() else 1)
-        requested[0] = all_rows(manifest)
-        buckets = engine.buckets(self.dtype, self.bucket_bytes, requested)
+        manifest, sent, lost = engine.manifest(), SentWeights(self.dtype), None
+        try:
+            names = self._begin(engine, version, manifest)
+        except TransferLostError as error:
+            names, lost = frozenset(manifest), error
+        buckets = engine.buckets(self.dtype, self.bucket_bytes, self._requests(manifest, names))
         if self.group is None:
             for _ in buckets:
                 pass  # this rank only takes part in gathering
             return SyncStats(0, 0, time.perf_counter() - start)
         group = self.group
         try:
-            group.broadcast_json(
-                {"version": version, "dtype": dtype_name(self.dtype), "manifest": _manifest_json(manifest)}
-            )
+            if lost is not None:
+                raise lost
             for bucket in buckets:
                 self._send_bucket(group, bucket)
                 sent.add(bucket)
@@ -113,6 +118,29 @@ class BroadcastSender:
                 " the error there names the tensor."
             )
         return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
+
+    def _begin(self, engine: WeightSource, version: int, manifest: Manifest) -> frozenset[str]:
+        """Announce the version; return the names of the weights to send: only those that training changes, if every
+        receiver has verified the others. A collective of all training ranks."""
+        frozen_missing = [True]
+        trained: frozenset[str] | None = getattr(engine, "trained_names", None)
+        try:
+            if self.group is not None:
+                header = {"version": version, "dtype": dtype_name(self.dtype), "manifest": _manifest_json(manifest)}
+                self.group.broadcast_json(header | {"trained": None if trained is None else sorted(trained)})
+                if trained is not None:
+                    frozen_missing = [bool(self.group.failed_members(False))]
+        finally:
+            if trained is not None and dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast_object_list(frozen_missing, src=0)
+        return frozenset(manifest) if trained is None or frozen_missing[0] else trained
+
+    def _requests(self, manifest: Manifest, names: frozenset[str]) -> list[RequestedRows]:
+        """The rows that each training rank gathers: rank 0, which sends, those of the weights `names`."""
+        no_rows: RequestedRows = {}
+        requested = [no_rows] * (dist.get_world_size() if dist.is_initialized() else 1)
+        requested[0] = {name: rows for name, rows in all_rows(manifest).items() if name in names}
+        return requested
 
     def _send_bucket(self, group: TransferGroup, bucket: Bucket) -> None:
         layout = bucket_layout(bucket)
@@ -146,7 +174,10 @@ class BroadcastReceiver:
     def _receive(self, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
         """Receive one version, executing each load by `steps`; return (number of tensors, bytes)."""
         size = 0
-        steps.run(loader.begin, self.group.broadcast_json())
+        first = self.group.broadcast_json()
+        if first.get("trained") is not None:
+            self.group.failed_members(loader.requests_others(first["trained"]))
+        steps.run(loader.begin, first)
         while "tensors" in (header := self.group.broadcast_json()):
             layout = [BucketPiece(**piece) for piece in header["tensors"]]
             flat = self.group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=self.group.device))
@@ -164,6 +195,10 @@ class _Loader:
         self._rollout, self._requested_rows = rollout, rollout.requested_rows()
         self._assembler = TensorAssembler({})
         self.begun = False
+
+    def requests_others(self, trained: Sequence[str]) -> bool:
+        """Whether the engine requests weights besides these."""
+        return self._requested_rows is None or not self._requested_rows.keys() <= set(trained)
 
     def begin(self, header: dict[str, Any]) -> None:
         self._raise_sender_error(header)
@@ -214,6 +249,12 @@ class WeightSource(Protocol):
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
     ) -> Iterator[Bucket]: ...
+
+
+def weight_source(engine: Any, rollout: BaseRollout) -> WeightSource:
+    """The weights of a training engine as this rollout receives them: LoRA adapters merged or separate."""
+    unmerged = engine.unmerged() if rollout.applies_adapters else None
+    return engine if unmerged is None else unmerged
 
 
 @dataclass(frozen=True)

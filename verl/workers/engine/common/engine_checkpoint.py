@@ -22,6 +22,7 @@ from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.concurrency import BackgroundTask
 from verl.utils.torch_archive import load_archive
+from verl.workers.engine.base import UnmergedSource
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.checkpoint_compatibility import MODEL_JSON
 from verl.workers.engine.common.hf_export import HFExport
@@ -202,6 +203,10 @@ class EngineCheckpointMixin:
         """See `TrainEngine.buckets`; tensors are on the engine's device."""
         self.to("device", optimizer=False)
         return self._weights.buckets(dtype, max_bytes, requested)
+
+    def unmerged(self) -> UnmergedSource | None:
+        """See `TrainEngine.unmerged`."""
+        return None
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from verl.models.routing import expert_weights, routers
 from verl.models.ulysses import SequenceParallel, check_heads
 from verl.protocol import DataProto
 from verl.utils.progress import tick
-from verl.workers.engine.base import Metrics
+from verl.workers.engine.base import Metrics, UnmergedSource
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.base_engine import (
     TEACHER_TOP_IDS,
@@ -38,7 +39,7 @@ from verl.workers.engine.common.routers import LayerRouter, MoEShape, Routers, R
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 from verl.workers.engine.fsdp.state import FSDPState
-from verl.workers.engine.fsdp.weights import ModelWeights
+from verl.workers.engine.fsdp.weights import ModelWeights, UnmergedWeights
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -178,6 +179,13 @@ class FSDPEngine(BaseTrainEngine):
     def base_weights(self) -> AbstractContextManager[None]:
         """See `TrainEngine.base_weights`."""
         return self._adapters.disabled() if self._adapters is not None else nullcontext()
+
+    def unmerged(self) -> UnmergedSource | None:
+        """See `TrainEngine.unmerged`."""
+        if self._adapters is None:
+            return None
+        on_device = partial(self.to, "device", optimizer=False)
+        return UnmergedWeights(self.model.hf, self._adapters, self.device, on_device)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""

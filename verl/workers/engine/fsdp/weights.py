@@ -134,6 +134,51 @@ class ModelWeights:
                 self._adapters.peft_config(source).save_pretrained(str(folder))
 
 
+class UnmergedWeights:
+    """See `UnmergedSource`: the frozen weights of a model and its adapters."""
+
+    def __init__(self, hf: Any, adapters: Adapters, device: torch.device, prepare: Callable[[], None]) -> None:
+        """`prepare` is called before weights are read."""
+        names: dict[str, str] = {}
+        scales: dict[str, float] = {}
+        for layer in sorted(adapters.layers):
+            matrices = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+            names |= dict(zip(matrices, adapters.matrices(f"{layer}.weight"), strict=True))
+            scales[matrices[1]] = adapters.scale(layer)
+        self._weights = _WeightsAndMatrices(hf, adapters, device, names)
+        self._scales, self._prepare = scales, prepare
+        self.trained_names = frozenset(names)
+
+    def manifest(self) -> Manifest:
+        return self._weights.manifest
+
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
+    ) -> Iterator[NamedRows]:
+        self._prepare()
+        for bucket in self._weights.buckets(dtype, max_bytes, requested):
+            yield {key: self._scaled(key, rows) for key, rows in bucket.items()}
+
+    def _scaled(self, key: str | TensorSlice, rows: torch.Tensor) -> torch.Tensor:
+        scale = self._scales.get(key if isinstance(key, str) else key.name, 1.0)
+        return rows if scale == 1 else (rows.float() * scale).to(rows.dtype)
+
+
+class _WeightsAndMatrices(ModelWeights):
+    """The weights without adapters, and the matrices of the adapters under the names that `names` maps to theirs."""
+
+    def __init__(self, hf: Any, adapters: Adapters, device: torch.device, names: Mapping[str, str]) -> None:
+        super().__init__(hf, adapters, device)
+        self._matrix_names = names
+
+    def named(self) -> dict[str, torch.Tensor]:
+        state = self._hf.state_dict()
+        return super().named() | {name: state[matrix] for name, matrix in self._matrix_names.items()}
+
+    def _has_adapter(self, name: str) -> bool:
+        return False  # nothing is merged
+
+
 @dataclass(frozen=True, eq=False)
 class Slab:
     """Rows `start` to `stop` (None: the last) of every rank's shard of a weight, to be sent in `dtype`."""

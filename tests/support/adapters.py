@@ -1,0 +1,47 @@
+"""Random LoRA adapters, by peft, on tiny models: the reference for the inference engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.tiny import tiny_model
+
+
+def peft_model(
+    family: str, seed: int, rank: int = 4, alpha: float = 6.0, targets: Any = "all-linear", **changes: Any
+) -> Any:
+    """The tiny model of a family, the same for every seed, with an adapter that depends on the seed."""
+    from peft import LoraConfig, get_peft_model
+
+    fan_in_fan_out = family == "gpt2"
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=fan_in_fan_out, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(tiny_model(family, **changes), config)
+    dice = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            with torch.no_grad():
+                value.copy_(torch.randn(value.shape, generator=dice) * 0.3)
+    return model.eval()
+
+
+def save_adapter(folder: Path, model: Any) -> str:
+    """Write the adapter of `peft_model` as peft does."""
+    model.save_pretrained(str(folder))
+    return str(folder)
+
+
+def engine_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter of `peft_model` by the engine's names, scale included."""
+    settings = model.peft_config["default"]
+    scale = settings.lora_alpha / settings.r
+    tensors = {}
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            plain = name.removeprefix("base_model.model.").replace(".default.", ".")
+            tensors[plain] = value.detach() * (scale if "lora_B" in plain else 1.0)
+    return tensors
