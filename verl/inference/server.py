@@ -109,7 +109,7 @@ def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> Se
         with startup_phase("model and engine"):
             model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
         engine = model.engine
-        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers)
+        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers, model.loras)
         served = ServedApp(
             server.app(max_body_bytes, options.api_key),
             model.description,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,21 +20,27 @@ __all__ = ["create_model_app"]
 
 def create_model_app(
     routes: Sequence[Route],
-    model_info: ModelInfo,
+    model_info: Callable[[], ModelInfo],
     unfinished: Callable[[], int],
     max_body_bytes: int,
     api_key: str | None,
 ) -> ASGIApp:
-    """An application with these routes, /v1/models and /health, which reports the number of `unfinished` requests."""
+    """An application with these routes, /v1/models and /health, which reports the number of `unfinished` requests.
+
+    `model_info` returns the names that clients may use now.
+    """
     created = int(time.time())
-    details = {"object": "model", "created": created, "owned_by": "verl", "max_model_len": model_info.max_model_len}
-    models = {name: {"id": name, **details} for name in model_info.names}
+
+    def list_info() -> dict[str, dict[str, Any]]:
+        info = model_info()
+        details = {"object": "model", "created": created, "owned_by": "verl", "max_model_len": info.max_model_len}
+        return {name: {"id": name, **details} for name in info.names}
 
     async def list_models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(models.values())})
+        return JSONResponse({"object": "list", "data": list(list_info().values())})
 
     async def get_model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, models = request.path_params["name"], list_info()
         if name not in models:
             raise ApiError(f"The model {name[:200]!r} does not exist.", "model", 404, "model_not_found")
         return JSONResponse(models[name])

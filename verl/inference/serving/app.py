@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -15,8 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.inference.async_engine import AsyncEngine
+from verl.inference.lora_registry import LoraRegistry
 from verl.inference.serving.api_app import create_model_app
 from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.lora_routes import lora_routes
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo, ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.parsers import Parsers
@@ -52,18 +55,29 @@ class OpenAIServer:
         model_info: ModelInfo,
         tokenizer: Any,
         parsers: Parsers[ParsedRequest],
+        loras: LoraRegistry | None = None,
     ) -> None:
+        """`loras`: the LoRA adapters that requests select as their `model`; None: they cannot be loaded."""
+        self._loras = loras
         self._engine, self._check, self._model_info = engine, check, model_info
         self._tokenizer, self._parsers = tokenizer, parsers
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route(path, self._generate, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
-        return create_model_app(routes, self._model_info, lambda: self._engine.unfinished, max_body_bytes, api_key)
+        if self._loras is not None:
+            routes += lora_routes(self._loras, self._model_info.names)
+        return create_model_app(routes, self._current_info, lambda: self._engine.unfinished, max_body_bytes, api_key)
+
+    def _current_info(self) -> ModelInfo:
+        """The limits of the model, with the names of the loaded adapters."""
+        adapters = tuple(self._engine.adapters)
+        return replace(self._model_info, names=self._model_info.names + adapters) if adapters else self._model_info
 
     async def _generate(self, http_request: HttpRequest) -> Response:
         path = http_request.scope["path"]
-        parsed = await self._parsers.parse(path, request_body(http_request), self._model_info)
-        requests = parsed.requests(self._model_info.max_model_len)
+        parsed = await self._parsers.parse(path, request_body(http_request), self._current_info())
+        adapter = None if parsed.model in self._model_info.names else parsed.model
+        requests = parsed.requests(self._model_info.max_model_len, adapter)
         with api_errors():
             for request in requests:
                 self._check(request)

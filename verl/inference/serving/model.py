@@ -23,6 +23,7 @@ from verl.utils.tokenizer import hf_tokenizer
 if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
+    from verl.inference.lora_registry import LoraRegistry
 
 __all__ = ["LoadedModel", "ModelLoader"]
 
@@ -45,6 +46,8 @@ class LoadedModel:
     offload: Callable[[], None]
     """Free the device memory; requests wait until `onload`."""
     onload: Callable[[], None]
+    loras: LoraRegistry | None = None
+    """The LoRA adapters that requests may select; None without --enable-lora."""
 
 
 class ModelLoader:
@@ -69,12 +72,18 @@ class ModelLoader:
     def load_engine(self, max_answers: int, client_templates: bool) -> Iterator[LoadedModel]:
         """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
+        from verl.inference.lora_registry import LoraRegistry
+        from verl.inference.models.adapters import AdapterOptions
         from verl.utils.device import get_device_name, resolve_dtype
 
         options, max_model_len = self._options, self._max_model_len
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
-        built = build_engine(self._path, self._config, engine_config(options, max_model_len), device, dtype)
+        adapters = None
+        if getattr(options, "enable_lora", False):
+            adapters = AdapterOptions(options.max_lora_rank, options.max_loras, shared=False)
+        config = engine_config(options, max_model_len)
+        built = build_engine(self._path, self._config, config, device, dtype, adapters)
         tokenizer = self.load_tokenizer()
         logger.info(built.end_tokens.describe(tokenizer))
         model_info = ModelInfo(
@@ -90,7 +99,12 @@ class ModelLoader:
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
             description = f"{model_info.names[0]} ({built.dtype}, {built.device})"
             offload, onload = partial(_offload, engine, built), partial(_onload, engine, built)
-            yield LoadedModel(engine, built.engine.check, model_info, tokenizer, description, offload, onload)
+            loras = None
+            if built.model.adapters is not None:
+                loras = LoraRegistry(engine, built.model.adapters, built.device)
+                for name, path in map(_named_path, options.lora_modules):
+                    loras.load(name, path)
+            yield LoadedModel(engine, built.engine.check, model_info, tokenizer, description, offload, onload, loras)
 
     @contextlib.contextmanager
     def load_classifier(self, max_answers: int) -> Iterator[tuple[Classifier, ModelInfo, str]]:
@@ -152,6 +166,14 @@ def engine_config(options: Any, max_model_len: int) -> RolloutConfig:
             "free_weights": False,
         },
     )
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    """The parts of NAME=PATH."""
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise ValueError(f"--lora-modules: {text!r} is not NAME=PATH.")
+    return name, path
 
 
 def _names(options: argparse.Namespace) -> tuple[str, ...]:

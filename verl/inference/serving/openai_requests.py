@@ -104,8 +104,11 @@ class ParsedRequest:
     forced_prefix: str = ""
     """Beginning of the response that is appended to the prompt to force a tool call."""
 
-    def requests(self, max_model_len: int) -> list[Request]:
-        """One engine request per response, grouped by prompt. The same seed gives the same responses to a prompt."""
+    def requests(self, max_model_len: int, adapter: str | None = None) -> list[Request]:
+        """One engine request per response, grouped by prompt. The same seed gives the same responses to a prompt.
+
+        `adapter`: name of the LoRA adapter.
+        """
         seed = secrets.randbits(63) if self.seed is None else self.seed
         requests = []
         for prompt in self.prompts:
@@ -115,7 +118,7 @@ class ParsedRequest:
             group = uuid.uuid4().hex
             for index in range(self.n):
                 keyed = params.with_key(sample_keys(seed, 0, digest, index))
-                requests.append(Request(f"{group}/{index}", prompt, keyed, group))
+                requests.append(Request(f"{group}/{index}", prompt, keyed, group, adapter=adapter))
         return requests
 
 

@@ -33,6 +33,10 @@ def options_parser() -> argparse.ArgumentParser:
         default=16384,
         help="tokens per batch of a classifier (default: %(default)s)",
     )
+    add("--enable-lora", action="store_true", help="load LoRA adapters by /v1/load_lora_adapter and --lora-modules")
+    add("--max-loras", type=positive, default=4, help="adapters loaded at the same time (default: %(default)s)")
+    add("--max-lora-rank", type=positive, default=32, help="largest rank of an adapter (default: %(default)s)")
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters to load at the start")
     add("--max-answers", type=positive, default=1024, help="maximum prompts × n of one request (default: %(default)s)")
     seconds = "time limit for parsing one request (default: %(default)s)"
     add("--max-parse-seconds", type=float, default=10, help=seconds)

@@ -35,7 +35,9 @@ class ScoringServer:
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route(REWARDS, self._rewards, methods=["POST"])]
         routes += [Route(path, self._classify, methods=["POST"]) for path in (CLASSIFY, f"/v1{CLASSIFY}")]
-        return create_model_app(routes, self._model_info, lambda: self._classifier.unfinished, max_body_bytes, api_key)
+        return create_model_app(
+            routes, lambda: self._model_info, lambda: self._classifier.unfinished, max_body_bytes, api_key
+        )
 
     async def _rewards(self, request: Request) -> Response:
         labels = self._classifier.num_labels
