@@ -50,7 +50,7 @@ KNOWN = {
     "pip download": "needs a package index",
     "hf download": "needs the hub",
     "wandb login": "asks for a key",
-    "python my_data.py": "a file of the reader's; test_agents_page.py runs it",
+    "python my_data.py": "a file of the page; the slow tier runs it",
     "tensorboard": "opens a server",
     "vllm": "its server, which tests/engines/test_servers.py starts",
     "sglang.launch_server": "likewise",

@@ -10,7 +10,7 @@ from verl.config.schema import Block, key
 
 @dataclass(kw_only=True, slots=True)
 class RecordConfig(Block):
-    enable: bool = key("Record the run in default_local_dir/record (docs/guides/recording.md), for verl view.")
+    enable: bool = key("Record the run in default_local_dir/record (docs/guides/monitoring.md), for verl view.")
     max_mb_per_step: float = key(
         "Megabytes of trajectories recorded per step, before compression; of larger steps a sample of groups.", min=0
     )

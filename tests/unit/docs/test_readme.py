@@ -60,6 +60,13 @@ def test_the_navigation_lists_every_page_once():
     assert sorted(listed) == sorted(set(PAGES) - {"README.md"})
 
 
+def test_the_files_along_the_path_of_a_prompt_exist():
+    table = (ROOT / "docs/concepts/life_of_a_prompt.md").read_text().partition("\n## ")[0]
+    paths = re.findall(r"`([\w/]+(?:/|\.py))`", table)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / "verl" / path).exists() and not (ROOT / path).exists()] == []
+
+
 def test_the_source_tree_is_the_one_of_the_repository():
     page = (ROOT / "docs/contributing/architecture.md").read_text()
     section = page.partition("## Source tree")[2].partition("\n## ")[0]
