@@ -11,7 +11,7 @@ from tests.support.prefix_cases import BATCHES, shared_batch
 from tests.support.tiny import tiny_model
 from verl.models.attention import packed_attention
 from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking
+from verl.models.shared_prefixes import TreePacking, gather_tokens
 from verl.models.tree_attention import rows_attention
 from verl.workers.engine.base import MicroBatching
 
@@ -104,6 +104,13 @@ def test_engines_compute_the_same_with_and_without_sharing(attention, precision,
         assert loss == pytest.approx(plain_loss, rel=0.02)
         largest = max(float(value.abs().max()) for value in plain.values())
         assert_close(gradients, plain, tolerance=0.03 * largest)
+
+
+def test_the_gradient_of_a_token_in_many_rows_does_not_stagnate():
+    """A sum of bfloat16 terms of 1 stops at 256."""
+    x = torch.zeros(3, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    gather_tokens(x, torch.zeros(600, device=CUDA, dtype=torch.long), chunks=8).sum().backward()
+    assert (x.grad[0] == 600).all()
 
 
 def test_float32_has_no_kernel():

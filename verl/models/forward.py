@@ -15,6 +15,7 @@ from torch import nn
 from verl.models.fused_head import label_statistics
 from verl.models.heads import head_weights, logit_adjustment, logit_head
 from verl.models.packing import PackedRows, RightPaddedRows, SequenceParallelRows
+from verl.models.shared_prefixes import TreePacking, gather_tokens
 from verl.models.top_tokens import TopTokens, top_tokens
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
@@ -25,6 +26,8 @@ FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
 # Fields with one number per row; others have one per response token, or K: `other_log_probs` of the alternative tokens
 # in `labels`, `top_ids` and `top_log_probs` of the most likely tokens.
 FIELDS_OF_ROWS = ("scores", "last_value")
+# Parts of the hidden size whose gradients are summed in float32 at a time.
+_GRADIENT_CHUNKS = 8
 
 Rows: TypeAlias = "RightPaddedRows | PackedRows"
 """Input of a forward pass."""
@@ -61,7 +64,7 @@ class ResponseModel(nn.Module):
         hidden = self._hidden(rows)
         if self.kind == "value":
             return self._values(hidden, rows, fields, shape)
-        hidden = hidden.index_select(0, rows.before)
+        hidden = select_states(hidden, rows.before, rows)
         weight, bias = head_weights(self.hf)
         adjust = logit_adjustment(self.hf.config)
         if top_k:
@@ -87,16 +90,16 @@ class ResponseModel(nn.Module):
         """Return values of the states before response tokens and, if `last_value` is a field, after each row's last
         token. The head is called once for both, so that its weights are gathered once."""
         if "last_value" not in fields:
-            return {"values": scatter_to_responses(self._score(hidden, rows.before), rows, shape)}
-        before, last = self._score(hidden, torch.cat([rows.before, rows.last])).split(
+            return {"values": scatter_to_responses(self._score(hidden, rows.before, rows), rows, shape)}
+        before, last = self._score(hidden, torch.cat([rows.before, rows.last]), rows).split(
             [len(rows.before), len(rows.last)]
         )
         results = {"values": scatter_to_responses(before, rows, shape), "last_value": gather_row_values(last, rows)}
         return {name: results[name] for name in fields}
 
-    def _score(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _score(self, hidden: torch.Tensor, index: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Apply the head to the states at `index` [n]."""
-        return self.hf.score(hidden.index_select(0, index)).squeeze(-1).float()
+        return self.hf.score(select_states(hidden, index, rows)).squeeze(-1).float()
 
     def _head_gap(self, rows: Rows) -> torch.Tensor:
         """Return the maximum difference between `logit_head` and the logits of the model's forward pass, relative to
@@ -107,10 +110,17 @@ class ResponseModel(nn.Module):
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if hasattr(self.hf, "score"):  # a decoder: only the last token attends to the whole row
-            return gather_row_values(self._score(self._hidden(rows), rows.last), rows)
+            return gather_row_values(self._score(self._hidden(rows), rows.last, rows), rows)
         assert isinstance(rows, RightPaddedRows), "an encoder runs with padding"
         logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
+
+
+def select_states(hidden: torch.Tensor, index: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the states [n, H] of the tokens at `index`, which rows with a common prefix may share."""
+    if isinstance(rows, PackedRows) and isinstance(rows.packing, TreePacking):
+        return gather_tokens(hidden, index, _GRADIENT_CHUNKS)
+    return hidden.index_select(0, index)
 
 
 def label_statistics_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from verl.models.packing import PackedRows, Packing
 from verl.models.prefix_tree import PrefixTree, prefix_order, token_bytes
@@ -141,6 +142,32 @@ class TreePacking(Packing):
 
 def _starts(lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+
+
+def gather_tokens(x: torch.Tensor, index: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+    """Return `x.index_select(0, index)`, x [T, m, …], whose gradient is summed in float32: a shared token has one term
+    per row, and sums of many terms stagnate in half precision. `chunks` of [m] bound the memory of the sums.
+    """
+    return _GatherTokens.apply(x, index, chunks)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, chunks: int) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.tokens, ctx.chunks = x.shape[0], chunks
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        sums = []
+        for part in gradient.chunk(ctx.chunks, dim=1):
+            total = part.new_zeros((ctx.tokens, *part.shape[1:]), dtype=wide)
+            sums.append(total.index_add_(0, index, part.to(wide)).to(gradient.dtype))
+        return (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)), None, None
 
 
 def shared_rows(

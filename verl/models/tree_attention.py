@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from verl.models.attention_kernels import grouped_attention, has_kernel, varlen_attention
-from verl.models.shared_prefixes import Branches, TreePacking
+from verl.models.shared_prefixes import Branches, TreePacking, gather_tokens
 
 
 def tree_attention(
@@ -66,26 +66,9 @@ def gathered_attention(
     """Attention of every sequence to a copy of its path. The causal mask is aligned to the end of the keys."""
     gathered = packing.gathered
     assert gathered is not None
-    key, value = (_GatherTokens.apply(part, gathered.keys) for part in (key, value))
+    key, value = (gather_tokens(part, gathered.keys) for part in (key, value))
     seqlens = (packing.cu_seqlens, gathered.cu_keys, packing.max_length, gathered.max_keys)
     return varlen_attention(query, key, value, seqlens, scale, window, softcap)
-
-
-class _GatherTokens(torch.autograd.Function):
-    """`x.index_select(0, index)` whose gradient is summed in float32: a shared token has one term per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.tokens = x.shape[0]
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = ctx.saved_tensors
-        total = torch.zeros((ctx.tokens, *gradient.shape[1:]), dtype=torch.float32, device=gradient.device)
-        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
 # ---------------------------------------------------------------- parts merged by log-sum-exp

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.models.test_attention import one_sequence
 from verl.models import tree_attention
 from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking
+from verl.models.shared_prefixes import TreePacking, gather_tokens
 
 TREES = {
     "a group": ([9, 7, 9, 8], [0, 5, 5, 5]),
@@ -162,8 +162,20 @@ def test_gathered_keys_have_exact_values_and_gradients(tree):
         inputs = inputs_of(packing)
         actual = with_gradients(tree_attention.gathered_attention(*inputs, packing, 0.3), inputs)
         expected = with_gradients(row_by_row(*inputs, packing), inputs)
-    for mine, theirs in zip(actual, expected, strict=True):  # key gradients are summed in float32
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_gradients_of_shared_tokens_are_summed_in_float32_and_rounded_once(chunks):
+    x = torch.randn(4, 6, 5, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0, 2, 2, 3] * 150)
+    gradient = torch.rand(600, 6, 5).bfloat16()
+    out = gather_tokens(x, index, chunks)
+    assert torch.equal(out, x[index])
+    (found,) = torch.autograd.grad(out, x, gradient)
+    expected = torch.zeros(4, 6, 5, dtype=torch.float64).index_add_(0, index, gradient.double())
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_many_short_branches_of_a_long_prefix_are_not_gathered():
