@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from verl.protocol import DataProto
@@ -29,7 +31,11 @@ BATCHES = {
 
 def shared_batch(name: str) -> DataProto:
     """A batch with the columns of `tests.support.engine_cases.make_batch`."""
-    rows = BATCHES[name]
+    return batch_of(BATCHES[name])
+
+
+def batch_of(rows: Sequence[tuple[list[int], list[int]]]) -> DataProto:
+    """The same for any prompts of up to 10 tokens with responses of up to 6."""
     ids = torch.full((len(rows), PROMPT + RESPONSE), 99)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(rows):

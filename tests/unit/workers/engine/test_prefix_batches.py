@@ -71,6 +71,23 @@ def test_a_group_over_the_budget_is_split_evenly_and_repeats_its_prompt():
     assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=26), COST_PER_TOKEN) == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_response_tokens_of_a_micro_batch_are_within_the_budget_too():
+    """Equal responses are computed once, but heads and losses process those of every row."""
+    same = DataProto.from_dict(
+        {
+            "input_ids": torch.arange(1, 11).expand(8, 10),
+            "attention_mask": torch.ones(8, 10, dtype=torch.long),
+            "responses": torch.arange(5, 11).expand(8, 6),
+        }
+    )
+    prefixes = find_shared_prefixes(same)
+    parts = shared_micro_batch_rows(prefixes, MicroBatching(max_tokens=25), COST_PER_TOKEN)
+    assert sorted(len(part) for part in parts) == [4, 4]
+    same.batch[SET_COLUMN] = torch.arange(8)
+    parts = [rows for _, rows in micro_batches(same, MicroBatching(max_tokens=25), COST_PER_TOKEN, int, prefixes)]
+    assert max(len(rows) for rows in parts) <= 4
+
+
 @settings(max_examples=150, deadline=None)
 @given(rows=prefixes_of(), budget=st.integers(1, 40), at_least=st.integers(1, 4), quadratic=st.booleans())
 def test_every_row_occurs_once_within_the_budget_in_descending_cost(rows, budget, at_least, quadratic):
@@ -153,3 +170,29 @@ def test_sets_of_rows_stay_together_and_count_what_they_compute():
         parts = [rows for _, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count, prefixes)]
         assert [len(rows) for rows in parts] == expected
         assert all({row ^ 1 for row in rows} == set(rows) for rows in parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.lists(
+        st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=6), min_size=1, max_size=6), min_size=1, max_size=4
+    ),
+    limit=st.integers(1, 20),
+    by_tokens=st.booleans(),
+)
+def test_all_ranks_have_as_many_micro_batches_also_if_only_some_share(ranks, limit, by_tokens):
+    micro = MicroBatching(max_tokens=limit) if by_tokens else MicroBatching(size=limit)
+
+    def split(rows, maximum):
+        ids = torch.tensor([row + [9] * (6 - len(row)) for row in rows])
+        mask = (torch.arange(6) < torch.tensor([[len(row)] for row in rows])).long()
+        data = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "responses": ids[:, 1:]})
+        prefixes = PrefixSharing("auto", COST_PER_TOKEN).begin(data)
+        return [rows for _, rows in micro_batches(data, micro, COST_PER_TOKEN, maximum, prefixes)]
+
+    most = max(len(split(rows, int)) for rows in ranks)
+    for rows in ranks:
+        parts = split(rows, lambda count: most)
+        assert len(parts) == most
+        assert sorted(row for part in parts for row in part or ()) == list(range(len(rows)))
+        assert parts.count(None) == max(0, most - len(rows)), "fillers only beside single rows"

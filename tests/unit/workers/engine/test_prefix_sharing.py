@@ -17,7 +17,7 @@ from tests.support.engine_cases import (
     model_of_kind,
     token_loss,
 )
-from tests.support.prefix_cases import BATCHES, RESPONSE, computed_tokens, shared_batch
+from tests.support.prefix_cases import BATCHES, RESPONSE, batch_of, computed_tokens, shared_batch
 from tests.support.router_cases import moe_model
 from verl.config import ActorConfig, as_config
 from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
@@ -28,6 +28,7 @@ from verl.models.packing import packed_rows
 from verl.models.shared_prefixes import shared_rows
 from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.micro_batches import local_counts
 from verl.workers.engine.common.prefix_sharing import PrefixSharing, find_shared_prefixes, supported_mode
 from verl.workers.roles.policy_loss import PolicyLoss
 
@@ -101,6 +102,21 @@ def test_random_trees_have_the_states_and_gradients_of_a_plain_pass(wide_model, 
     check_states(wide_model, packed_rows(ids, (torch.arange(width) < torch.tensor([[len(r)] for r in rows])).long()))
 
 
+def policy_columns(data):
+    """`data` with the columns that policy losses read."""
+    draw = torch.Generator().manual_seed(1)
+    shape = data.batch["responses"].shape
+    for name in ("old_log_probs", "advantages", "ref_log_prob"):
+        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
+    data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
+    return data
+
+
+def policy_config(mode, loss):
+    values = {"loss_agg_mode": mode, "loss_scale_factor": 6, "policy_loss": {"loss_mode": loss}}
+    return as_config(ActorConfig, {**values, "use_kl_loss": True, "entropy_coeff": 0.01})
+
+
 @pytest.mark.parametrize(
     ("mode", "loss"),
     [(mode, "vanilla") for mode in LOSS_AGG_MODES]
@@ -108,22 +124,7 @@ def test_random_trees_have_the_states_and_gradients_of_a_plain_pass(wide_model, 
 )
 def test_losses_and_aggregations_of_the_actor(mode, loss):
     """Also in several micro-batches where the loss does not depend on them."""
-    data = shared_batch("conversation")
-    draw = torch.Generator().manual_seed(1)
-    shape = data.batch["responses"].shape
-    for name in ("old_log_probs", "advantages", "ref_log_prob"):
-        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
-    data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
-    config = as_config(
-        ActorConfig,
-        {
-            "loss_agg_mode": mode,
-            "loss_scale_factor": 6,
-            "policy_loss": {"loss_mode": loss},
-            "use_kl_loss": True,
-            "entropy_coeff": 0.01,
-        },
-    )
+    data, config = policy_columns(shared_batch("conversation")), policy_config(mode, loss)
     results = []
     splits = (MicroBatching(), MicroBatching(size=2)) if loss in ("vanilla", "gspo") else (MicroBatching(),)
     for sharing, splits_of_mode in (("false", splits[:1]), ("true", splits)):
@@ -135,6 +136,46 @@ def test_losses_and_aggregations_of_the_actor(mode, loss):
     for value, gradients in results[1:]:
         assert value == pytest.approx(results[0][0], rel=1e-5)
         assert_close(gradients, results[0][1])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(draw=st.data())
+def test_any_tree_on_any_ranks_in_any_micro_batches_trains_the_same(policy_engines, draw):
+    """Ranks are parts of the rows with global counts; their gradients add up. All aggregations, in float32."""
+    plain, shared = policy_engines
+    tokens, few = st.integers(5, 6), {"min_size": 1, "max_size": 5}
+    rows = draw.draw(st.lists(st.tuples(st.lists(tokens, **few), st.lists(tokens, **few)), min_size=1, max_size=8))
+    data = policy_columns(batch_of(rows))
+    mode = draw.draw(st.sampled_from(LOSS_AGG_MODES))
+    loss = PolicyLoss(policy_config(mode, "vanilla"))
+    counts = local_counts(data)
+    expected = train_pass(plain, data, loss, MicroBatching(), counts)
+    rank_of_row = np.array(draw.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))))
+    parts = []
+    for rank in sorted(set(rank_of_row.tolist())):
+        limit = draw.draw(st.one_of(st.none(), st.integers(1, 30)))
+        micro = MicroBatching(max_tokens=limit) if draw.draw(st.booleans()) else MicroBatching(size=limit)
+        shared.prefix_sharing.whole_rows = draw.draw(st.booleans())
+        parts.append(train_pass(shared, data.select_idxs(rank_of_row == rank), loss, micro, counts))
+    assert sum(value for value, _ in parts) == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+    gradients = {name: sum(part[name] for _, part in parts) for name in expected[1]}
+    assert_close(gradients, expected[1])
+    for micro in (MicroBatching(size=2), MicroBatching(max_tokens=12)):
+        fields = dict(shared.infer(data, ("log_probs", "entropy"), 0.7, micro).batch.items())
+        assert_close(fields, dict(plain.infer(data, ("log_probs", "entropy"), 0.7).batch.items()))
+
+
+@pytest.fixture(scope="module")
+def policy_engines():
+    """Two engines with the same weights, without and with sharing."""
+    return [make_engine(model_of_kind("causal_lm"), prefix_sharing=mode) for mode in ("false", "true")]
+
+
+def train_pass(engine, data, loss, micro, counts):
+    metrics = engine.forward_backward(data, loss, ("log_probs", "entropy"), micro=micro, counts=counts)
+    gradients = {name: value.clone() for name, value in engine_gradients(engine).items()}
+    engine._optimizer.zero_grad()
+    return metrics["loss"][0], gradients
 
 
 # ---------------------------------------------------------------- engines

@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -53,8 +52,7 @@ def micro_batches(
             return shared_micro_batch_rows(prefixes, micro, cost, at_least)
         shared = prefixes.shared_within(together)
         costs = (cost(lengths) - cost(shared)).tolist()
-        sizes = lengths if prefixes.whole_rows else (np.array(lengths) - shared).tolist()
-        return _split_sets(sizes, micro, costs, at_least, together)
+        return _split_sets(prefixes.budget_tokens(shared).tolist(), micro, costs, at_least, together)
 
     parts = split(1)
     count = max_over_ranks(len(parts))

@@ -28,6 +28,8 @@ class SharedPrefixes:
     """[b]: leading tokens that it shares with the row before it."""
     lengths: np.ndarray
     """[b]: its tokens."""
+    responses: np.ndarray | None = None
+    """[b]: its response tokens, which heads and losses process for every row; None: none."""
     whole_rows: bool = False
     """Whether token budgets count all tokens of a row, because attention computes whole rows."""
 
@@ -35,6 +37,16 @@ class SharedPrefixes:
     def saving(self) -> float:
         """Fraction of all tokens that need not be computed if all rows are in one micro-batch."""
         return float(self.shared.sum() / max(1, self.lengths.sum()))
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        return np.zeros_like(self.lengths) if self.responses is None else self.responses
+
+    def budget_tokens(self, shared: np.ndarray) -> np.ndarray:
+        """Return [b], by row index, the tokens that count towards a budget of sets. `shared` [b], by row index."""
+        lengths, responses = np.empty_like(self.lengths), np.empty_like(self.lengths)
+        lengths[self.order], responses[self.order] = self.lengths, self.response_tokens
+        return lengths if self.whole_rows else np.maximum(lengths - shared, responses)
 
     def shared_within(self, sets: Sequence[int]) -> np.ndarray:
         """Return [b], by row index: tokens shared with the previous row (in depth-first order) of the same set.
@@ -57,19 +69,21 @@ def shared_micro_batch_rows(
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
     A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
-    limit counts computed tokens (all tokens with `whole_rows`; or rows); a row over the limit forms its own
-    micro-batch. The total cost of micro-batches and of the prefixes that they repeat is minimal for ranges; there are
-    `at_least` if there are enough rows. Within a small tolerance, the costs are balanced, so that all ranks are busy
-    for about the same time.
+    limit counts computed tokens (all tokens with `whole_rows`; or rows), and also the response tokens of all rows; a
+    row over the limit forms its own micro-batch. The total cost of micro-batches and of the prefixes that they repeat
+    is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the costs are
+    balanced, so that all ranks are busy for about the same time.
     """
     lengths, shared = prefixes.lengths, prefixes.shared
     if micro.max_tokens is not None:
-        size = _RangeSums(lengths, lengths if prefixes.whole_rows else lengths - shared)
+        computed = lengths if prefixes.whole_rows else lengths - shared
+        sizes = [_RangeSums(lengths, computed), _RangeSums(prefixes.response_tokens, prefixes.response_tokens)]
     else:
-        size = _RangeSums(np.ones_like(lengths), np.ones_like(lengths))
+        sizes = [_RangeSums(np.ones_like(lengths), np.ones_like(lengths))]
     costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
     limit = micro.max_tokens or micro.size or len(lengths)
-    cuts = _cheapest_cuts(size, limit, costs, float(cost(_MICRO_BATCH_TOKENS)), min(at_least, len(lengths)))
+    within_limit = np.maximum.reduce([size.earliest_starts(limit) for size in sizes])
+    cuts = _cheapest_cuts(within_limit, costs, float(cost(_MICRO_BATCH_TOKENS)), min(at_least, len(lengths)))
     parts = sorted(pairwise(cuts), key=lambda part: (-costs.of(*part), part))
     return [prefixes.order[first:end].tolist() for first, end in parts]
 
@@ -93,9 +107,11 @@ class _RangeSums:
         return np.minimum(starts, np.arange(len(keys)))
 
 
-def _cheapest_cuts(size: _RangeSums, limit: float, costs: _RangeSums, overhead: float, at_least: int) -> list[int]:
-    """Return the boundaries of the ranges: 0, …, number of rows. `overhead`: cost of a range beside its rows."""
-    within_limit = size.earliest_starts(limit)
+def _cheapest_cuts(within_limit: np.ndarray, costs: _RangeSums, overhead: float, at_least: int) -> list[int]:
+    """Return the boundaries of the ranges: 0, …, number of rows.
+
+    `within_limit`: the earliest start of a range by its end. `overhead`: cost of a range beside its rows.
+    """
     cuts, repeated = _least_repeated(within_limit, costs, overhead)
     most = max(at_least, len(cuts) - 1)
     allowed = repeated + _TOLERANCE * costs.sums[-1]

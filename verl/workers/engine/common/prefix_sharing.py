@@ -96,9 +96,13 @@ class PrefixSharing:
 def find_shared_prefixes(data: DataProto, experts: torch.Tensor | None = None) -> SharedPrefixes:
     """Return the common prefixes of the rows. `experts` [rows, columns, ...]: tokens are shared only if these agree."""
     mask = packed_tokens(data.batch["attention_mask"])
+    rows = []
+    for row, packed in enumerate(mask):  # one row at a time: bytes of all experts may need gigabytes
+        ids = data.batch["input_ids"][row, packed].numpy()
+        rows.append(token_bytes(ids, None if experts is None else experts[row, packed].numpy()).tobytes())
     lengths = mask.sum(dim=1).numpy()
-    tokens = token_bytes(data.batch["input_ids"][mask].numpy(), None if experts is None else experts[mask].numpy())
-    ends = lengths.cumsum()
-    rows = [tokens[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
-    order, shared = prefix_order(rows, tokens.shape[1])
-    return SharedPrefixes(order, shared, lengths[order])
+    width = max((len(row) // int(length) for row, length in zip(rows, lengths, strict=True)), default=1)
+    order, shared = prefix_order(rows, width)
+    columns = data.batch["responses"].shape[1] if "responses" in data.batch.keys() else 0
+    responses = data.batch["attention_mask"][:, mask.shape[1] - columns :].sum(dim=1).numpy()
+    return SharedPrefixes(order, shared, lengths[order], responses[order])
