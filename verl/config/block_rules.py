@@ -166,6 +166,17 @@ def _shared_prefix_precision(path: str, block: Block, config: Block, report: Rep
     report.problem(join(path, "use_prefix_grouper"), True, why, fix, (precision,))
 
 
+def sharing_exclusion(block: Block, config: Block, packs: bool) -> str | None:
+    """Return why the settings of a block exclude shared prefixes, or None. `packs`: its model runs on packed tokens."""
+    if block["strategy"] == "megatron":
+        return "strategy = megatron computes the attention of whole rows only"
+    if not packs:
+        return "use_remove_padding = False"
+    if precision_excludes_sharing(block, config):
+        return "no attention kernel supports mixed_precision = fp32 on a GPU"
+    return None
+
+
 def precision_excludes_sharing(block: Block, config: Block) -> bool:
     """Whether the precision of a block excludes shared prefixes: float32 on a GPU, for which there is no kernel."""
     return config["trainer"].device == "cuda" and block["fsdp_config"].mixed_precision == "fp32"

@@ -8,9 +8,17 @@ from typing import Any
 from verl.config import names
 from verl.config.algorithm_rules import old_log_prob_conflicts, resolve_correction
 from verl.config.asynchronous import check_loop_capacity, engine_pauses_in_updates, resolve_asynchronous
-from verl.config.block_rules import precision_excludes_sharing
+from verl.config.block_rules import sharing_exclusion
 from verl.config.devices import visible_gpus
-from verl.config.layout import ACTOR, BLOCK_OF_ROLE, MODEL_OF_ROLE, ROLLOUT, layout_of, shares_devices
+from verl.config.layout import (
+    ACTOR,
+    BLOCK_OF_ROLE,
+    MODEL_OF_ROLE,
+    ROLLOUT,
+    active_roles,
+    layout_of,
+    shares_devices,
+)
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.roles import ActorConfig
@@ -49,7 +57,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _critic(config)
     _micro_batches(config, report)
     _resolve_follows(config)
-    _shared_prefixes(config)
+    _shared_prefixes(config, report)
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
@@ -290,13 +298,18 @@ def _followed_value(config: PPOConfig, path: str) -> Any:
     return None if target is None else _followed_value(config, target)
 
 
-def _shared_prefixes(config: PPOConfig) -> None:
+def _shared_prefixes(config: PPOConfig, report: Report) -> None:
     """`auto` means off where prefixes cannot be shared: in Megatron, in rows with padding, in float32 on a GPU."""
+    roles_by_reason: dict[str, list[str]] = {}
     for role, path in BLOCK_OF_ROLE.items():
         block, packs = get_path(config, path), get_path(config, MODEL_OF_ROLE[role]).use_remove_padding
-        unsupported = precision_excludes_sharing(block, config)
-        if block.use_prefix_grouper == "auto" and (block.strategy == "megatron" or not packs or unsupported):
+        reason = sharing_exclusion(block, config, packs)
+        if block.use_prefix_grouper == "auto" and reason is not None:
             block.use_prefix_grouper = "false"
+            if role in active_roles(config):
+                roles_by_reason.setdefault(reason, []).append(role)
+    for reason, roles in roles_by_reason.items():
+        report.notice(f"use_prefix_grouper = auto ({', '.join(roles)}): prefixes are not shared, because {reason}.")
 
 
 def _lengths(config: PPOConfig) -> None:

@@ -11,8 +11,8 @@ from verl.config.block_rules import (
     lora_rules,
     optimizer_rules,
     packed_token_rules,
-    precision_excludes_sharing,
     run_rules,
+    sharing_exclusion,
     user_code_rules,
     values_present,
 )
@@ -148,9 +148,10 @@ def resolve(config: SupervisedConfig, report: Report) -> None:
     empty_lists(config)
     if config.fsdp_config.mixed_precision is None:
         config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
-    packs = config.model.use_remove_padding
-    if config.use_prefix_grouper == "auto" and (not packs or precision_excludes_sharing(config, config)):
+    exclusion = sharing_exclusion(config, config, config.model.use_remove_padding)
+    if config.use_prefix_grouper == "auto" and exclusion is not None:
         config.use_prefix_grouper = "false"
+        report.notice(f"use_prefix_grouper = auto: prefixes are not shared, because {exclusion}.")
     if data.micro_batch_size_per_gpu is None:
         data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, config.max_rows_per_rank or DEFAULT_MICRO_BATCH)
     if data.val_batch_size is None:

@@ -243,5 +243,7 @@ def test_numbers_are_read_from_any_usual_config():
 def test_shared_prefixes_are_rejected_with_the_engine_that_supports_them():
     fix = problems(f"{ACTOR}.use_prefix_grouper=True")[f"{ACTOR}.use_prefix_grouper"]
     assert f"{ACTOR}.strategy=fsdp2" in fix
-    assert load().actor_rollout_ref.actor.use_prefix_grouper == "false", "the default is auto"
+    config = load()
+    assert config.actor_rollout_ref.actor.use_prefix_grouper == "false", "the default is auto"
+    assert any("use_prefix_grouper" in notice and "megatron" in notice for notice in config.notices)
     assert load(f"{ACTOR}.use_prefix_grouper=auto").actor_rollout_ref.actor.use_prefix_grouper == "false"
