@@ -64,7 +64,8 @@ def test_7b_on_two_4090s_does_not_fit_and_lists_what_would(capsys):
     assert main(arguments) == 1
     assert "actor_rollout_ref.model.lora_rank=32" in capsys.readouterr().out
     with_lora = [*arguments, "actor_rollout_ref.model.lora_rank=32", f"{ROLLOUT}.tensor_model_parallel_size=2"]
-    assert report_of(capsys, *with_lora)["fits"]
+    assert report_of(capsys, *with_lora)["fits_with_changes"]  # engines keep the frozen weights
+    assert report_of(capsys, *with_lora, f"{ROLLOUT}.free_weights=True")["fits"]
 
 
 def test_changes_make_a_run_fit_and_are_those_of_auto_memory(capsys):

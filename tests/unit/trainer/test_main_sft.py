@@ -226,11 +226,11 @@ def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, fi
     assert run.metrics.table()["train/loss"].to_pylist()[1:] == losses
     assert run.validation.steps == [0, 60]
     answers = run.validation.table(step=60).to_pylist()
-    assert [(row["answer"], row["sample_index"]) for row in answers] == [
+    assert [(row["response"], row["sample_index"]) for row in answers] == [
         (row["response"], number) for row in ROWS[:4] for number in (0, 1)
     ]
     assert all(row["correct"] and ROWS[i // 2]["prompt"] in row["prompt"] for i, row in enumerate(answers))
-    assert {"sft/0"} <= set(run.phases.table()["lane"].to_pylist())
+    assert {"sft/0"} <= set(run.phases.table()["track"].to_pylist())
     folder = resolve_model_path(files / "steps" / "global_step_60")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": ROWS[1]["prompt"]}]

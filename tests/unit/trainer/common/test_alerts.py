@@ -60,7 +60,7 @@ def webhook() -> Iterator[Any]:
 def truncated_run(folder, steps: int = 5):
     writer = open_writer(folder, data={"max_response_length": 64})
     for step in range(1, steps + 1):
-        write_step(writer, step, {"response_length/clip_ratio": 0.5})
+        write_step(writer, step, {"response_length/clip_ratio": 0.5, "response_length/mean": 60.0})
     writer.event("end", steps)
     close(writer)
     return folder / schema.FOLDER
@@ -75,7 +75,7 @@ def test_an_alert_is_posted_once_with_its_figure_and_remedy(tmp_path, webhook):
     assert (message["rule"], message["level"], message["experiment"]) == ("truncation", "alert", "grpo")
     assert (message["first_step"], message["last_step"]) == (1, 5)
     assert message["settings"]["data.max_response_length"] == "128"
-    assert message["text"].startswith("grpo, step 5: Many answers are truncated. 50%")
+    assert message["text"].startswith("grpo, step 5: Many responses are truncated. 50%")
 
 
 def test_a_refused_alert_is_posted_again_and_the_address_is_not_logged(tmp_path, webhook, caplog):

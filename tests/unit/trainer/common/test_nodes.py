@@ -96,8 +96,11 @@ def started(monkeypatch) -> list[subprocess.Popen]:
     processes: list[subprocess.Popen] = []
 
     def start(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
-        processes.append(subprocess.Popen(["sleep", "0" if not processes else "100"], start_new_session=True))
-        return processes[-1]
+        process = subprocess.Popen(["sleep", "100" if processes else "0"], start_new_session=True)
+        if not processes:
+            process.wait()  # also on a busy machine it ends before the timeout of the first attempt
+        processes.append(process)
+        return process
 
     for name in (*ray_cluster._LIMITS, ray_cluster._NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # restored afterwards
