@@ -46,6 +46,7 @@ def test_columns_are_those_of_one_rank_with_the_whole_model(found, name):
 def test_metrics_are_those_of_one_rank_with_the_whole_model(found, name):
     _, last, whole = found
     ours, theirs = (each[name].meta_info["metrics"] for each in (last, whole))
+    theirs = {key: value for key, value in theirs.items() if "prefix_saving" not in key}  # only fsdp shares prefixes
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(torch.tensor(ours[key]), torch.tensor(value), atol=1e-5, rtol=1e-3, msg=key)
