@@ -17,8 +17,7 @@ from _report import report
 
 from verl.models.attention import attend
 from verl.models.packing import Packing
-from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking
+from verl.models.shared_prefixes import PrefixTree, TreePacking
 
 _CUDA = torch.device("cuda")
 _CASES = ("64+64x8", "128+256x8", "512+256x8", "512+1024x8", "1024+512x8", "2048+512x16", "4096+512x16", "4096+4096x4")

@@ -26,7 +26,7 @@ from _report import report
 from _shapes import matmul_rate, shape_config, synchronise
 
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, as_config
-from verl.models.prefix_tree import PrefixTree
+from verl.models.shared_prefixes import PrefixTree
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.prefix_sharing import find_shared_prefixes

@@ -10,8 +10,7 @@ from tests.support.engine_cases import assert_close, engine_gradients, make_engi
 from tests.support.prefix_cases import BATCHES, shared_batch
 from tests.support.tiny import tiny_model
 from verl.models.attention import packed_attention
-from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking, gather_tokens
+from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
 from verl.models.tree_attention import rows_attention
 from verl.workers.engine.base import MicroBatching
 

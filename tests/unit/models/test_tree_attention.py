@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import one_sequence
 from verl.models import tree_attention
-from verl.models.prefix_tree import PrefixTree
-from verl.models.shared_prefixes import TreePacking, gather_tokens
+from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
 
 TREES = {
     "a group": ([9, 7, 9, 8], [0, 5, 5, 5]),

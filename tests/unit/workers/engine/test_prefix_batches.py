@@ -15,8 +15,12 @@ from verl.protocol import DataProto
 from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import SET_COLUMN, micro_batches
-from verl.workers.engine.common.prefix_batches import SharedPrefixes, shared_micro_batch_rows
-from verl.workers.engine.common.prefix_sharing import PrefixSharing, find_shared_prefixes
+from verl.workers.engine.common.prefix_sharing import (
+    PrefixSharing,
+    SharedPrefixes,
+    find_shared_prefixes,
+    shared_micro_batch_rows,
+)
 
 QUADRATIC = SequenceCost(token=3.0, head=0.0, pair=0.5)
 

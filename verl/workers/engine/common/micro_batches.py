@@ -21,7 +21,7 @@ from verl.utils.balancing import (
     roundup_divisible,
 )
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
-from verl.workers.engine.common.prefix_batches import SharedPrefixes, shared_micro_batch_rows
+from verl.workers.engine.common.prefix_sharing import SharedPrefixes, shared_micro_batch_rows
 
 _Part = TypeVar("_Part")
 

@@ -1,22 +1,165 @@
-"""PrefixSharing: common prefixes of the rows of a pass, which an engine computes once, and what that saves."""
+"""PrefixSharing: an engine computes common prefixes of rows once. Also splits such rows into micro-batches."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl.config.engine import PREFIX_MIN_SAVING
 from verl.models.packing import PackedRows, packed_tokens
-from verl.models.prefix_tree import prefix_order, token_bytes
-from verl.models.shared_prefixes import TreeAttention, TreePacking, shared_rows
+from verl.models.shared_prefixes import TreeAttention, TreePacking, prefix_order, shared_rows, token_bytes
 from verl.protocol import DataProto
 from verl.utils.balancing import SequenceCost
-from verl.workers.engine.base import Metrics
-from verl.workers.engine.common.prefix_batches import SharedPrefixes
+from verl.workers.engine.base import Metrics, MicroBatching
 from verl.workers.engine.common.routers import ROUTED_EXPERTS
+
+# Fraction of the total cost that may be repeated in exchange for micro-batches of more equal cost.
+_TOLERANCE = 0.01
+_BISECTIONS = 8
+# Tokens that one more micro-batch costs, as an estimate: an additional one is cheaper than to repeat a long prefix.
+_MICRO_BATCH_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Rows in depth-first order of their prefix tree."""
+
+    order: np.ndarray
+    """[b]: index of each row in the batch."""
+    shared: np.ndarray
+    """[b]: leading tokens that it shares with the row before it."""
+    lengths: np.ndarray
+    """[b]: its tokens."""
+    responses: np.ndarray | None = None
+    """[b]: its response tokens, which heads and losses process for every row; None: none."""
+    whole_rows: bool = False
+    """Whether token budgets count all tokens of a row, because attention computes whole rows."""
+
+    @property
+    def saving(self) -> float:
+        """Fraction of all tokens that need not be computed if all rows are in one micro-batch."""
+        return float(self.shared.sum() / max(1, self.lengths.sum()))
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        return np.zeros_like(self.lengths) if self.responses is None else self.responses
+
+    def budget_tokens(self, shared: np.ndarray) -> np.ndarray:
+        """Return [b], by row index, the tokens that count towards a budget of sets. `shared` [b], by row index."""
+        lengths, responses = np.empty_like(self.lengths), np.empty_like(self.lengths)
+        lengths[self.order], responses[self.order] = self.lengths, self.response_tokens
+        return lengths if self.whole_rows else np.maximum(lengths - shared, responses)
+
+    def shared_within(self, sets: Sequence[int]) -> np.ndarray:
+        """Return [b], by row index: tokens shared with the previous row (in depth-first order) of the same set.
+
+        `sets`: number of the set of each row, by row index.
+        """
+        shared = np.zeros_like(self.shared)
+        previous: dict[int, int] = {}
+        for place, row in enumerate(self.order.tolist()):
+            before = previous.get(sets[row])
+            if before is not None:
+                shared[row] = self.shared[before + 1 : place + 1].min()
+            previous[sets[row]] = place
+        return shared
+
+
+def shared_micro_batch_rows(
+    prefixes: SharedPrefixes, micro: MicroBatching, cost: SequenceCost, at_least: int = 1
+) -> list[list[int]]:
+    """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
+
+    A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
+    limit counts computed tokens (all tokens with `whole_rows`; or rows), and also the response tokens of all rows; a
+    row over the limit forms its own micro-batch. The total cost of micro-batches and of the prefixes that they repeat
+    is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the costs are
+    balanced, so that all ranks are busy for about the same time.
+    """
+    lengths, shared = prefixes.lengths, prefixes.shared
+    if micro.max_tokens is not None:
+        computed = lengths if prefixes.whole_rows else lengths - shared
+        sizes = [_RangeSums(lengths, computed), _RangeSums(prefixes.response_tokens, prefixes.response_tokens)]
+    else:
+        sizes = [_RangeSums(np.ones_like(lengths), np.ones_like(lengths))]
+    costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
+    limit = micro.max_tokens or micro.size or len(lengths)
+    within_limit = np.maximum.reduce([size.earliest_starts(limit) for size in sizes])
+    cuts = _cheapest_cuts(within_limit, costs, float(cost(_MICRO_BATCH_TOKENS)), min(at_least, len(lengths)))
+    parts = sorted(pairwise(cuts), key=lambda part: (-costs.of(*part), part))
+    return [prefixes.order[first:end].tolist() for first, end in parts]
+
+
+class _RangeSums:
+    """Sums over ranges of rows in which the first row counts fully and later rows by what they add."""
+
+    def __init__(self, full: np.ndarray, added: np.ndarray) -> None:
+        self.repeated = full.astype(np.float64) - added
+        """What a row costs more as the first of a range."""
+        self.sums = np.concatenate([[0.0], added.cumsum()])
+
+    def of(self, first: int, end: int) -> float:
+        return float(self.sums[end] - self.sums[first] + self.repeated[first])
+
+    def earliest_starts(self, limit: float) -> np.ndarray:
+        """Return for every end 1, …, rows the first row of the longest range of at most `limit`; at least one row."""
+        # of(first, end) does not increase with `first`.
+        keys = self.sums[:-1] - self.repeated
+        starts = np.searchsorted(keys, self.sums[1:] - limit * (1 + 1e-12), side="left")
+        return np.minimum(starts, np.arange(len(keys)))
+
+
+def _cheapest_cuts(within_limit: np.ndarray, costs: _RangeSums, overhead: float, at_least: int) -> list[int]:
+    """Return the boundaries of the ranges: 0, …, number of rows.
+
+    `within_limit`: the earliest start of a range by its end. `overhead`: cost of a range beside its rows.
+    """
+    cuts, repeated = _least_repeated(within_limit, costs, overhead)
+    most = max(at_least, len(cuts) - 1)
+    allowed = repeated + _TOLERANCE * costs.sums[-1]
+    low, high = 0.0, max(costs.of(*part) for part in pairwise(cuts))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        candidate, repeated = _least_repeated(np.maximum(within_limit, costs.earliest_starts(middle)), costs, overhead)
+        if len(candidate) - 1 <= most and repeated <= allowed:
+            cuts, high = candidate, middle
+        else:
+            low = middle
+    while len(cuts) - 1 < at_least:
+        cuts = _split_costliest(costs, cuts)
+    return cuts
+
+
+def _least_repeated(starts: np.ndarray, costs: _RangeSums, overhead: float) -> tuple[list[int], float]:
+    """Return the boundaries with the least cost of repeated prefixes and of ranges, and that cost.
+
+    `starts`: the earliest start of a range by its end, see `earliest_starts`.
+    """
+    rows = len(starts)
+    total, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
+    for end, first in enumerate(starts.tolist(), start=1):
+        candidates = total[first:end] + costs.repeated[first:end] + overhead
+        best = int(candidates.argmin())
+        total[end], previous[end] = candidates[best], first + best
+    cuts = [rows]
+    while cuts[-1]:
+        cuts.append(int(previous[cuts[-1]]))
+    return cuts[::-1], float(total[rows])
+
+
+def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:
+    """Split the costliest range with several rows in two, as evenly as possible."""
+    ranges = [part for part in pairwise(cuts) if part[1] - part[0] > 1]
+    first, end = max(ranges, key=lambda part: (costs.of(*part), part))
+    middle = min(range(first + 1, end), key=lambda cut: (max(costs.of(first, cut), costs.of(cut, end)), cut))
+    return sorted([*cuts, middle])
+
 
 logger = logging.getLogger(__name__)
 

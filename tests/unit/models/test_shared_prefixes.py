@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models.packing import packed_rows
-from verl.models.prefix_tree import PrefixTree, prefix_order, token_bytes
-from verl.models.shared_prefixes import TreePacking, shared_rows
+from verl.models.shared_prefixes import PrefixTree, TreePacking, prefix_order, shared_rows, token_bytes
 
 # Few different ids and lengths: nested prefixes, identical rows and rows that begin other rows are frequent.
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=9)
