@@ -9,8 +9,7 @@ import torch
 
 from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
-from verl.models.attention import packed_attention
-from verl.models.attention_kernels import grouped_attention, has_kernel
+from verl.models.attention import grouped_attention, has_kernel, packed_attention
 from verl.models.packing import Packing
 from verl.workers.engine.base import MicroBatching
 

@@ -9,9 +9,8 @@ import torch
 from tests.support.engine_cases import assert_close, engine_gradients, make_engine, token_loss
 from tests.support.prefix_cases import BATCHES, shared_batch
 from tests.support.tiny import tiny_model
-from verl.models.attention import packed_attention
+from verl.models.attention import expanded_attention, packed_attention
 from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
-from verl.models.tree_attention import rows_attention
 from verl.workers.engine.base import MicroBatching
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +47,7 @@ def with_gradients(attend, inputs):
 
 def exact(inputs, packing, window=None):
     query, key, value = (part[0].transpose(0, 1).float() for part in inputs)
-    return rows_attention(query, key, value, packing, query.shape[-1] ** -0.5, window)[None]
+    return expanded_attention(query, key, value, packing, query.shape[-1] ** -0.5, window)[None]
 
 
 def assert_near(actual, expected):

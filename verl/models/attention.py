@@ -1,18 +1,30 @@
-"""Attention over packed sequences, registered with transformers' attention interface.
+"""Attention over packed sequences and prefix trees, registered with transformers' attention interface.
 
 After `use_packed_attention(model)` the model must be called with `packing=…`, which its layers pass to attention.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
-from verl.models.attention_kernels import grouped_attention, has_kernel, kernel_attention
-from verl.models.packing import Packing
-from verl.models.shared_prefixes import TreePacking
-from verl.models.tree_attention import tree_attention
+from verl.models.packing import Packing, Seqlens
+from verl.models.prefix_support import MAX_HEAD_DIM
+from verl.models.shared_prefixes import NodesByPrefix, TreePacking, gather_tokens
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+# Newer versions of torch require this argument for grouped-query attention.
+_VARLEN_HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_HALF = (torch.float16, torch.bfloat16)
 
 PACKED = "verl_packed"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -64,7 +76,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each sequence (or along each path of the tree) of `packing`, with the fastest
+    """Causal attention within each sequence (or along each path of the prefix tree) of `packing`, with the fastest
     implementation for these tensors.
 
     query [T, heads, dim], key, value [T, kv heads, dim] -> [T, heads, dim]. T: all tokens; with sequence parallelism,
@@ -75,9 +87,10 @@ def attend(
         query, key, value = parallel.exchange(query, key, value)
     if isinstance(packing, TreePacking):
         out = tree_attention(query, key, value, packing, scale, window, softcap)
+    elif has_kernel(query, value, softcap):
+        out = varlen_attention(query, key, value, packing.seqlens, scale, window, softcap)
     else:
-        implementation = kernel_attention if has_kernel(query, value, softcap) else grouped_attention
-        out = implementation(query, key, value, packing, scale, window, softcap)
+        out = grouped_attention(query, key, value, packing, scale, window, softcap)
     return out if parallel is None else parallel.restore(out)
 
 
@@ -106,3 +119,261 @@ def window_mismatch(config: Any, windows: list[int | None]) -> str | None:
         if (layer_type == "sliding_attention") != (window is not None):
             return f"layer {layer} has type {layer_type}, but its attention is called with sliding_window={window}"
     return None
+
+
+# ---------------------------------------------------------------- sequences
+
+
+def grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Exact attention in any dtype and on any device: one call per group of sequences of similar length.
+
+    query [T, heads, dim], key, value [T, kv heads, dim] -> [T, heads, dim]. Sequences are padded on the right, where
+    causal attention ignores the padding.
+    """
+    groups, packed_index = packing.groups
+    parts = []
+    for group in groups:
+        q, k, v = (
+            _select(part, group.tokens).unflatten(0, (-1, group.width)).transpose(1, 2) for part in (query, key, value)
+        )
+        parts.append(_batched_attention(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _select(out, packed_index)
+
+
+def _select(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return values if index is None else values.index_select(0, index)
+
+
+def _batched_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of [sequences, heads, n, dim] without padding mask."""
+    width, queries_per_key = query.shape[2], query.shape[1] // key.shape[1]
+    if query.is_cuda and queries_per_key > 1:  # CUDA's float32 kernels do not support grouped-query attention
+        key, value = (part.repeat_interleave(queries_per_key, dim=1) for part in (key, value))
+        queries_per_key = 1
+    if softcap is None:
+        mask = None if window is None or window >= width else _causal_mask(width, window, query.device)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=queries_per_key > 1
+        )
+    mask = _causal_mask(width, window, query.device)
+    grouped = query.unflatten(1, (key.shape[1], queries_per_key))
+    scores = torch.tanh(grouped @ key[:, :, None].transpose(-1, -2) * (scale / softcap)) * softcap
+    weights = scores.where(mask, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def _causal_mask(width: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the causal mask [width, width], limited to the last `window` positions; True: attended to."""
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)
+
+
+def has_kernel(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
+    """Whether a variable-length kernel supports these tensors; torch's kernel does not support soft-capping."""
+    size = query.shape[-1]
+    supported = query.dtype in _HALF and size == value.shape[-1] and size % 8 == 0 and size <= MAX_HEAD_DIM
+    return query.is_cuda and supported and (flash_attn_varlen_func is not None or softcap is None)
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seqlens: Seqlens,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of sequences whose queries are the last tokens of their keys; flash-attn's kernel if it is
+    installed, otherwise torch's."""
+    left = -1 if window is None else window - 1
+    if flash_attn_varlen_func is not None:
+        window_size = (left, -1 if window is None else 0)
+        return flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *seqlens,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window_size,
+            softcap=softcap or 0.0,
+        )
+    gqa = {"enable_gqa": True} if _VARLEN_HAS_GQA_ARGUMENT else {}
+    query, key, value = (part.contiguous() for part in (query, key, value))
+    return varlen_attn(query, key, value, *seqlens, scale=scale, window_size=(left, 0), **gqa)
+
+
+# ---------------------------------------------------------------- prefix trees
+#
+# Every computed token attends to the tokens before it on its path. Implementations with the same result:
+#
+# - `gather`: one variable-length call; the keys of a node are a copy of its whole path.
+# - `merge`: nodes attend to themselves, and to their shared tokens in a second call; the two parts are merged by their
+#   log-sum-exp. Keys are not copied for each row.
+# - expanded rows: attention of whole paths, in any dtype and on any device. Costs as much as attention without sharing.
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: TreePacking,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """query [T, heads, dim], key, value [T, kv heads, dim] of the computed tokens -> [T, heads, dim]."""
+    if not has_kernel(query, value, softcap):
+        return expanded_attention(query, key, value, packing, scale, window, softcap)
+    if packing.nodes_by_prefix is not None and window is None and softcap is None:
+        return merged_attention(query, key, value, packing, packing.nodes_by_prefix, scale)
+    return gathered_attention(query, key, value, packing, scale, window, softcap)
+
+
+def expanded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: TreePacking,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of whole paths, of which the results of the nodes are kept."""
+    rows = packing.expanded
+    query, key, value = (part.index_select(0, rows.tokens) for part in (query, key, value))
+    return grouped_attention(query, key, value, rows.packing, scale, window, softcap).index_select(0, rows.own)
+
+
+def gathered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: TreePacking,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of every node to a copy of its path. The causal mask is aligned to the end of the keys."""
+    path_keys = packing.path_keys
+    assert path_keys is not None
+    key, value = (gather_tokens(part, path_keys.keys) for part in (key, value))
+    return varlen_attention(query, key, value, path_keys.seqlens, scale, window, softcap)
+
+
+def merged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: TreePacking,
+    nodes: NodesByPrefix,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of each node to itself, merged with attention to the shared tokens of its row."""
+    query, key, value = (part.contiguous() for part in (query, key, value))
+    return _MergedAttention.apply(query, key, value, nodes.queries, nodes.keys, packing.seqlens, nodes.seqlens, scale)
+
+
+class _MergedAttention(torch.autograd.Function):
+    """With the log-sum-exp and the output of the whole row, the backward kernel of each part computes exactly the
+    part's share of the gradients: P = exp(S - lse) and dS = P (dP - rowsum(dO O)) hold per key."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        own: Seqlens,
+        prefix: Seqlens,
+        scale: float,
+    ) -> torch.Tensor:
+        out, lse = kernel_forward(query, key, value, own, True, scale)
+        parts = query.index_select(0, queries), key.index_select(0, keys), value.index_select(0, keys)
+        prefix_out, prefix_lse = kernel_forward(*parts, prefix, False, scale)
+        own_lse = lse.index_select(1, queries)
+        # The weight of the prefix in the merged softmax is exp(prefix_lse) / (exp(prefix_lse) + exp(own_lse)).
+        weight = torch.sigmoid(prefix_lse - own_lse).transpose(0, 1)[..., None]
+        merged = torch.lerp(out.index_select(0, queries).to(weight.dtype), prefix_out.to(weight.dtype), weight)
+        out = out.index_copy(0, queries, merged.to(out.dtype))
+        lse = lse.index_copy(1, queries, torch.logaddexp(own_lse, prefix_lse))
+        ctx.save_for_backward(query, key, value, out, lse, queries, keys, *own[:2], *prefix[:2])
+        ctx.sizes, ctx.scale = (own[2:], prefix[2:]), scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse, queries, keys, *starts = ctx.saved_tensors
+        own, prefix = (*starts[:2], *ctx.sizes[0]), (*starts[2:], *ctx.sizes[1])
+        gradient = gradient.contiguous()
+        gradients = kernel_backward(gradient, query, key, value, out, lse, own, True, ctx.scale)
+        prefix_gradients = kernel_backward(
+            gradient.index_select(0, queries),
+            query.index_select(0, queries),
+            key.index_select(0, keys),
+            value.index_select(0, keys),
+            out.index_select(0, queries),
+            lse.index_select(1, queries),
+            prefix,
+            False,
+            ctx.scale,
+        )
+        # Prefixes of a nested tree overlap: their gradients are summed in float32 or wider.
+        wide = torch.promote_types(query.dtype, torch.float32)
+        merged = [
+            whole.to(wide).index_add_(0, index, part.to(wide)).to(whole.dtype)
+            for whole, part, index in zip(gradients, prefix_gradients, (queries, keys, keys), strict=True)
+        ]
+        return *merged, None, None, None, None, None
+
+
+def kernel_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seqlens: Seqlens,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention [n, heads, dim] and its log-sum-exp [heads, n]."""
+    result = torch.ops.aten._flash_attention_forward(query, key, value, *seqlens, 0.0, causal, False, scale=scale)
+    return result[0], result[1]
+
+
+def kernel_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    seqlens: Seqlens,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value."""
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
+    unused = torch.empty(0, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        gradient, query, key, value, out, lse, *seqlens, 0.0, causal, rng_state, unused, scale=scale
+    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -18,6 +18,9 @@ from verl.models.ulysses import SequenceParallel
 from verl.utils.device import copy_to_device
 
 Rows = TypeVar("Rows", bound="TokenRows")
+Seqlens: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int]
+"""Arguments of a variable-length kernel: starts of the queries and of the keys of each sequence, int32 [S + 1], and the
+largest number of each."""
 
 # Sequences of a group are padded to the longest: by up to a quarter, or by a few tokens, which cost less than another
 # call.
@@ -66,6 +69,11 @@ class Packing:
     @property
     def total(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def seqlens(self) -> Seqlens:
+        """For attention within each sequence."""
+        return self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> Packing:
         """Return a copy with another `cu_seqlens`, on another device."""

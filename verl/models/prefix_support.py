@@ -1,17 +1,18 @@
-"""Which models share prefixes on a GPU: those whose attention needs no more memory for it than planned. No torch."""
+"""Which models can share prefixes on a GPU: those with a kernel of bounded memory for it. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
+"""Of variable-length kernels."""
 
 
 def sharing_obstacle(config: Any) -> str | None:
     """Return why attention over prefix trees has no kernel with bounded memory on a GPU, or None.
 
     `config`: of the language model, as transformers reads it. Windows and soft-capping exclude the implementation that
-    merges two calls; the others copy the keys of every row, without a limit.
+    merges two calls (see `verl.models.attention`); the others copy the keys of every row, without a limit.
     """
     if _has_windows(config):
         return "layers with a sliding window copy the keys of every row"
@@ -20,7 +21,7 @@ def sharing_obstacle(config: Any) -> str | None:
     query, value = _head_dims(config)
     if query != value:
         return f"no kernel supports keys of {query} and values of {value} dimensions (latent attention)"
-    if query % 8 or query > _MAX_HEAD_DIM:
+    if query % 8 or query > MAX_HEAD_DIM:
         return f"no kernel supports heads of {query} dimensions"
     return None
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from verl.models.packing import PackedRows, Packing
+from verl.models.packing import PackedRows, Packing, Seqlens
 from verl.models.ulysses import SequenceParallel
 from verl.utils.buffer_sizes import MAX_GATHERED_KEYS
 from verl.utils.device import copy_to_device
@@ -61,19 +61,19 @@ class PrefixTree:
         self.shared = shared
 
     @property
-    def new(self) -> np.ndarray:
-        """[b]: tokens that each row contributes."""
+    def node_lengths(self) -> np.ndarray:
+        """[b]: tokens of each row's node; 0 if the row adds none."""
         return self.lengths - self.shared
 
     @property
     def total(self) -> int:
         """Number of computed tokens."""
-        return int(self.new.sum())
+        return int(self.node_lengths.sum())
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """[b + 1]: first computed token that each row contributes; then their number."""
-        return np.concatenate([[0], self.new.cumsum()])
+        """[b + 1]: first computed token of each row's node; then their number."""
+        return np.concatenate([[0], self.node_lengths.cumsum()])
 
     @cached_property
     def paths(self) -> list[np.ndarray]:
@@ -90,31 +90,27 @@ class PrefixTree:
 
 
 TreeAttention = Literal["gather", "merge"]
-"""Implementations of attention over a tree on CUDA, see `verl.models.tree_attention`."""
+"""Implementations of attention over a tree on CUDA, see `verl.models.attention`."""
 
 
-class GatheredKeys(NamedTuple):
-    """The path of every sequence; its last tokens are the sequence itself."""
+class PathKeys(NamedTuple):
+    """For each node the whole path of its row; the last tokens of the path are the node itself."""
 
     keys: torch.Tensor
     """[sum of paths] computed tokens."""
-    cu_keys: torch.Tensor
-    """int32 [S + 1]."""
-    max_keys: int
+    seqlens: Seqlens
+    """Of nodes (queries) and paths (keys)."""
 
 
-class Branches(NamedTuple):
-    """Sequences with a shared prefix, grouped by prefix: every query of a group attends to all its keys."""
+class NodesByPrefix(NamedTuple):
+    """Nodes of rows with shared tokens, grouped by these tokens: every query of a group attends to all its keys."""
 
     queries: torch.Tensor
-    """[n] computed tokens, each once."""
-    cu_queries: torch.Tensor
-    """int32 [groups + 1]."""
-    max_queries: int
+    """[n] computed tokens of the nodes, each once."""
     keys: torch.Tensor
-    """[m] computed tokens."""
-    cu_keys: torch.Tensor
-    max_keys: int
+    """[m] computed tokens: the shared tokens of each group."""
+    seqlens: Seqlens
+    """Of the queries and keys of each group."""
 
 
 class ExpandedRows(NamedTuple):
@@ -124,12 +120,12 @@ class ExpandedRows(NamedTuple):
     tokens: torch.Tensor
     """[sum of paths] computed tokens."""
     own: torch.Tensor
-    """[total] place of every computed token in `tokens`, in the sequence that contributes it."""
+    """[total] place of every computed token in `tokens`, in the row whose node it belongs to."""
 
 
 class TreePacking(Packing):
-    """The packing of the computed tokens of a prefix tree. A sequence is what one row contributes; it also attends to
-    the shared beginning of its row."""
+    """The packing of the computed tokens of a prefix tree. Its sequences are the nodes, which also attend to the shared
+    tokens of their rows."""
 
     def __init__(
         self,
@@ -144,15 +140,15 @@ class TreePacking(Packing):
         self.tree = tree
         self.token_index = token_index
         self._attention = attention
-        self._contributing = np.flatnonzero(tree.new)
-        lengths = tuple(tree.new[self._contributing].tolist())
-        starts = _starts(tree.new[self._contributing]) if cu_seqlens is None else cu_seqlens
+        self._rows_with_nodes = np.flatnonzero(tree.node_lengths)
+        lengths = tuple(tree.node_lengths[self._rows_with_nodes].tolist())
+        starts = _starts(tree.node_lengths[self._rows_with_nodes]) if cu_seqlens is None else cu_seqlens
         super().__init__(starts, lengths, max(lengths, default=0), sequence_parallel)
         # Computed before the pass: compiled layers only read attributes.
         self.attention = attention or self._select_attention()
         cuda = self.cu_seqlens.is_cuda
-        self.gathered = self._gathered() if cuda else None
-        self.branches = self._branches() if cuda and self.attention == "merge" else None
+        self.path_keys = self._path_keys() if cuda else None
+        self.nodes_by_prefix = self._group_nodes() if cuda and self.attention == "merge" else None
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
         return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
@@ -164,19 +160,19 @@ class TreePacking(Packing):
         return TreePacking(self.tree.padded(extra), self.token_index, self._attention)
 
     def _select_attention(self) -> TreeAttention:
-        keys = int(self.tree.lengths[self._contributing].sum())
+        keys = int(self.tree.lengths[self._rows_with_nodes].sum())
         return "gather" if keys <= MAX_GATHERED_KEYS * self.total else "merge"
 
-    def _gathered(self) -> GatheredKeys:
-        paths = [self.tree.paths[row] for row in self._contributing]
-        lengths = self.tree.lengths[self._contributing]
+    def _path_keys(self) -> PathKeys:
+        paths = [self.tree.paths[row] for row in self._rows_with_nodes]
+        lengths = self.tree.lengths[self._rows_with_nodes]
         keys, cu_keys = self._to_device(torch.from_numpy(np.concatenate(paths)), _starts(lengths))
-        return GatheredKeys(keys, cu_keys, int(lengths.max()))
+        return PathKeys(keys, (self.cu_seqlens, cu_keys, self.max_length, int(lengths.max())))
 
-    def _branches(self) -> Branches | None:
-        """Return None if no sequence shares a prefix."""
+    def _group_nodes(self) -> NodesByPrefix | None:
+        """Return None if no row has shared tokens."""
         tree = self.tree
-        rows = self._contributing[tree.shared[self._contributing] > 0]
+        rows = self._rows_with_nodes[tree.shared[self._rows_with_nodes] > 0]
         if not len(rows):
             return None
         # A prefix is identified by its last token.
@@ -185,7 +181,7 @@ class TreePacking(Packing):
         rows_by_group = rows[np.argsort(group, kind="stable")]
         queries = [np.arange(tree.starts[row], tree.starts[row + 1]) for row in rows_by_group]
         keys = [tree.paths[row][: tree.shared[row]] for row in rows[first]]
-        query_counts = np.bincount(group, weights=tree.new[rows]).astype(np.int64)
+        query_counts = np.bincount(group, weights=tree.node_lengths[rows]).astype(np.int64)
         key_counts = tree.shared[rows[first]]
         query_index, cu_queries, key_index, cu_keys = self._to_device(
             torch.from_numpy(np.concatenate(queries)),
@@ -193,17 +189,18 @@ class TreePacking(Packing):
             torch.from_numpy(np.concatenate(keys)),
             _starts(key_counts),
         )
-        return Branches(query_index, cu_queries, int(query_counts.max()), key_index, cu_keys, int(key_counts.max()))
+        sizes = int(query_counts.max()), int(key_counts.max())
+        return NodesByPrefix(query_index, key_index, (cu_queries, cu_keys, *sizes))
 
     @cached_property
     def expanded(self) -> ExpandedRows:
-        """The paths of all sequences, for attention without a kernel."""
+        """The paths of all rows with a node, for attention without a kernel."""
         tree = self.tree
-        lengths = tree.lengths[self._contributing]
-        paths = [tree.paths[row] for row in self._contributing]
+        lengths = tree.lengths[self._rows_with_nodes]
+        paths = [tree.paths[row] for row in self._rows_with_nodes]
         places = np.arange(lengths.sum())
         position = places - np.repeat(lengths.cumsum() - lengths, lengths)
-        own = places[position >= np.repeat(tree.shared[self._contributing], lengths)]
+        own = places[position >= np.repeat(tree.shared[self._rows_with_nodes], lengths)]
         tokens, own_places = self._to_device(torch.from_numpy(np.concatenate(paths)), torch.from_numpy(own))
         packing = Packing.from_lengths(lengths.tolist())
         (starts,) = self._to_device(packing.cu_seqlens)
@@ -243,7 +240,7 @@ class _GatherTokens(torch.autograd.Function):
         return (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)), None, None
 
 
-def shared_rows(
+def share_prefixes(
     rows: PackedRows, experts: torch.Tensor | None = None, attention: TreeAttention | None = None
 ) -> PackedRows:
     """Return `rows` (on the host) with every common prefix computed once; `rows` itself if nothing is shared.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models.packing import packed_rows
-from verl.models.shared_prefixes import PrefixTree, TreePacking, prefix_order, shared_rows, token_bytes
+from verl.models.shared_prefixes import PrefixTree, TreePacking, prefix_order, share_prefixes, token_bytes
 
 # Few different ids and lengths: nested prefixes, identical rows and rows that begin other rows are frequent.
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=9)
@@ -73,7 +73,7 @@ def test_shared_rows_have_the_tokens_positions_and_predecessors_of_the_plain_row
         ids[row, 4:] = torch.tensor([5, 6, 5, 6])
         mask[row, 4 - len(prompt) : 4 + length] = 1
     plain = packed_rows(ids, mask, response_length=4)
-    shared = shared_rows(plain)
+    shared = share_prefixes(plain)
     if shared is plain:
         return
     assert isinstance(shared.packing, TreePacking)
@@ -89,4 +89,4 @@ def test_shared_rows_have_the_tokens_positions_and_predecessors_of_the_plain_row
 
 def test_rows_without_a_common_token_are_returned_unchanged():
     plain = packed_rows(torch.tensor([[1, 2], [2, 1], [3, 1]]), torch.ones(3, 2, dtype=torch.long))
-    assert shared_rows(plain) is plain
+    assert share_prefixes(plain) is plain

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import one_sequence
-from verl.models import tree_attention
+from verl.models import attention
 from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
 
 TREES = {
@@ -68,10 +68,10 @@ def test_whole_rows(name, window, softcap):
     packing = packing_of(*TREES[name])
     # Softcapping computes the softmax in float32.
     if softcap is None:
-        check(lambda *x: tree_attention.tree_attention(*x, packing, 0.3, window), packing, window=window)
+        check(lambda *x: attention.tree_attention(*x, packing, 0.3, window), packing, window=window)
     else:
         inputs = inputs_of(packing)
-        actual = with_gradients(tree_attention.tree_attention(*inputs, packing, 0.3, window, softcap), inputs)
+        actual = with_gradients(attention.tree_attention(*inputs, packing, 0.3, window, softcap), inputs)
         expected = with_gradients(row_by_row(*inputs, packing, window, softcap), inputs)
         for mine, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
@@ -81,7 +81,7 @@ def test_whole_rows(name, window, softcap):
 @given(tree=trees())
 def test_random_trees_of_whole_rows(tree):
     packing = packing_of(*tree)
-    check(lambda *x: tree_attention.rows_attention(*x, packing, 0.3), packing)
+    check(lambda *x: attention.expanded_attention(*x, packing, 0.3), packing)
 
 
 # ---------------------------------------------------------------- implementations around CUDA kernels
@@ -134,22 +134,22 @@ def scores_of(query, key, causal, scale):
 @given(tree=trees())
 def test_parts_merged_by_log_sum_exp_have_exact_values_and_gradients(tree):
     packing = packing_of(*tree)
-    branches = packing._branches()
-    assert (branches is None) == (not (packing.tree.shared * packing.tree.new).any())
-    if branches is None:
+    nodes_by_prefix = packing._group_nodes()
+    assert (nodes_by_prefix is None) == (not (packing.tree.shared * packing.tree.node_lengths).any())
+    if nodes_by_prefix is None:
         return
-    assert len(set(branches.queries.tolist())) == len(branches.queries)
+    assert len(set(nodes_by_prefix.queries.tolist())) == len(nodes_by_prefix.queries)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "kernel_forward", exact_forward)
-        patch.setattr(tree_attention, "kernel_backward", exact_backward)
-        check(lambda *x: tree_attention.merged_attention(*x, packing, branches, 0.3), packing)
+        patch.setattr(attention, "kernel_forward", exact_forward)
+        patch.setattr(attention, "kernel_backward", exact_backward)
+        check(lambda *x: attention.merged_attention(*x, packing, nodes_by_prefix, 0.3), packing)
 
 
 @settings(max_examples=40, deadline=None)
 @given(tree=trees())
 def test_gathered_keys_have_exact_values_and_gradients(tree):
     packing = packing_of(*tree)
-    packing.gathered = packing._gathered()
+    packing.path_keys = packing._path_keys()
 
     def kernel(query, key, value, seqlens, scale, window, softcap):
         assert max(seqlens[0].diff()) == seqlens[2]
@@ -157,9 +157,9 @@ def test_gathered_keys_have_exact_values_and_gradients(tree):
         return exact_forward(query, key, value, seqlens, True, scale)[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "varlen_attention", kernel)
+        patch.setattr(attention, "varlen_attention", kernel)
         inputs = inputs_of(packing)
-        actual = with_gradients(tree_attention.gathered_attention(*inputs, packing, 0.3), inputs)
+        actual = with_gradients(attention.gathered_attention(*inputs, packing, 0.3), inputs)
         expected = with_gradients(row_by_row(*inputs, packing), inputs)
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)

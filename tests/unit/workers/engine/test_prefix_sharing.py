@@ -21,11 +21,11 @@ from tests.support.prefix_cases import BATCHES, RESPONSE, batch_of, computed_tok
 from tests.support.router_cases import moe_model
 from verl.config import ActorConfig, as_config
 from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
-from verl.models import tree_attention
+from verl.models import attention
 from verl.models.forward import ResponseModel
 from verl.models.model_checks import enable_packed_attention
 from verl.models.packing import packed_rows
-from verl.models.shared_prefixes import shared_rows
+from verl.models.shared_prefixes import share_prefixes
 from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import local_counts
@@ -73,7 +73,7 @@ def states_and_gradients(model, rows, index):
 
 
 def check_states(model, plain):
-    shared = shared_rows(plain)
+    shared = share_prefixes(plain)
     index = getattr(shared.packing, "token_index", np.arange(plain.packing.total))
     expected = states_and_gradients(model, plain, torch.arange(plain.packing.total))
     actual = states_and_gradients(model, shared, torch.from_numpy(index))
@@ -155,7 +155,7 @@ def test_any_tree_on_any_ranks_in_any_micro_batches_trains_the_same(policy_engin
     for rank in sorted(set(rank_of_row.tolist())):
         limit = draw.draw(st.one_of(st.none(), st.integers(1, 30)))
         micro = MicroBatching(max_tokens=limit) if draw.draw(st.booleans()) else MicroBatching(size=limit)
-        shared.prefix_sharing.whole_rows = draw.draw(st.booleans())
+        shared.prefix_sharing.expands_rows = draw.draw(st.booleans())
         parts.append(train_pass(shared, data.select_idxs(rank_of_row == rank), loss, micro, counts))
     assert sum(value for value, _ in parts) == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
     gradients = {name: sum(part[name] for _, part in parts) for name in expected[1]}
@@ -238,7 +238,7 @@ def test_a_budget_counts_computed_tokens_where_attention_has_a_kernel():
     data = shared_batch("groups")
     tokens, computed = int(data.batch["attention_mask"].sum()), computed_tokens("groups")
     engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="true")
-    engine.prefix_sharing.whole_rows = False
+    engine.prefix_sharing.expands_rows = False
     saved, _ = run(engine, data, MicroBatching(max_tokens=computed))[1]["prefix_saving"]
     assert tokens - saved == computed
 
@@ -246,28 +246,28 @@ def test_a_budget_counts_computed_tokens_where_attention_has_a_kernel():
 def test_a_budget_counts_whole_rows_where_attention_expands_them(monkeypatch):
     """Attention has no more queries, keys and values at once than without sharing."""
     data, budget, sizes = shared_batch("groups"), 30, []
-    expand = tree_attention.grouped_attention
+    expand = attention.grouped_attention
 
     def counted(query, *arguments):
         sizes.append(len(query))
         return expand(query, *arguments)
 
-    monkeypatch.setattr(tree_attention, "grouped_attention", counted)
+    monkeypatch.setattr(attention, "grouped_attention", counted)
     engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="auto")
     assert run(engine, data, MicroBatching(max_tokens=budget))[1]["prefix_saving"][0] > 0
     assert 0 < max(sizes) <= budget
 
 
-@pytest.mark.parametrize("whole_rows", [False, True])
-def test_the_operations_that_were_not_computed(whole_rows):
+@pytest.mark.parametrize("expands_rows", [False, True])
+def test_the_operations_that_were_not_computed(expands_rows):
     data, cost = shared_batch("groups"), SequenceCost(token=10.0, head=3.0, pair=2.0)
     engine = make_engine(model_of_kind("causal_lm"), prefix_sharing="true")
-    engine.prefix_sharing = PrefixSharing("true", cost, whole_rows)
+    engine.prefix_sharing = PrefixSharing("true", cost, expands_rows)
     saved, required = run(engine, data, MicroBatching())[1]["prefix_saving_flops"]
     lengths = data.batch["attention_mask"].sum(1).numpy()
     assert required == cost(lengths, data.batch["attention_mask"][:, -RESPONSE:].sum(1)).sum()
     shared = find_shared_prefixes(data).shared
-    assert saved == (10 * shared if whole_rows else cost(shared)).sum()
+    assert saved == (10 * shared if expands_rows else cost(shared)).sum()
 
 
 def test_an_obstacle_disables_auto_and_rejects_true(caplog):

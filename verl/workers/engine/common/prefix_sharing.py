@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from verl.config.engine import PREFIX_MIN_SAVING
 from verl.models.packing import PackedRows, packed_tokens
-from verl.models.shared_prefixes import TreeAttention, TreePacking, prefix_order, shared_rows, token_bytes
+from verl.models.shared_prefixes import TreeAttention, TreePacking, prefix_order, share_prefixes, token_bytes
 from verl.protocol import DataProto
 from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import Metrics, MicroBatching
@@ -28,17 +28,17 @@ _MICRO_BATCH_TOKENS = 1024
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Rows in depth-first order of their prefix tree."""
+    """Rows in depth-first order of their prefix tree (see `verl.models.shared_prefixes`)."""
 
     order: np.ndarray
     """[b]: index of each row in the batch."""
     shared: np.ndarray
-    """[b]: leading tokens that it shares with the row before it."""
+    """[b]: shared tokens of each row."""
     lengths: np.ndarray
-    """[b]: its tokens."""
+    """[b]: all tokens of each row."""
     responses: np.ndarray | None = None
     """[b]: its response tokens, which heads and losses process for every row; None: none."""
-    whole_rows: bool = False
+    expands_rows: bool = False
     """Whether token budgets count all tokens of a row, because attention computes whole rows."""
 
     @property
@@ -54,7 +54,7 @@ class SharedPrefixes:
         """Return [b], by row index, the tokens that count towards a budget of sets. `shared` [b], by row index."""
         lengths, responses = np.empty_like(self.lengths), np.empty_like(self.lengths)
         lengths[self.order], responses[self.order] = self.lengths, self.response_tokens
-        return lengths if self.whole_rows else np.maximum(lengths - shared, responses)
+        return lengths if self.expands_rows else np.maximum(lengths - shared, responses)
 
     def shared_within(self, sets: Sequence[int]) -> np.ndarray:
         """Return [b], by row index: tokens shared with the previous row (in depth-first order) of the same set.
@@ -76,15 +76,15 @@ def shared_micro_batch_rows(
 ) -> list[list[int]]:
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
-    A micro-batch is a range of the depth-first order, so that it computes a row only from where it branches off. The
-    limit counts computed tokens (all tokens with `whole_rows`; or rows), and also the response tokens of all rows; a
-    row over the limit forms its own micro-batch. The total cost of micro-batches and of the prefixes that they repeat
-    is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the costs are
-    balanced, so that all ranks are busy for about the same time.
+    A micro-batch is a range of the depth-first order, so that its first row is computed wholly and of later rows only
+    the nodes. The limit counts computed tokens (all tokens with `expands_rows`; or rows), and also the response tokens
+    of all rows; a row over the limit forms its own micro-batch. The total cost of micro-batches and of the prefixes
+    that they repeat is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the
+    costs are balanced, so that all ranks are busy for about the same time.
     """
     lengths, shared = prefixes.lengths, prefixes.shared
     if micro.max_tokens is not None:
-        computed = lengths if prefixes.whole_rows else lengths - shared
+        computed = lengths if prefixes.expands_rows else lengths - shared
         sizes = [_RangeSums(lengths, computed), _RangeSums(prefixes.response_tokens, prefixes.response_tokens)]
     else:
         sizes = [_RangeSums(np.ones_like(lengths), np.ones_like(lengths))]
@@ -97,11 +97,11 @@ def shared_micro_batch_rows(
 
 
 class _RangeSums:
-    """Sums over ranges of rows in which the first row counts fully and later rows by what they add."""
+    """Sums over ranges of rows, in which the first row counts fully and later rows by their nodes."""
 
     def __init__(self, full: np.ndarray, added: np.ndarray) -> None:
         self.repeated = full.astype(np.float64) - added
-        """What a row costs more as the first of a range."""
+        """Additional cost of a row as the first of a range."""
         self.sums = np.concatenate([[0.0], added.cumsum()])
 
     def of(self, first: int, end: int) -> float:
@@ -179,47 +179,49 @@ def supported_mode(mode: str, obstacle: str | None) -> str:
 class PrefixSharing:
     """Decides for each pass of an engine whether prefixes are shared, and applies it to every micro-batch."""
 
-    def __init__(self, mode: str, cost: SequenceCost, whole_rows: bool = False, replays_experts: bool = False) -> None:
+    def __init__(
+        self, mode: str, cost: SequenceCost, expands_rows: bool = False, replays_experts: bool = False
+    ) -> None:
         """`mode`: true, false or auto. `cost`: operations of a row. `replays_experts`: tokens are shared only if their
         `routed_experts` agree.
 
-        `whole_rows`: attention expands shared tokens to whole rows, without a kernel for them. Token budgets then count
-        all tokens of a row, so that attention needs the memory of a pass without sharing, and only the layers save.
+        `expands_rows`: attention has no kernel for shared tokens and computes whole rows. Token budgets then count all
+        tokens of a row, so that attention needs the memory of a pass without sharing, and only the layers save.
         """
         self.mode = mode
-        self.whole_rows = whole_rows
+        self.expands_rows = expands_rows
         self._cost = cost
         self.attention: TreeAttention | None = None
         """Implementation of attention; None: selected by size."""
         self._replays_experts = replays_experts
         self._active = False
-        self.required_tokens = self.computed_tokens = 0
-        """Of the current pass, without and with sharing."""
-        self._required_work = self._saved_work = 0.0
+        self.row_tokens = self.computed_tokens = 0
+        """Tokens of the current pass: of all rows, and those computed."""
+        self._row_work = self._saved_work = 0.0
 
     def begin(self, data: DataProto) -> SharedPrefixes | None:
         """Start a pass over `data`. Returns the common prefixes of its rows; None if they are not shared."""
-        self.required_tokens = self.computed_tokens = 0
-        self._required_work = self._saved_work = 0.0
+        self.row_tokens = self.computed_tokens = 0
+        self._row_work = self._saved_work = 0.0
         self._active = False
         if self.mode == "false":
             return None
-        prefixes = replace(find_shared_prefixes(data, self._experts(data)), whole_rows=self.whole_rows)
+        prefixes = replace(find_shared_prefixes(data, self._experts(data)), expands_rows=self.expands_rows)
         self._active = prefixes.saving > 0 and (self.mode == "true" or prefixes.saving >= PREFIX_MIN_SAVING)
         return prefixes if self._active else None
 
     def apply(self, rows: PackedRows, part: DataProto) -> PackedRows:
         """Return the packed rows of micro-batch `part` with common prefixes computed once, if this pass shares them."""
-        self.required_tokens += rows.packing.total
-        self._required_work += float(self._cost(rows.packing.lengths).sum()) + self._cost.head * len(rows.rows)
+        self.row_tokens += rows.packing.total
+        self._row_work += float(self._cost(rows.packing.lengths).sum()) + self._cost.head * len(rows.rows)
         if self._active:
             experts = self._experts(part)
             mask = None if experts is None else packed_tokens(part.batch["attention_mask"])
-            rows = shared_rows(rows, None if experts is None else experts[mask], self.attention)
+            rows = share_prefixes(rows, None if experts is None else experts[mask], self.attention)
         self.computed_tokens += rows.packing.total
         if isinstance(rows.packing, TreePacking):
             shared = rows.packing.tree.shared
-            self._saved_work += float((self._cost.token * shared if self.whole_rows else self._cost(shared)).sum())
+            self._saved_work += float((self._cost.token * shared if self.expands_rows else self._cost(shared)).sum())
         return rows
 
     def metrics(self) -> Metrics:
@@ -227,8 +229,8 @@ class PrefixSharing:
         if self.mode == "false":
             return {}
         return {
-            "prefix_saving": (self.required_tokens - self.computed_tokens, max(1, self.required_tokens)),
-            "prefix_saving_flops": (self._saved_work, max(1.0, self._required_work)),
+            "prefix_saving": (self.row_tokens - self.computed_tokens, max(1, self.row_tokens)),
+            "prefix_saving_flops": (self._saved_work, max(1.0, self._row_work)),
         }
 
     def _experts(self, data: DataProto) -> torch.Tensor | None:

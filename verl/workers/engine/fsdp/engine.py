@@ -122,8 +122,8 @@ class FSDPEngine(BaseTrainEngine):
         if not self._packs:
             self._routers = None
         replays = self._routers is not None and self._routers.replay
-        mode, whole_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
-        self.prefix_sharing = PrefixSharing(mode, self._cost, whole_rows, replays)
+        mode, expands_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
+        self.prefix_sharing = PrefixSharing(mode, self._cost, expands_rows, replays)
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs
