@@ -6,6 +6,8 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$(mktemp -d)}
 [ $# -eq 0 ] || shift
+unset PYTHONPATH VIRTUAL_ENV # the clone has its own environment
+mkdir -p "$folder"
 begin=$(date +%s)
 git clone --quiet --depth 1 "file://$root" "$folder/verl"
 cd "$folder/verl"
@@ -14,6 +16,6 @@ make setup "$@"
 installed=$(date +%s)
 make train "$@"
 trained=$(date +%s)
-curve=$(ls runs/quickstart/*.png)
+curve=$(ls runs/quickstart/*.png | head -n 1)
 echo "clone $((cloned - begin)) s, installation $((installed - cloned)) s, training $((trained - installed)) s," \
     "total $((trained - begin)) s; curve: $folder/verl/$curve"
