@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,6 +108,12 @@ def start_ray(
     runtime_env = get_ppo_ray_runtime_env()
     _disable_cpp_stacks()
 
+    def init_local() -> Any:
+        # Workers inherit this environment. With a `runtime_env`, each would be started by another Python process that
+        # imports Ray too, and the workers that Ray starts in advance could not be used.
+        with _environment(runtime_env["env_vars"]):
+            return ray.init(num_cpus=num_cpus, logging_level=level)
+
     def init() -> Any:
         try:
             return ray.init(num_cpus=num_cpus, runtime_env=runtime_env, logging_level=level)
@@ -120,7 +126,7 @@ def start_ray(
             return context
 
     if _known_cluster() in (None, "local"):
-        context, pids = start_local_cluster(init, start_timeout)
+        context, pids = start_local_cluster(init_local, start_timeout)
     else:
         try:
             with separate_process_groups() as pids:
@@ -134,6 +140,22 @@ def start_ray(
     if context.dashboard_url:  # with the extra `dashboard`
         logger.info("Ray dashboard: http://%s", context.dashboard_url.removeprefix("http://"))
     return RayProcesses(pids)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which the environment of this process contains `variables`."""
+    missing = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    before = {name: os.environ.get(name) for name in missing}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _disable_cpp_stacks() -> None:

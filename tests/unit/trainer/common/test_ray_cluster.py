@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,27 @@ def test_the_address_of_rays_dashboard_is_logged_where_there_is_one(monkeypatch,
     with caplog.at_level("INFO"):
         start_ray()
     assert ("Ray dashboard: http://127.0.0.1:8265" in caplog.text) == said
+
+
+def test_workers_of_a_local_cluster_inherit_the_variables(monkeypatch):
+    """With a `runtime_env`, every worker would be started by another process, and none in advance."""
+    import ray
+
+    during: dict[str, str | None] = {}
+
+    def init(**options: object) -> SimpleNamespace:
+        assert "runtime_env" not in options
+        during.update({name: os.environ.get(name) for name in ("NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "HF_ENDPOINT")})
+        return SimpleNamespace(dashboard_url=None)
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    start_ray()
+    assert during == {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "true", "HF_ENDPOINT": "http://mirror"}
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_a_cluster_that_does_not_answer_is_waited_for_only_where_it_had(monkeypatch, caplog):
