@@ -49,6 +49,12 @@ logger = logging.getLogger(__name__)
 
 # The last lines of a controller that failed are awaited so long; one that died writes none.
 _ERROR_OUTPUT_S = 1.0
+# Modules of transformers that ranks import to load a model; together they take seconds.
+_RANK_MODULES = (
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.generation.utils",
+)
 
 
 def main() -> None:
@@ -229,9 +235,6 @@ class TaskRunner:
 
     def _run(self, config: PPOConfig) -> str | None:
         with startup_phase("controller"):  # imports of torch, models and users' code
-            from verl.trainer.ppo.state import check_run_start
-            from verl.utils import hf_processor, hf_tokenizer
-
             for module in config.external_libs:
                 importlib.import_module(module)
             trainer_cls = self._trainer_class(config)
@@ -241,6 +244,28 @@ class TaskRunner:
             self.add_ref_policy_worker(config)
             self.add_teacher_worker(config)
             resource_pool_manager = self.init_resource_pool_mgr(config)
+        try:
+            with startup_phase("reserved devices"):
+                self._start_ranks(config, resource_pool_manager)
+            return self._train(config, trainer_cls, resource_pool_manager)
+        finally:
+            resource_pool_manager.release()
+
+    def _start_ranks(self, config: PPOConfig, resource_pool_manager: Any) -> None:
+        """Reserve the devices and start the processes of the ranks: they import what they need while this process
+        checks models, data and rewards."""
+        from verl.single_controller.ray.rank_start import start_early
+
+        modules = {worker.__module__ for worker in self.role_worker_mapping.values()}
+        resource_pool_manager.create_resource_pool()
+        pools = list(resource_pool_manager.resource_pool_dict.values())
+        start_early(pools, [*sorted(modules), *_RANK_MODULES])
+
+    def _train(self, config: PPOConfig, trainer_cls: Any, resource_pool_manager: Any) -> str | None:
+        """Check models, data and rewards, then create the trainer, start the workers and train."""
+        from verl.trainer.ppo.state import check_run_start
+        from verl.utils import hf_processor, hf_tokenizer
+
         model = config.actor_rollout_ref.model
         folders = self._check_models(config)
         start = check_run_start(config, self.role_worker_mapping)
@@ -279,7 +304,6 @@ class TaskRunner:
         finally:
             for manager in (reward_fn, val_reward_fn):
                 getattr(manager, "close", lambda: None)()
-            resource_pool_manager.release()
             start.close()
 
     def request_stop(self) -> None:

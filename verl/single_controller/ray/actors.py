@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -53,6 +54,11 @@ class RayRankHost(RankHost):
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules before `construct` needs them. One that cannot be imported raises its error there again."""
+        for name in modules:
+            importlib.import_module(name)
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         quiet_warnings()

@@ -45,6 +45,14 @@ class RayNode:
         return replace(self, free_gpus=self.total_gpus)
 
 
+@dataclass(frozen=True)
+class StartedRanks:
+    """Running actors of all ranks of a pool, for its next worker group. `prefix`: of their names."""
+
+    prefix: str
+    actors: list[Any]
+
+
 class RayResourcePool(ResourcePool):
     """Processes on Ray nodes: `process_on_nodes=[2, 2]` is two ranks on each of two nodes, ranks 0 and 1 on the first.
 
@@ -66,6 +74,8 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self._placement_groups: list[PlacementGroup] | None = None
         self._nodes: list[RayNode] = []
+        self.started: StartedRanks | None = None
+        """Processes that run already (see `start_early`) and that no worker group uses yet."""
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups of the pool, one per node, created on first use. Raises ResourceError if that fails."""
@@ -81,8 +91,14 @@ class RayResourcePool(ResourcePool):
         """The node of every rank; empty before the placement groups exist."""
         return [node for node, count in zip(self._nodes, self.store, strict=True) for _ in range(count)]
 
+    def take_started(self) -> StartedRanks | None:
+        """Return the processes that run already, for a worker group; None if there are none."""
+        started, self.started = self.started, None
+        return started
+
     def release(self) -> None:
         """Remove the placement groups, which kills the actors in them."""
+        self.started = None
         for group in self._placement_groups or []:
             remove_placement_group(group)
         self._placement_groups = None

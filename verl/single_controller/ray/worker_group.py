@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
@@ -18,9 +16,7 @@ from verl.single_controller.base.heartbeat import OpenCall
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
 from verl.single_controller.ray.actors import (
-    NAMESPACE,
     RayRankHandle,
-    RayRankHost,
     StoredArgument,
     find_dead,
     get_outcomes,
@@ -39,6 +35,7 @@ from verl.single_controller.ray.rank_monitor import (
     RecentMemory,
     explain_death,
 )
+from verl.single_controller.ray.rank_start import new_prefix, start_actors
 from verl.single_controller.ray.resource_pool import (
     RayNode,
     RayResourcePool,
@@ -46,7 +43,6 @@ from verl.single_controller.ray.resource_pool import (
     describe_cluster,
     lost_ranks,
 )
-from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
@@ -54,8 +50,6 @@ logger = logging.getLogger(__name__)
 GetOutcomes = Callable[[list[Any]], list[Any]]
 """From references to ended calls to their outcomes: outputs, exceptions or failures."""
 
-# Threads of the control lane. Every request that waits in an engine occupies one; abort and health need a free one.
-_CONTROL_THREADS = 256
 _POLL_S = 0.5
 _DEATH_GRACE_S = 1.0
 _RESTART_TIMEOUT_S = 300.0
@@ -104,7 +98,8 @@ class RayWorkerGroup(WorkerGroup):
         """
         if resource_pool is None or ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup: pass a resource_pool and a ray_cls_with_init, or use from_detached.")
-        self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
+        started = None if name_prefix or detached or worker_env else resource_pool.take_started()
+        self.name_prefix = name_prefix or (new_prefix() if started is None else started.prefix)
         self._detached = detached or resource_pool.detached
         self.expendable = expendable
         device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
@@ -118,8 +113,13 @@ class RayWorkerGroup(WorkerGroup):
         self._queries = RankQueries(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
-        self._workers += [None] * resource_pool.world_size
-        self._start_processes(range(resource_pool.world_size))
+        ranks = range(resource_pool.world_size)
+        if started is None:
+            self._workers += [None] * len(ranks)
+            self._start_processes(ranks)
+        else:
+            self._workers += started.actors
+            self._construct_roles(ranks)
 
     @classmethod
     def reserve(cls, pools: Sequence[Any]) -> None:
@@ -232,8 +232,12 @@ class RayWorkerGroup(WorkerGroup):
     # ---------------------------------------------------------------- starting
 
     def _start_processes(self, ranks: Sequence[int], timeout: float | None = None) -> None:
-        for rank, actor in zip(ranks, self._start_actors(self._plan.pool, self._plan.env, ranks), strict=True):
+        actors = start_actors(self._plan.pool, self.name_prefix, ranks, detached=self._detached, env=self._plan.env)
+        for rank, actor in zip(ranks, actors, strict=True):
             self._workers[rank] = actor
+        self._construct_roles(ranks, timeout)
+
+    def _construct_roles(self, ranks: Sequence[int], timeout: float | None = None) -> None:
         self._nodes[:] = self._plan.pool.nodes_by_rank()
         self._queries.reset()
         try:
@@ -243,28 +247,6 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self.shutdown()
             raise
-
-    def _start_actors(self, pool: RayResourcePool, env: dict[str, str], ranks: Sequence[int]) -> list[Any]:
-        # Also send the content of user files that were loaded before Ray was imported.
-        register_user_modules_by_value()
-        host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS, "heartbeat": 1})(RayRankHost)
-        bundles = [
-            (group, i)
-            for group, count in zip(pool.get_placement_groups(), pool.store, strict=True)
-            for i in range(count)
-        ]
-        return [
-            host.options(
-                name=f"{self.name_prefix}:{rank}",
-                namespace=NAMESPACE,
-                lifetime="detached" if self._detached else None,
-                num_cpus=0,
-                num_gpus=1.0 / pool.max_colocate_count if pool.use_gpu else 0,
-                runtime_env={"env_vars": env} if env else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(*bundles[rank]),
-            ).remote()
-            for rank in ranks
-        ]
 
     def _construct(self, plan: _StartPlan, ranks: Sequence[int]) -> None:
         pool = plan.pool
