@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from verl.single_controller.base.rank_host import RankHost
-from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker import RankHost, Worker
 
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 
 # Sampling weight of the rows of a source; default 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.protocol import DataProto
 from verl.types.request import Request, SamplingParams
-from verl.workers.rollout.rollout_job import RolloutJob
+from verl.workers.rollout.prompts import RolloutJob
 
 
 def requests_of(prompts: DataProto, params: SamplingParams, seed: int) -> list[Request]:

@@ -10,8 +10,7 @@ from verl.protocol import DataProto, object_array
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import BatchShard, Dispatch, register
 from verl.single_controller.base.errors import Failure
-from verl.single_controller.base.rank_host import RankHost
-from verl.single_controller.base.worker import RankInfo
+from verl.single_controller.base.worker import RankHost, RankInfo
 from verl.single_controller.ray import RayClassWithInitArgs
 
 

@@ -25,8 +25,7 @@ from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import output_since
-from verl.workers.rollout.prompts import sampling_params
-from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
+from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
 
 __all__ = ["AgentHost", "LoopContext", "derive_messages"]
 

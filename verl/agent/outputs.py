@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
-from verl.types.routed_experts import combine_calls
+from verl.types.request import combine_calls
 from verl.types.trajectory import Row, Status, Trajectory, Turn
 from verl.workers.rollout.call_trace import CallTrace, ModelCall
 

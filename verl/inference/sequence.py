@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from verl.inference.constraints import GrammarState
 from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
-from verl.types.request import Output, Request
-from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, split_entries
+from verl.types.request import ExpertEntry, Output, Request, join_entries, join_pieces, split_entries
 
 if TYPE_CHECKING:
     import numpy as np

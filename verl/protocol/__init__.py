@@ -1,7 +1,7 @@
 """DataProto, the batch type exchanged between controller and workers, and functions on it."""
 
+from verl.protocol.columns import union_numpy_dict, union_tensor_dict
 from verl.protocol.dataproto import DataProto, DataProtoConfig, DataProtoItem
-from verl.protocol.joins import union_numpy_dict, union_tensor_dict
 from verl.protocol.operations import (
     DataProtoFuture,
     collate_fn,

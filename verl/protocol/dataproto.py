@@ -27,6 +27,9 @@ from verl.protocol.columns import (
     as_tensordict,
     check_columns,
     common_batch_size,
+    concat_columns,
+    concat_meta,
+    continued_columns,
     from_state,
     known_keys,
     load_parts,
@@ -36,11 +39,6 @@ from verl.protocol.columns import (
     row_index,
     save_parts,
     to_state,
-)
-from verl.protocol.joins import (
-    concat_columns,
-    concat_meta,
-    continued_columns,
     union_meta,
     union_numpy_dict,
     union_tensor_dict,

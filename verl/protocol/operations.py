@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.protocol.columns import TensorColumns
+from verl.protocol.columns import TensorColumns, concat_columns
 from verl.protocol.dataproto import DataProto, DataProtoItem
-from verl.protocol.joins import concat_columns
 from verl.utils.nested import object_array
 
 _Proto = TypeVar("_Proto", bound=DataProto)

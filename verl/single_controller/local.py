@@ -12,8 +12,7 @@ from typing import Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, WorkerCallError, result_or_raise
-from verl.single_controller.base.rank_host import RankHost
-from verl.single_controller.base.worker import RankInfo
+from verl.single_controller.base.worker import RankHost, RankInfo
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
     RankHandle,

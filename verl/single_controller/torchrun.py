@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, result_or_raise
-from verl.single_controller.base.rank_host import RankHost
-from verl.single_controller.base.worker import RankInfo, Worker, worker_rank
+from verl.single_controller.base.worker import RankHost, RankInfo, Worker, worker_rank
 from verl.single_controller.base.worker_group import ClassWithInitArgs, RankHandle, ResourcePool, WorkerGroup, specs_of
 
 __all__ = ["TorchrunWorkerGroup", "serve_rank"]

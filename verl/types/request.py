@@ -1,24 +1,16 @@
-"""Request and Output of an inference engine, in token ids. Plain data, no torch."""
+"""Request and Output of an inference engine, in token ids; experts of the tokens; errors of engines.
+
+Plain data. Imports neither torch nor numpy (functions on experts import it), because the scheduler must not need them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-__all__ = [
-    "MAX_LOGIT_CHANGE",
-    "MAX_REPETITION_PENALTY",
-    "MAX_TEMPERATURE",
-    "MIN_REPETITION_PENALTY",
-    "MIN_TEMPERATURE",
-    "Output",
-    "Request",
-    "SamplingParams",
-    "TokenOutput",
-    "TopLogProbs",
-    "check_request",
-]
+if TYPE_CHECKING:
+    import numpy as np
 
 # Within these bounds no finite logit below 1e29 becomes infinite or NaN in float32: (1e29 * 1e3 + 1e9) / 1e-5 < 3.4e38.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
@@ -230,3 +222,84 @@ def check_request(request: Request, max_model_len: int, grammars: bool = False) 
 def _require(valid: bool, name: str, value: object, allowed: str) -> None:
     if not valid:
         raise ValueError(f"sampling {name}: {value!r} is invalid. Use {allowed}.")
+
+
+# ---------------------------------------------------------------- experts of tokens
+#
+# Experts of the tokens of a row [tokens, layers, k] are kept per sampled token, like log-probs and versions. The entry
+# of a sampled token holds the experts of the input tokens of the forward pass that sampled it: the whole prompt for the
+# first token, the previous token for each later one. So row i of the joined entries belongs to the pass that sampled
+# token i + 1, under the weights of that token's version, even if its KV was recomputed later with newer weights.
+
+
+ExpertEntry: TypeAlias = "np.ndarray | None"
+"""The entry of one sampled token [tokens, layers, k]; None: not known."""
+
+
+def unknown_experts(like: np.ndarray, count: int) -> np.ndarray:
+    """[count, layers, k] in the type of `like`, filled with its largest value, which is no expert's id."""
+    import numpy as np
+
+    return np.full((count, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
+
+
+def split_entries(experts: np.ndarray | None, prompt: int, tokens: int) -> list[ExpertEntry]:
+    """The entries of `tokens` sampled tokens after a prompt of `prompt` tokens; None for those beyond `experts`."""
+    if experts is None:
+        return [None] * tokens
+    ends = range(prompt, prompt + tokens)
+    return [experts[0 if end == prompt else end - 1 : end] if end <= len(experts) else None for end in ends]
+
+
+def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) -> np.ndarray | None:
+    """The rows of consecutive entries, beginning with that of sampled token `first`; None if no entry is known."""
+    import numpy as np
+
+    like = next((entry for entry in entries if entry is not None), None)
+    if like is None:
+        return None
+    sizes = (prompt if first + place == 0 else 1 for place in range(len(entries)))
+    rows = [unknown_experts(like, n) if entry is None else entry for entry, n in zip(entries, sizes, strict=True)]
+    return np.concatenate(rows)
+
+
+def join_pieces(first: np.ndarray | None, count: int, then: np.ndarray | None) -> np.ndarray | None:
+    """`first`, filled up with unknown experts to `count` rows, followed by `then`; None if both are None."""
+    import numpy as np
+
+    if first is None and then is None:
+        return None
+    like = then if first is None else first
+    assert like is not None
+    known = like[:0] if first is None else first[:count]
+    rows = [known, unknown_experts(like, count - len(known)), like[:0] if then is None else then]
+    return np.concatenate(rows)
+
+
+def combine_calls(earlier: np.ndarray | None, later: np.ndarray | None, start: int) -> np.ndarray | None:
+    """Experts of a row after a call whose first sampled token is at `start`.
+
+    From row `start - 1` on, the later call's rows are used. Before that, the earlier rows are kept, as they were when
+    their tokens were sampled; the later call only adds rows that no earlier call has.
+    """
+    import numpy as np
+
+    if earlier is None or later is None:
+        return earlier if later is None else later
+    return np.concatenate([earlier[: start - 1], later[min(len(earlier), start - 1) :]])
+
+
+# ---------------------------------------------------------------- errors of rollout engines
+
+
+class EngineDiedError(RuntimeError):
+    """The engine's own process or server has ended, with all its state. `BaseRollout.restart_if_dead` restarts it,
+    without weights."""
+
+
+class EngineBrokenError(RuntimeError):
+    """The engine failed inside a step and cannot be used any more. An engine in its own process then exits."""
+
+
+class EngineLostError(RuntimeError):
+    """A replica was lost, or generation has ended: it cannot finish this request."""

@@ -15,8 +15,14 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, DataProtoItem
-from verl.protocol.columns import TensorColumns, aliased_value, rename_mapping
-from verl.protocol.joins import concat_meta, continued_columns, union_meta
+from verl.protocol.columns import (
+    TensorColumns,
+    aliased_value,
+    concat_meta,
+    continued_columns,
+    rename_mapping,
+    union_meta,
+)
 from verl.single_controller.ray import column_store
 from verl.single_controller.ray.column_store import Lengths, StoredColumn, StoredRows, store_rows
 from verl.types.schema import OBJECT, stored_name

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.types.schema import selected_for

@@ -12,7 +12,7 @@ import torch
 
 from verl.algos import estimate_advantages, takes_argument
 from verl.algos import kl_penalty as kl_estimate
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.config import AlgorithmConfig, PPOConfig, as_config
 from verl.config.distillation import DistillationConfig, DistillationLossConfig
 from verl.protocol import DataProto

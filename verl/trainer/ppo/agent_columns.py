@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.config import RolloutConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.run_summary import TOOL_SHARE

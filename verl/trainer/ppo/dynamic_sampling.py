@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.algos.groups import Groups
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Groups, Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.training_health import no_samples_error

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from verl.algos import takes_argument
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array

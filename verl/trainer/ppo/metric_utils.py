@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.algos import correct_rollout
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.config import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import reference_metrics

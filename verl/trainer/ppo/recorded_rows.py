@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.recording.sampling import groups_within

@@ -26,8 +26,7 @@ from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState
 from verl.types.request import Output
 from verl.types.trajectory import Headers, HostReply, Status, Trajectory
 from verl.workers.rollout.partial_outputs import join_outputs
-from verl.workers.rollout.prompts import sampling_params
-from verl.workers.rollout.rollout_job import RolloutJob
+from verl.workers.rollout.prompts import RolloutJob, sampling_params
 from verl.workers.rollout.training_rows import empty_experts, trajectories_from_rows
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import BatchRef
 from verl.trainer.ppo.group_placement import SharedCosts, place_groups

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.trainer.ppo.agent_columns import unfinished_agents
 from verl.utils.reward_score.calls import ERROR_KINDS

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algos.trajectories import Trajectories
+from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array

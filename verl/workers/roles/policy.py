@@ -17,6 +17,7 @@ from verl.config.rollout import applies_lora
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, MeshPlace, make_nd_compute_dataproto_dispatch_fn, register
+from verl.types.request import EngineDiedError
 from verl.utils.device import resolve_dtype
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
@@ -33,7 +34,6 @@ from verl.workers.roles.training import (
 )
 from verl.workers.rollout.base import BaseRollout, Load
 from verl.workers.rollout.engine_host import EngineHost
-from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.training_rows import empty_experts, with_object_columns
 from verl.workers.sharding_manager import (

@@ -15,16 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.config import RolloutConfig
-from verl.types.request import Output, Request
+from verl.types.request import EngineDiedError, Output, Request
 from verl.types.trajectory import Trajectory, Turn
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.liveness import StoppedProcess, stopped_helper
 from verl.utils.progress import pulse_count
 from verl.utils.spans import GENERATING, BusySpans
-from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
-from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
+from verl.workers.rollout.prompts import RolloutJob, RolloutTask
 
 __all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
 

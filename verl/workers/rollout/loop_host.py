@@ -21,13 +21,11 @@ import numpy as np
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled
-from verl.types.request import Output
+from verl.types.request import EngineLostError, Output
 from verl.types.trajectory import Headers, HostReply, Trajectory
 from verl.utils.liveness import BackgroundWork, add_work_source, remove_work_source
 from verl.utils.progress import expect, pulse_count, tick
-from verl.workers.rollout.errors import EngineLostError
-from verl.workers.rollout.prompts import sampling_params
-from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
+from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
 
 __all__ = ["LoopHost"]
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl.types.request import Output, Request, SamplingParams
-from verl.types.routed_experts import join_pieces
+from verl.types.request import Output, Request, SamplingParams, join_pieces
 
 __all__ = ["join_outputs", "output_since", "output_to_resume", "resumable", "unfinished_part"]
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from verl.inference.sequence import Sequence
-from verl.types.request import SamplingParams
-from verl.types.routed_experts import split_entries
+from verl.types.request import SamplingParams, split_entries
 
 __all__ = [
     "PROBE_PROMPT",

@@ -12,7 +12,7 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.models.loading import read_config
 from verl.models.routing import empty_routes
 from verl.protocol import DataProto, object_array
-from verl.types.routed_experts import combine_calls, unknown_experts
+from verl.types.request import combine_calls, unknown_experts
 from verl.types.schema import COLUMNS
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.fs import resolve_model_path

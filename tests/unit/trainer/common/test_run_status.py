@@ -11,8 +11,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker, WorkerCallError
 from verl.single_controller.base.decorator import BatchShard, Dispatch, register
-from verl.single_controller.base.rank_host import RankHost
-from verl.single_controller.base.worker import RankInfo
+from verl.single_controller.base.worker import RankHost, RankInfo
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.common.run_status import Phases, RunStatus
 from verl.utils.console.startup import startup_phase

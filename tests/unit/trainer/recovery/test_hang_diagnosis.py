@@ -10,7 +10,7 @@ from verl.single_controller.base.heartbeat import Heartbeat, RankReport, find_co
 from verl.trainer.recovery.hang_diagnosis import diagnose_controller, diagnose_hang, report_table, slowest_rank
 from verl.utils.stacks import Frame
 
-HOST = (Frame("/x/verl/single_controller/base/rank_host.py", 60, "call", "verl"),)
+HOST = (Frame("/x/verl/single_controller/base/worker.py", 60, "call", "verl"),)
 UPDATE = (Frame("/x/verl/workers/engine/common/passes.py", 90, "forward_backward", "verl"), *HOST)
 TORCH = "/v/site-packages/torch/distributed"
 GATHER = (Frame(f"{TORCH}/distributed_c10d.py", 12, "all_gather_into_tensor"), Frame(f"{TORCH}/log.py", 3, "wrapper"))

@@ -9,8 +9,8 @@ from torch import nn
 from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
 from tests.support.tiny import tiny_model
 from verl.config import OptimConfig, as_config
+from verl.types.weights import bucketed
 from verl.workers.engine.common.optim import round_stochastically
-from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.fsdp import optimizer
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 

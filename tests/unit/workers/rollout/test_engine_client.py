@@ -17,13 +17,12 @@ from tests.support.engine_clients import HostHandle, RequestEngine, ScriptedRoll
 from tests.support.script_runner import scripted_engine
 from verl.single_controller.base.heartbeat import ComputeTracker
 from verl.single_controller.base.worker_group import RankHandle
-from verl.types.request import Output, Request, SamplingParams
+from verl.types.request import EngineLostError, Output, Request, SamplingParams
 from verl.utils.liveness import silent_peer
 from verl.workers.rollout import engine_client as module
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.engine_host import CollectedOutputs
-from verl.workers.rollout.errors import EngineLostError
 
 PARAMS = SamplingParams(max_new_tokens=8)
 ONE = Output([7], [-0.1], [0], finish_reason="stop")

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.scripted_hosts import ScriptedEngine, prompt_rows, scripted_config
-from verl.types.request import Request, SamplingParams
+from verl.types.request import EngineDiedError, Request, SamplingParams
 from verl.utils import liveness
 from verl.workers.roles.policy import ActorRolloutRefWorker
 from verl.workers.rollout.engine_host import EngineHost
-from verl.workers.rollout.errors import EngineDiedError
 
 META = {"step": 1, "seed": 7}
 

@@ -30,7 +30,7 @@ def start(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name, module in fake_tensorrt_llm.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     spec = importlib.machinery.ModuleSpec("tensorrt_llm", None)
-    monkeypatch.setattr("verl.workers.rollout.trtllm_rollout.trtllm_rollout.find_spec", lambda _: spec)
+    monkeypatch.setattr("verl.workers.rollout.trtllm_rollout.find_spec", lambda _: spec)
     monkeypatch.setattr(trtllm_rollout, "local_devices", lambda: {"here": torch.device("cpu")})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: AsyncLLM.last.log.append(("synchronize",)))
     started: list[TRTLLMRollout] = []

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.engine import OptimConfig
+from verl.types.weights import bucketed
 from verl.utils.buffer_sizes import PORTION
 from verl.workers.engine.common.offload import local_shard, sharded_like
 from verl.workers.engine.common.optim import MOMENTS, Float32Moments, build_optimizer, build_schedule
-from verl.workers.engine.common.weights import bucketed
 
 
 class ShardedAdamW:

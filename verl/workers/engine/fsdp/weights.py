@@ -16,11 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl.models.lora import Adapters
-from verl.types.weights import Manifest, RequestedRows, TensorSlice, TensorSpec
+from verl.types.weights import (
+    Manifest,
+    NamedRows,
+    RequestedRows,
+    TensorSlice,
+    TensorSpec,
+    bucket_key,
+    bucketed,
+    distinct_requests,
+    overlap,
+)
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.hf_export import write_safetensors
-from verl.workers.engine.common.weights import NamedRows, bucket_key, bucketed, distinct_requests, overlap
 
 
 class ModelWeights:

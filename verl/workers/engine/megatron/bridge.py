@@ -22,9 +22,8 @@ from torch import nn
 from verl.config.engine import MegatronConfig
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, shard_slices, weight_map
-from verl.types.weights import RequestedRows
+from verl.types.weights import NamedRows, RequestedRows, bucketed
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.weights import NamedRows, bucketed
 from verl.workers.engine.megatron.gathering import ModelCopy, RowRange, gather_everywhere, gather_on_rank0
 from verl.workers.engine.megatron.weights import CoreWeights, HFFiles
 

@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import RequestedRows
-from verl.workers.engine.common.weights import NamedRows, bucket_key, overlap
+from verl.types.weights import NamedRows, RequestedRows, bucket_key, overlap
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from torch import nn
 
 from verl.models.loading import pretrained_model
 from verl.models.megatron_core import CoreWeight, Piece
+from verl.types.weights import bucketed, overlap
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.weights import bucketed, overlap
 from verl.workers.engine.megatron.optimizer import optimizer_parts
 from verl.workers.engine.megatron.weights import CoreWeights, HFFiles
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, matrix_rectangles, shard_slices, weight_map
-from verl.types.weights import Manifest, RequestedRows, TensorSpec
+from verl.types.weights import Manifest, NamedRows, RequestedRows, TensorSpec, bucketed, distinct_requests, overlap
 from verl.workers.engine.common.sharded_checkpoint import Chunk
-from verl.workers.engine.common.weights import NamedRows, bucketed, distinct_requests, overlap
 from verl.workers.engine.megatron.gathering import (
     HeldRectangle,
     ModelCopy,
