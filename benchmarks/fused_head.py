@@ -21,7 +21,8 @@ from _shapes import copy_bandwidth
 from algos import measure, peak_bytes
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.fused_head import label_statistics, rows_per_chunk
+from verl.models.fused_head import label_statistics
+from verl.models.logits import rows_per_chunk
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
 TEMPERATURE = 0.8

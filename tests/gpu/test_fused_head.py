@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.models.fused_head import label_statistics
-from verl.models.heads import LogitAdjustment
+from verl.models.logits import LogitAdjustment
 
 pytestmark = pytest.mark.gpu
 

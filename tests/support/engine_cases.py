@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 from tests.support.tiny import STEADY_EPS, tiny_config, tiny_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine

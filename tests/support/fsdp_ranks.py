@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
 from tests.support.lora_cases import lora_results
 from tests.support.tiny import tiny_model
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 from verl.utils.torch_functional import distributed_masked_mean, distributed_mean_max_min_std
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.host_snapshot import HostSnapshot

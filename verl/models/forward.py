@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from verl.models.fused_head import label_statistics
-from verl.models.heads import head_weights, logit_adjustment, logit_head
+from verl.models.logits import TopTokens, head_weights, logit_adjustment, logit_head, top_tokens
 from verl.models.packing import PackedRows, RightPaddedRows, SequenceParallelRows
 from verl.models.shared_prefixes import TreePacking, gather_tokens
-from verl.models.top_tokens import TopTokens, top_tokens
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy", "other_log_probs", "top_ids", "top_log_probs"),

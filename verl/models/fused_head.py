@@ -2,70 +2,29 @@
 
 The backward pass recomputes the logits of each chunk and replaces them by their gradient, so a call saves only its
 inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
-
-Logits are never rounded to half precision: above 32, bfloat16 has a spacing of 0.25, and rounding logits changes
-probabilities by up to 1.5 % between engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from verl.models.heads import LogitAdjustment, wide_product
-from verl.utils.buffer_sizes import CHUNK_BYTES
-
-# Rows of a matmul tile.
-_TILE_ROWS = 128
-# Alignment of rows of logits in elements, for vector loads and matmul kernels.
-_ROW_MULTIPLE = 16
-# Lower bound of log-probs in p * log p: for p = 0, 0 * -inf would be NaN. exp(-1e4) is 0 in every float type, so the
-# product is 0.
-_MIN_LOG_PROB = -1e4
-
-
-class RowStatistics(NamedTuple):
-    """Softmax statistics of rows of logits, or of a part of the vocabulary; [rows] each; x = adjusted logit / T."""
-
-    max_logit: torch.Tensor
-    """max x."""
-    sum_exp: torch.Tensor
-    """sum of exp(x - max_logit)."""
-    sum_exp_x: torch.Tensor
-    """sum of exp(x - max_logit) (x - max_logit); not computed if the statistics were computed without entropy."""
-    label_logit: torch.Tensor
-    """x of the label; -inf if it is not in this part of the vocabulary."""
-
-    def log_sum_exp(self) -> torch.Tensor:
-        """log of the sum of exp(x)."""
-        return self.max_logit + self.sum_exp.log()
-
-    def log_probs(self) -> torch.Tensor:
-        return (self.label_logit - self.max_logit) - self.sum_exp.log()
-
-    def log_probs_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Log-probs of other tokens with logits x [rows, K]."""
-        return (x - self.max_logit[:, None]) - self.sum_exp.log()[:, None]
-
-    def entropy(self) -> torch.Tensor:
-        return self.sum_exp.log() - self.sum_exp_x / self.sum_exp
-
-    def all_reduce(self, group: dist.ProcessGroup) -> RowStatistics:
-        """Return the statistics of the whole vocabulary, of which each rank of `group` has a part."""
-        maxima = torch.stack([self.max_logit, self.label_logit])
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        max_logit, label_logit = maxima
-        shift = self.max_logit - max_logit
-        # Sums relative to the common maximum: exp(x - max_logit) is multiplied by exp(shift), and `shift` is added to
-        # x - max_logit.
-        sums = torch.stack([self.sum_exp, self.sum_exp_x + shift * self.sum_exp]) * shift.exp()
-        dist.all_reduce(sums, group=group)
-        sum_exp, sum_exp_x = sums
-        return RowStatistics(max_logit, sum_exp, sum_exp_x, label_logit)
+from verl.models.logits import (
+    MIN_LOG_PROB,
+    LogitAdjustment,
+    RowStatistics,
+    empty_statistics,
+    has_kernels,
+    logit_chunks,
+    logits_at_labels,
+    rows_per_chunk,
+    scale_logits_,
+    wide_dtype,
+    write_statistics,
+)
 
 
 def label_statistics(
@@ -88,63 +47,10 @@ def label_statistics(
     `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part (possibly empty), labels
     are relative to its start, and hidden states and their gradients are the same on every rank.
     """
-    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), _wide(hidden.dtype).itemsize, hidden.device.type)
+    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), wide_dtype(hidden.dtype).itemsize, hidden.device.type)
     return _LabelStatistics.apply(
         hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows, vocab_group
     )
-
-
-def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -> int:
-    """Return the rows per chunk: chunks of equal size within `CHUNK_BYTES`, a multiple of the tile size."""
-    limit = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, vocab * element_size))
-    tile = _TILE_ROWS if limit >= _TILE_ROWS else 1
-    limit -= limit % tile
-    chunks = max(1, _ceil_div(rows, limit))
-    return _ceil_div(rows, chunks * tile) * tile or 1
-
-
-def write_statistics(
-    out: torch.Tensor,
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float,
-    adjust: LogitAdjustment,
-    with_entropy: bool,
-) -> None:
-    """Write the `RowStatistics` of `logits` [rows, vocab], which may be overwritten, to `out` [4, rows] (see
-    `empty_statistics`)."""
-    if _has_kernels(logits):
-        from verl.models.fused_head_kernel import row_statistics
-
-        row_statistics(logits, labels, out, temperature, adjust.scale, adjust.softcap, with_entropy)
-    else:
-        torch.stack(chunk_statistics(logits, labels, temperature, adjust, with_entropy), out=out)
-
-
-def chunk_statistics(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
-) -> RowStatistics:
-    """Return the statistics of `logits` [rows, vocab], which are overwritten; labels may be outside the vocabulary."""
-    x = scale_logits_(logits, temperature, adjust)
-    inside = (labels >= 0) & (labels < x.shape[1])
-    label_logit = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
-    label_logit = torch.where(inside, label_logit, -torch.inf)
-    max_logit = x.amax(dim=1)
-    x.sub_(max_logit[:, None])
-    if not with_entropy:
-        return RowStatistics(max_logit, x.exp_().sum(dim=1), torch.zeros_like(max_logit), label_logit)
-    exp_x = x.clamp_(min=_MIN_LOG_PROB).exp()
-    sum_exp_x = torch.bmm(exp_x[:, None], x[:, :, None])[:, 0, 0]
-    return RowStatistics(max_logit, exp_x.sum(dim=1), sum_exp_x, label_logit)
-
-
-def logits_at_labels(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment
-) -> torch.Tensor:
-    """Return adjusted logits / temperature of `labels` [rows, K]; -inf for labels outside the vocabulary."""
-    inside = (labels >= 0) & (labels < logits.shape[1])
-    x = scale_logits_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
-    return torch.where(inside, x, -torch.inf)
 
 
 def chunk_gradients_(
@@ -173,7 +79,7 @@ def chunk_gradients_(
         x.exp_().mul_(-d_log_probs.sum(dim=1, keepdim=True))
     else:
         d_entropy = d_entropy * (adjust.scale / temperature)
-        p = x.clamp_(min=_MIN_LOG_PROB).exp()
+        p = x.clamp_(min=MIN_LOG_PROB).exp()
         x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs.sum(dim=1, keepdim=True)).mul_(p).neg_()
     _add_at_labels_(x, labels, d_log_probs)
     return x if slope is None else x.mul_(slope)
@@ -297,7 +203,7 @@ class _LabelStatistics(torch.autograd.Function):
                 ctx.temperature,
                 ctx.adjust,
             )
-            if _has_kernels(logits):
+            if has_kernels(logits):
                 d_logits = totals.buffer(logits)
                 _kernel_gradients(logits, d_logits, *statistics)
             else:
@@ -358,48 +264,6 @@ class _GradientSums:
         return (self._d_hidden, *sums)
 
 
-def empty_statistics(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a buffer [4, N] for the `RowStatistics` of `hidden` [N, H], one row per field.
-
-    It is uninitialized, unless this rank's part of the vocabulary is empty (only padding), for which `logit_chunks`
-    yields no chunks: then it contains the statistics of an empty vocabulary.
-    """
-    out = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
-    if not len(weight):
-        out.copy_(out.new_tensor([torch.finfo(out.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
-    return out
-
-
-def logit_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, logits [rows, vocab]), with logits of at least float32.
-
-    All chunks share one buffer: the logits are valid until the next iteration. Its rows are padded to a multiple of
-    `_ROW_MULTIPLE` elements.
-    """
-    vocab = len(weight)
-    if not vocab:
-        return
-    width = _ceil_div(vocab, _ROW_MULTIPLE) * _ROW_MULTIPLE
-    buffer = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
-    for begin in range(0, len(hidden), chunk_rows):
-        rows = slice(begin, min(begin + chunk_rows, len(hidden)))
-        logits = buffer[: rows.stop - begin]
-        wide_product(hidden[rows], weight.t(), out=logits)
-        if bias is not None:
-            logits.add_(bias)
-        yield rows, logits
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
     """total = beta * total + left @ right, multiplied in the dtype of the factors and added in that of `total`."""
     if total.dtype == left.dtype:
@@ -408,18 +272,3 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, b
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
-
-
-def scale_logits_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
-    """Return x = adjusted logits / temperature in float32 or float64. Logits of these dtypes are changed in place;
-    others are copied."""
-    x = logits.to(_wide(logits.dtype))
-    if adjust.scale != 1.0:
-        x.mul_(adjust.scale)
-    if adjust.softcap is not None:
-        x.div_(adjust.softcap).tanh_().mul_(adjust.softcap)
-    return x if temperature == 1.0 else x.div_(temperature)
-
-
-def _has_kernels(logits: torch.Tensor) -> bool:
-    return logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -1,4 +1,4 @@
-"""Load Hugging Face models for training: the config, a model on the meta device, and a model with its weights."""
+"""Hugging Face models for training: their config, the model on the meta device or with its weights; ValueModel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from verl.models.heads import ValueModel
 from verl.utils.torch_archive import read_archive
 
 ModelKind: TypeAlias = Literal["causal_lm", "value", "sequence_classification"]
@@ -21,6 +20,34 @@ _AUTO_CLASSES = {
 }
 
 _CLASSIFIER_HEAD = "score.weight"
+
+
+class ValueModel(nn.Module):
+    """A transformer with a linear head of one value per token, with the parameter names of a token classifier.
+
+    The head is initialized with 0, or with `score.weight` and `score.bias` of `head`.
+    """
+
+    def __init__(self, base: Any, head: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.config = base.config
+        self.base_model_prefix = base.base_model_prefix or "model"
+        setattr(self, self.base_model_prefix, base)
+        self.score = nn.Linear(base.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+        for name, value in (head or {}).items():
+            parameter = self.get_parameter(name)
+            if parameter.shape != value.shape:
+                raise ValueError(
+                    f"model.path: {name} of the checkpoint has shape {tuple(value.shape)}, but a value head needs "
+                    f"{tuple(parameter.shape)}. Use a model with one label, or one without a head."
+                )
+            parameter.data.copy_(value)
+
+    @property
+    def base_model(self) -> Any:
+        return getattr(self, self.base_model_prefix)
 
 
 def read_config(path: str, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None) -> Any:

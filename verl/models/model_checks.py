@@ -33,7 +33,7 @@ def check_head(model: ResponseModel, device: torch.device) -> None:
     if gap > _MAX_LOGIT_DIFFERENCE:
         raise ValueError(
             f"model.path: {type(model.hf).__name__} adjusts its logits after the output layer in an unknown way "
-            f"(they differ by {gap:.1%}). Use another model, or add the adjustment to verl.models.heads."
+            f"(they differ by {gap:.1%}). Use another model, or add the adjustment to verl.models.logits."
         )
 
 

@@ -21,7 +21,7 @@ from tests.support.merger_cases import (
 )
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 from verl.model_merger.formats import rank_files
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.support.engine_cases import make_batch, make_engine
 from tests.support.lora_cases import lora_engine, train_steps
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model, tiny_tokenizer
 from verl.model_merger.__main__ import main
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 
 DATA = make_batch()
 

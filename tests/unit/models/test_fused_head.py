@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.fused_head import (
-    CHUNK_BYTES,
-    chunk_gradients_,
-    gradients_at_labels,
-    label_statistics,
-    rows_per_chunk,
-)
-from verl.models.heads import LogitAdjustment
-from verl.models.top_tokens import top_tokens
+from verl.models.fused_head import chunk_gradients_, gradients_at_labels, label_statistics
+from verl.models.logits import LogitAdjustment, rows_per_chunk, top_tokens
+from verl.utils.buffer_sizes import CHUNK_BYTES
 
 ADJUSTMENTS = [None, LogitAdjustment(scale=0.25), LogitAdjustment(scale=2.0, softcap=3.0)]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
-from verl.models.heads import ValueModel
-from verl.models.loading import empty_model, pretrained_model, read_config
+from verl.models.loading import ValueModel, empty_model, pretrained_model, read_config
 
 
 def test_dropout_is_off_unless_asked_for(tmp_path):

@@ -19,7 +19,7 @@ from verl.inference.models import torch_ops
 from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.inference.weights import WeightShard, padded
-from verl.models.heads import wide_product
+from verl.models.logits import wide_product
 
 __all__ = ["FusedModel", "WeightLayout", "unsupported_reason"]
 

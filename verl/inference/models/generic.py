@@ -19,7 +19,7 @@ from verl.inference.models import InferenceModel
 from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.weights import WeightShard, pack_module
 from verl.models.attention import unsupported_layers, window_mismatch
-from verl.models.heads import logit_adjustment, wide_product
+from verl.models.logits import logit_adjustment, wide_product
 from verl.models.lora import linear_layers, linear_shape
 from verl.models.routing import record_routes, route_dtype, routers, unrouted
 

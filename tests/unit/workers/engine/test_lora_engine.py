@@ -20,7 +20,7 @@ from tests.support.engine_cases import (
 from tests.support.lora_cases import adapter_values, lora_engine, peft_gradients, perturb_lora_b, train_steps
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import MicroBatching

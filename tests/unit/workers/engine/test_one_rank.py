@@ -26,7 +26,7 @@ from tests.support.engine_cases import (
 )
 from tests.support.tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_model
 from verl.models import forward
-from verl.models.heads import ValueModel
+from verl.models.loading import ValueModel
 from verl.protocol import DataProto
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching

@@ -20,7 +20,8 @@ from tests.support.url_server import expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.workers.rollout.trtllm_rollout import TRTLLMRollout, trtllm_rollout
+from verl.workers.rollout import trtllm_rollout
+from verl.workers.rollout.trtllm_rollout import TRTLLMRollout
 
 PROMPTS = [[10 + i, 20, 30 + i] for i in range(6)]
 

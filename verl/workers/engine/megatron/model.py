@@ -35,14 +35,16 @@ from verl.models.forward import (
     scatter_to_responses,
     top_token_fields,
 )
-from verl.models.heads import logit_adjustment
+from verl.models.fused_head import label_statistics
 from verl.models.loading import ModelKind
+from verl.models.logits import logit_adjustment, top_tokens, without_padded_rows
 from verl.models.megatron_core import CoreArchitecture, padded_vocab
 from verl.models.packing import PackedRows
 from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.megatron.layers import (
     ColumnLinear,
     CoreConfig,
+    Float32Router,
     GroupedExperts,
     Norm,
     PackedAttention,
@@ -51,8 +53,6 @@ from verl.workers.engine.megatron.layers import (
 )
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
-from verl.workers.engine.megatron.router_replay import Float32Router
-from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
@@ -176,16 +176,15 @@ class MegatronModel(LanguageModule):
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
+        start = self._layout.tp.rank * len(weight)
         shared: dict[str, Any] = {
-            "tp_group": self._layout.tp.group if self._layout.tp.size > 1 else None,
-            "vocab_start": self._layout.tp.rank * len(weight),
-            "vocab_size": self._vocab,
             "adjust": self._adjust,
+            "vocab_group": self._layout.tp.group if self._layout.tp.size > 1 else None,
         }
-        inputs = hidden, weight, rows.labels, temperature
+        inputs = hidden, without_padded_rows(weight, start, self._vocab), rows.labels - start, temperature
         if top_k:
-            return top_token_fields(vocab_parallel_top_tokens(*inputs, top_k, **shared))
-        return label_statistics_fields(*vocab_parallel_statistics(*inputs, "entropy" in names, **shared))
+            return top_token_fields(top_tokens(*inputs, top_k, first=start, **shared))
+        return label_statistics_fields(*label_statistics(*inputs, "entropy" in names, **shared))
 
     def _scores(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.score(hidden.index_select(0, places).float()).squeeze(-1)

@@ -11,8 +11,7 @@ import torch
 from tests.support.gloo_threads import run_ranks_in_threads
 from tests.unit.models.test_fused_head import ADJUSTMENTS, Allocations, Case, plain_statistics
 from verl.models.fused_head import label_statistics
-from verl.models.top_tokens import top_tokens
-from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
+from verl.models.logits import top_tokens, without_padded_rows
 
 VOCAB = 29
 
@@ -28,17 +27,16 @@ def of_rank(rank, group, case, weight, ranks, temperature, adjust, seen=None):
     part = weight.chunk(ranks)[rank].clone().requires_grad_()
     hidden = case.hidden.detach().clone().requires_grad_()
     with seen or nullcontext():
-        found = vocab_parallel_statistics(
+        start = rank * len(part)
+        found = label_statistics(
             hidden,
-            part,
-            case.labels,
+            without_padded_rows(part, start, VOCAB),
+            case.labels - start,
             temperature,
             True,
-            tp_group=group,
-            vocab_start=rank * len(part),
-            vocab_size=VOCAB,
             adjust=adjust,
             chunk_rows=4,
+            vocab_group=group,
         )
         gradients = torch.autograd.grad((torch.stack(found) * case.loss_weights).sum(), [hidden, part])
     return found, *gradients
@@ -101,9 +99,10 @@ def test_several_labels_and_the_likeliest_tokens_are_those_of_the_whole_vocabula
     def asked(rank, group):
         part = weight.chunk(3)[rank].clone().requires_grad_()
         hidden = case.hidden.detach().clone().requires_grad_()
-        shared = {"tp_group": group, "vocab_start": rank * len(part), "vocab_size": VOCAB}
-        top = vocab_parallel_top_tokens(hidden, part, case.labels, 0.7, 12, **shared)
-        found, _ = vocab_parallel_statistics(hidden, part, labels, 0.7, False, **shared)
+        start = rank * len(part)
+        real = without_padded_rows(part, start, VOCAB)
+        top = top_tokens(hidden, real, case.labels - start, 0.7, 12, vocab_group=group, first=start)
+        found, _ = label_statistics(hidden, real, labels - start, 0.7, False, vocab_group=group)
         return top, found.detach(), *torch.autograd.grad((found**2).sum(), [hidden, part])
 
     wanted, _ = label_statistics(case.hidden, case.weight, labels, 0.7, False)

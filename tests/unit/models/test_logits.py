@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_model
-from verl.models.heads import ValueModel, head_weights, logit_head
+from verl.models.loading import ValueModel
+from verl.models.logits import head_weights, logit_head
 
 
 @pytest.mark.parametrize(
