@@ -12,7 +12,8 @@ from tests.support.workers import Counter
 from verl.protocol import DataProto, DataProtoConfig
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import Dispatch, register, register_dispatch_mode, update_dispatch_mode
-from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
+from verl.single_controller.base.worker_group import create_colocated_worker_cls
+from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 

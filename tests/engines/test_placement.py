@@ -16,10 +16,9 @@ from tests.engines.engines import MODELS, EngineRow
 from tests.support.tiny import tiny_model
 from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.types.request import Request, SamplingParams
+from verl.types.request import EngineDiedError, Request, SamplingParams
 from verl.utils.process_tree import children
 from verl.utils.transfer_group import TransferGroup, TransferHost
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, InProcessTransfer
 

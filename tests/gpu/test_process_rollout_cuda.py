@@ -18,9 +18,8 @@ from tests.support.tiny import save_tiny_model, tiny_model
 from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.names import ROLLOUTS
-from verl.types.request import Output, Request, SamplingParams
+from verl.types.request import EngineDiedError, Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.process.process_rollout import ProcessRollout

@@ -15,10 +15,9 @@ from tests.support.tensor_parallel_ranks import make_rollout
 from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.names import ROLLOUTS
-from verl.types.request import Request, SamplingParams
+from verl.types.request import EngineDiedError, Request, SamplingParams
 from verl.types.weights import TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import InProcessTransfer

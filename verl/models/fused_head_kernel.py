@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["logit_gradients", "row_statistics"]
-
 # Logits that one thread loads at once into its running softmax.
 _FOLD = 2
 _STATISTICS_TILE = 8192

@@ -19,12 +19,9 @@ from verl.single_controller.base.worker_group import (
     ResourcePool,
     WorkerGroup,
     check_prefixes,
-    create_colocated_worker_cls,
     specs_of,
 )
 from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows
-
-__all__ = ["LocalWorkerGroup", "create_colocated_worker_cls"]
 
 
 class LocalRankHost(RankHost):

@@ -22,8 +22,6 @@ from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerD
 from verl.single_controller.base.worker import RankHost, RankInfo, Worker, worker_rank
 from verl.single_controller.base.worker_group import ClassWithInitArgs, RankHandle, ResourcePool, WorkerGroup, specs_of
 
-__all__ = ["TorchrunWorkerGroup", "serve_rank"]
-
 logger = logging.getLogger(__name__)
 
 _WAIT_AFTER_FAILURE_S = 30.0

@@ -12,20 +12,6 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "ALIASES",
-    "COLUMNS",
-    "RESERVED",
-    "Alias",
-    "Axis",
-    "Call",
-    "Column",
-    "columns_read_by",
-    "filler",
-    "selected_for",
-    "stored_name",
-]
-
 Axis: TypeAlias = Literal["prompt", "response", "sequence", "row", "object"]
 PROMPT: Axis = "prompt"  # [rows, P], padded on the left
 RESPONSE: Axis = "response"  # [rows, R], padded on the right

@@ -11,8 +11,6 @@ import numpy as np
 
 from verl.types.request import Output
 
-__all__ = ["Headers", "HostReply", "Row", "Status", "TokenIds", "Trajectory", "Turn"]
-
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
 Status: TypeAlias = Literal["finished", "aborted", "failed"]
 

@@ -12,7 +12,7 @@ from verl.single_controller.ray import ResourceError
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
-from verl.workers.rollout.base import EngineDiedError
+from verl.types.request import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
 
 POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.RewardModel})

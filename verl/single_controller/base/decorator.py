@@ -19,24 +19,6 @@ import numpy as np
 
 from verl.protocol import DataProto, DataProtoConfig
 
-__all__ = [
-    "DISPATCH_MODE_FN_REGISTRY",
-    "BatchShard",
-    "Dispatch",
-    "DispatchGroup",
-    "DispatchMode",
-    "Execute",
-    "MeshPlace",
-    "MethodSpec",
-    "PerRank",
-    "get_predefined_dispatch_fn",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "method_specs",
-    "register",
-    "register_dispatch_mode",
-    "update_dispatch_mode",
-]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 LANES = ("compute", "control")
 _SPEC = "_verl_method_spec"

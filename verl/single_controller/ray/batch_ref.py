@@ -28,8 +28,6 @@ from verl.single_controller.ray.column_store import Lengths, StoredColumn, Store
 from verl.types.schema import OBJECT, stored_name
 from verl.utils.nested import deep_equal
 
-__all__ = ["BatchRef"]
-
 
 class _LocalColumn(NamedTuple):
     """The value of a column in this process."""

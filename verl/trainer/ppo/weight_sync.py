@@ -21,9 +21,9 @@ from verl.trainer.common.training_health import TrainingStoppedError
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns
 from verl.trainer.ppo.worker_groups import WorkerGroups
+from verl.types.request import EngineDiedError
 from verl.utils.exceptions import cause_chain
 from verl.utils.model import compute_position_id_with_mask
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
 
 logger = logging.getLogger(__name__)

@@ -13,23 +13,12 @@ import torch
 
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
-from verl.types.request import EngineBrokenError, EngineDiedError, Output, Request
+from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.utils.process_tree import watch_child_processes
 from verl.utils.py_functional import keyword_aliases
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.engine_host import EngineHost
-
-__all__ = [
-    "KV_MODES",
-    "PAUSE_MODES",
-    "RELEASE_TAGS",
-    "BaseRollout",
-    "EngineBrokenError",
-    "EngineDiedError",
-    "FollowerRollout",
-    "Load",
-]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")

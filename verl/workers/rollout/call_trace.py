@@ -19,8 +19,6 @@ from typing import Any
 from verl.types.request import Output, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["CallTrace", "ModelCall", "PartialCall", "PromptContext", "current_trace", "tracing"]
-
 
 @dataclass(slots=True)
 class ModelCall:

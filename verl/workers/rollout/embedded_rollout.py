@@ -19,8 +19,6 @@ from verl.types.weights import Bucket, Manifest, RequestedRows
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
 
-__all__ = ["EmbeddedRollout", "KVStore", "WeightStore", "merge_engine_arguments", "request_loop"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -32,8 +32,6 @@ from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
 from verl.workers.rollout.partial_outputs import join_outputs, output_to_resume, unfinished_part
 from verl.workers.rollout.prompts import parse_sampling_params
 
-__all__ = ["EngineClient"]
-
 logger = logging.getLogger(__name__)
 
 # Parameters without effect: the engine always reports log-probs, and generates one response per request.

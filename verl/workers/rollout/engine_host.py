@@ -25,8 +25,6 @@ from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask
 
-__all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
-
 # `num_turns` of a single-turn row: prompt and response, as SingleTurnAgentLoop counts them.
 _SINGLE_TURNS = 2
 

@@ -27,8 +27,6 @@ from verl.utils.progress import pulse
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
 
-__all__ = ["HFEngine", "HFRollout", "HFRunner"]
-
 # A finished row costs compute until it is removed, and removal copies the cache: rows are removed when this share of
 # them has finished.
 _COMPACT_SHARE = 0.25

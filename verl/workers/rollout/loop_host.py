@@ -27,8 +27,6 @@ from verl.utils.liveness import BackgroundWork, add_work_source, remove_work_sou
 from verl.utils.progress import expect, pulse_count, tick
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
 
-__all__ = ["LoopHost"]
-
 # After the first trajectory has finished, `collect` waits this long for more, to report them together. The wait grows
 # with the packing time, up to the maximum, so that packing takes at most this share of the thread's time: engine and
 # event loop share its CPU.

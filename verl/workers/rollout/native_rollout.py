@@ -11,8 +11,6 @@ from verl.inference.build import build_engine
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
-__all__ = ["NativeRollout"]
-
 logger = logging.getLogger(__name__)
 
 

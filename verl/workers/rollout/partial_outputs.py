@@ -9,8 +9,6 @@ import numpy as np
 
 from verl.types.request import Output, Request, SamplingParams, join_pieces
 
-__all__ = ["join_outputs", "output_since", "output_to_resume", "resumable", "unfinished_part"]
-
 
 def join_outputs(parts: Sequence[Output], prompt_length: int | None = None) -> Output:
     """Join consecutive parts of an output, in time linear in its length.

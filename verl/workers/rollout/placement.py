@@ -26,8 +26,6 @@ from verl.workers.rollout.base import BaseRollout, FollowerRollout
 from verl.workers.rollout.process.messages import EngineSpec
 from verl.workers.rollout.process.process_rollout import ProcessRollout
 
-__all__ = ["engine_start", "open_rollout", "start_step"]
-
 
 def open_rollout(
     model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device | str

@@ -13,11 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from verl.types.request import EngineDiedError
 from verl.utils.http_server.app import HttpError, create_app
 from verl.utils.http_server.server import ConnectionLimits, bind_socket, create_server
-from verl.workers.rollout.base import BaseRollout, EngineDiedError, Load
-
-__all__ = ["exposition", "serve_metrics"]
+from verl.workers.rollout.base import BaseRollout, Load
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
 from verl.workers.rollout.third_party_tokens import accept_reported
 
-__all__ = ["ChunkDetails", "OnChunks", "ServerStepEngine", "TokenChunk", "TokenServer"]
-
 # Maximum wait for chunks in one step: requests that are added or removed meanwhile wait as long.
 _WAIT_S = 0.005
 

@@ -17,8 +17,6 @@ from verl.types.request import Request
 from verl.utils.counter_noise import engine_seed
 from verl.workers.rollout.server_step_engine import OnChunks, ServerStepEngine, TokenChunk
 
-__all__ = ["RestartingStepEngine", "StreamEvent", "StreamingServer", "TokenSource", "params_after"]
-
 T = TypeVar("T")
 
 # Timeout of a pause: from the source's pause to the end of all streams.

@@ -11,17 +11,6 @@ import torch
 from verl.inference.sequence import Sequence
 from verl.types.request import SamplingParams, split_entries
 
-__all__ = [
-    "PROBE_PROMPT",
-    "PROBE_TOP_TOKENS",
-    "LogProbFactors",
-    "accept_reported",
-    "accept_reported_experts",
-    "accept_scaled",
-    "check_reported_log_probs",
-    "log_prob_factors",
-]
-
 PROBE_TOP_TOKENS = 20
 """The number of most likely tokens that the check needs."""
 PROBE_PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)

@@ -18,8 +18,6 @@ from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 
-__all__ = ["empty_experts", "rows_from_trajectories", "trajectories_from_rows", "with_object_columns"]
-
 
 def rows_from_trajectories(
     trajectories: Sequence[Trajectory],

@@ -33,8 +33,6 @@ from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamEv
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
-__all__ = ["TRTLLMMemory", "TRTLLMRollout", "TRTLLMSource", "TRTLLMWeights", "engine_arguments"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0

@@ -14,17 +14,6 @@ from torch import nn
 from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
 
-__all__ = [
-    "BucketPiece",
-    "CheckpointWeights",
-    "TensorAssembler",
-    "bucket_layout",
-    "checkpoint_tensors",
-    "dtype_name",
-    "layout_bytes",
-    "tied_names",
-]
-
 # Tensors of any dtype may start at multiples of this many bytes.
 _ALIGNMENT = 16
 

@@ -16,9 +16,6 @@ from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.weights import BucketPiece, TensorAssembler, bucket_layout, dtype_name, layout_bytes
 
-__all__ = ["BroadcastReceiver", "BroadcastSender", "InProcessTransfer", "SyncStats", "WeightSource"]
-
-
 # Large enough to make the fixed costs of a bucket negligible, small compared with a model shard.
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 

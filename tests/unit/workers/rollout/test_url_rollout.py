@@ -13,9 +13,8 @@ import torch
 from tests.support.tiny import tiny_config, tiny_model
 from tests.support.url_server import URLServer, expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.types.request import Request, SamplingParams
+from verl.types.request import EngineDiedError, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.url_rollout import URLRollout
 from verl.workers.rollout.url_rollout import server as server_module

@@ -29,8 +29,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from verl.utils.safe_pickle import Record, load_records, read_regular
 from verl.utils.torch_archive import dimensions, plain_types, read_tensor
 
-__all__ = ["METADATA", "StoredChunk", "StoredTensor", "TensorsOnlyPlanner", "TensorsOnlyReader", "read_folder"]
-
 METADATA = ".metadata"
 # Packages of the classes in .metadata files of torch and Megatron-Core; they are not imported.
 _PACKAGES = ("torch", "megatron", "pathlib", "collections", "enum")

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from verl.single_controller.base.errors import Failure
-from verl.types.request import Output, Request
+from verl.types.request import EngineBrokenError, Output, Request
 from verl.utils.exceptions import cause_chain
 from verl.utils.liveness import current_activity
 from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import die_with_parent, kill_tree_but_trackers
 from verl.utils.progress import pulse_count
-from verl.workers.rollout.base import BaseRollout, EngineBrokenError
+from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.placement import engine_start
 from verl.workers.rollout.process.messages import (
     EngineInfo,
@@ -40,8 +40,6 @@ from verl.workers.rollout.process.messages import (
     remote_exception,
 )
 from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandle, BufferReader
-
-__all__ = ["main"]
 
 _PROGRESS_INTERVAL_S = 0.5
 # After these errors nothing can be computed any more; out-of-memory errors are not among them.

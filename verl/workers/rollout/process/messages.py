@@ -18,17 +18,6 @@ from verl.types.request import Output
 from verl.types.weights import RequestedRows
 from verl.utils.exceptions import RemoteTraceback
 
-__all__ = [
-    "EngineInfo",
-    "EngineSpec",
-    "FinishedRequests",
-    "MessageChannel",
-    "MethodCall",
-    "MethodReply",
-    "ProgressReport",
-    "remote_exception",
-]
-
 
 @dataclass(frozen=True)
 class EngineSpec:

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from verl.single_controller.base.errors import Failure
-from verl.types.request import Output, Request
+from verl.types.request import EngineDiedError, Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSpec
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.liveness import activity, add_helper, remove_helper
 from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
 from verl.utils.progress import pulse
-from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, EngineDiedError, Load
+from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
 from verl.workers.rollout.process.messages import (
     EngineInfo,
     EngineSpec,
@@ -43,8 +43,6 @@ from verl.workers.rollout.process.messages import (
 )
 from verl.workers.rollout.process.shared_buffer import SharedBuffer, open_shared_buffer
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
-
-__all__ = ["EngineProcess", "ProcessRollout"]
 
 _HOST_MODULE = "verl.workers.rollout.process.host"
 _LOG_LINES = 20

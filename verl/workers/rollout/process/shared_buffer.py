@@ -21,8 +21,6 @@ from verl.types.weights import Bucket, TensorSlice
 from verl.utils.device import record_mapped_bytes
 from verl.workers.rollout.weights import BucketPiece, bucket_layout
 
-__all__ = ["BucketHandle", "BufferHandle", "BufferReader", "SharedBucket", "SharedBuffer", "open_shared_buffer"]
-
 logger = logging.getLogger(__name__)
 
 

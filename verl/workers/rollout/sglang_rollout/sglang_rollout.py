@@ -22,8 +22,6 @@ from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_
 from verl.workers.rollout.sglang_rollout.server import EngineThread, SGLangServer, SGLangStepEngine
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
-__all__ = ["ReleasableMemory", "SGLangKV", "SGLangRollout", "SGLangWeights", "engine_arguments"]
-
 
 @register_rollout(
     "sglang", package="sglang", install="make setup-sglang, or pip install -e .[sglang]", reports=("full",)

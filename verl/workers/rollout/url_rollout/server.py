@@ -24,23 +24,11 @@ from torch import nn
 
 from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence as TokenSequence
+from verl.types.request import EngineDiedError
 from verl.utils.concurrency import run_in_thread
 from verl.utils.transfer_group import TransferLostError
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.streaming_server import StreamEvent
 from verl.workers.rollout.weights import CheckpointWeights
-
-__all__ = [
-    "ControlClient",
-    "HTTPTokenSource",
-    "ServerAPI",
-    "ServerError",
-    "ServerLostError",
-    "ServerWeights",
-    "WeightTransport",
-    "local_address",
-    "run_both_sides",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,6 @@ from verl.workers.rollout.url_rollout.server import (
 )
 from verl.workers.rollout.weights import dtype_name
 
-__all__ = ["SGLangServerAPI", "SGLangTransport"]
-
 logger = logging.getLogger(__name__)
 
 # Larger tensors are only compared after the first update: one core computes the checksums.

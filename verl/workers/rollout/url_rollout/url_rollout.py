@@ -21,8 +21,6 @@ from verl.workers.rollout.url_rollout.server import ControlClient, HTTPTokenSour
 from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI, SGLangTransport
 from verl.workers.rollout.url_rollout.vllm_server import VllmServerAPI, VllmTransport
 
-__all__ = ["URLRollout", "connect"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, devic
 from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
 
-__all__ = ["VllmServerAPI", "VllmTransport"]
-
 _LOG_PROBS_MODE = "processed_logprobs"
 # Fields of the model configuration that must be equal in trainer and server.
 _MODEL_FIELDS = (

@@ -14,8 +14,6 @@ from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.vllm_rollout.weights import WeightReceiver
 from verl.workers.rollout.weights import BucketPiece, layout_bytes
 
-__all__ = ["SERVER_EXTENSION", "WeightMember", "device_name"]
-
 SERVER_EXTENSION = f"{__name__}.WeightMember"
 
 

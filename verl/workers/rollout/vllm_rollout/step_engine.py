@@ -11,10 +11,9 @@ import torch
 
 from verl.inference.sequence import Sequence
 from verl.models.routing import route_dtype
-from verl.types.request import Request, TopLogProbs, check_request
+from verl.types.request import EngineBrokenError, Request, TopLogProbs, check_request
 from verl.utils.counter_noise import engine_seed
 from verl.utils.progress import pulse
-from verl.workers.rollout.base import EngineBrokenError
 from verl.workers.rollout.third_party_tokens import (
     PROBE_PROMPT,
     PROBE_TOP_TOKENS,
@@ -25,8 +24,6 @@ from verl.workers.rollout.third_party_tokens import (
     log_prob_factors,
 )
 from verl.workers.rollout.weights import dtype_name
-
-__all__ = ["VllmStepEngine", "sampling_arguments"]
 
 
 class VllmStepEngine:

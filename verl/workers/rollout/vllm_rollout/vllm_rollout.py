@@ -25,8 +25,6 @@ from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
 from verl.workers.rollout.vllm_rollout.weights import WORKER_EXTENSION, SleepMode, VllmKV, VllmWeights
 from verl.workers.rollout.weights import dtype_name
 
-__all__ = ["engine_arguments", "vLLMRollout"]
-
 logger = logging.getLogger(__name__)
 
 _TESTED_VERSIONS = ("0.24.0", "0.32.0")

@@ -14,8 +14,6 @@ from verl.types.weights import TensorSlice, WeightMismatchError
 from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader, SharedBuffer
 from verl.workers.rollout.weights import CheckpointWeights, bucket_layout, layout_bytes
 
-__all__ = ["WORKER_EXTENSION", "SleepMode", "VllmKV", "VllmWeights", "WeightReceiver"]
-
 
 class VllmWeights(CheckpointWeights):
     """The `WeightStore` of vLLM: buckets are passed to the `WeightReceiver`s of its workers."""

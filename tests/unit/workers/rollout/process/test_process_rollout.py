@@ -18,12 +18,11 @@ from tests.support.breaking_engine import FAILING_REQUEST
 from tests.support.tiny import tiny_model
 from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.types.request import Output, Request, SamplingParams
+from verl.types.request import EngineDiedError, Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
 from verl.utils.liveness import stopped_helper
 from verl.utils.process_tree import children, why_not_running
 from verl.utils.progress import pulse_count
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.sharding_manager import InProcessTransfer
 

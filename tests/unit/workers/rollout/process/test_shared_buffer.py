@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from verl.inference.memory import DriverError
+from verl.types.request import EngineDiedError
 from verl.types.weights import TensorSlice, TensorSpec
-from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process import shared_buffer
 from verl.workers.rollout.process.shared_buffer import BufferHandle, BufferReader, SharedBuffer
 from verl.workers.rollout.weights import TensorAssembler
