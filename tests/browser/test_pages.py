@@ -25,7 +25,7 @@ def no_errors(browser):
 def test_overview_has_charts_config_and_health(browser, address):
     browser.open(address)
     titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map((e) => e.textContent)")
-    assert {"Reward", "Validation", "Entropy (nats)", "Step time (s)"} <= set(titles)
+    assert {"Reward", "Validation (band: 95 % interval)", "Entropy (nats)", "Step time (s)"} <= set(titles)
     browser.wait("document.querySelector('.findings').innerText.includes('No finding')")
     assert "first" in browser.text
     browser.screenshot("overview")
@@ -81,6 +81,8 @@ def test_groups_are_filtered_and_searched(browser, address):
     browser.click("form button")
     browser.wait("document.querySelectorAll('.hits li').length === 2")
     assert browser.evaluate("document.querySelector('mark').textContent") == "needle"
+    browser.wait("document.querySelector('form button[type=button]').hidden")  # nothing to stop
+    assert "rewards in the table: 0" in browser.text
 
 
 def test_an_answer_marks_trained_tokens_and_tool_results(browser, address):
@@ -100,6 +102,26 @@ def test_validation_lists_newly_correct_and_newly_wrong(browser, address):
     browser.wait("document.body.innerText.includes('Responses over time')")
     assert browser.evaluate("document.querySelectorAll('section details.turn').length") == 3
     browser.screenshot("validation")
+
+
+def test_validations_that_cannot_be_compared_say_why(browser, serve, tmp_path):
+    writer = open_writer(tmp_path)
+    for step in (1, 2):
+        write_step(writer, step)
+    writer.event("end", 2)
+    close(writer)
+    with serve(tmp_path) as url:
+        browser.open(f"{url}#validation")
+        assert "only one validation" in browser.text
+        colours = "[...document.querySelectorAll('.scale')].map((e) => e.innerText.split(/\\s+/).join(' '))"
+        assert browser.evaluate(colours) == ["wrong correct"]
+
+
+def test_ticks_of_steps_are_whole_numbers(browser, address):
+    browser.open(address)
+    results = "[m.ticks(0, 2, 6, 1), m.ticks(0, 2, 4)]"
+    script = f"import('/static/chart.js').then((m) => arguments[0]({results}))"
+    assert browser.driver.execute_async_script(script) == [[0, 1, 2], [0, 0.5, 1, 1.5, 2]]
 
 
 def test_health_has_findings_with_remedies_and_events(browser, serve, tmp_path):

@@ -1,7 +1,7 @@
 // One response: conversation with turns, trained tokens, a strip of per-token values, reward and its components.
 
 import { get } from "./api.js";
-import { color, h, hideTooltip, select, short, showTooltip, visible } from "./dom.js";
+import { color, h, hideTooltip, plural, scaleLegend, select, short, showTooltip, visible } from "./dom.js";
 
 const COLUMNS = {
   rollout_log_probs: "log-prob (rollout), nats",
@@ -33,9 +33,9 @@ function scale(name, values) {
   if (name === "versions") return h("span", { class: "muted" }, "one colour per version");
   const isDiverging = DIVERGING.has(name);
   const [low, high] = limits(name, values);
-  const boxes = Array.from({ length: isDiverging ? 9 : LEVELS }, (_, index) => h("i", { class: `${isDiverging ? "d" : "q"}${index}` }));
-  const [left, right] = isDiverging ? [`≤ ${short(low)}`, `≥ ${short(high)}`] : [short(low), name.endsWith("log_probs") ? `≤ ${short(high)}` : short(high)];
-  return h("span", { class: "scale muted" }, `${left} `, boxes, ` ${right}`);
+  if (!isDiverging) return scaleLegend(short(low), name.endsWith("log_probs") ? `≤ ${short(high)}` : short(high));
+  const boxes = Array.from({ length: 9 }, (_, index) => h("i", { class: `d${index}` }));
+  return h("span", { class: "scale muted" }, `≤ ${short(low)} `, boxes, ` ≥ ${short(high)}`);
 }
 
 /** Class of the colour of every value: q0 to q7 (sequential), d0 to d8 (diverging) or v0 to v6 (versions). */
@@ -64,7 +64,7 @@ export async function renderAnswer(view) {
     h("section", { class: "bar" },
       h("a", { href: view.link("groups", { run, step, uid: params.uid }) }, `← step ${step}`), runs.length > 1 ? ` ${visible(runs[run].name)} ` : null,
       h("button", { onclick: go(-1), disabled: place <= 0, title: "previous response (←)" }, "◀"),
-      h("b", {}, `response ${sample} (${samples.length} responses in the group)`),
+      h("b", {}, `response ${sample} (${plural(samples.length, "response")} in the group)`),
       h("button", { onclick: go(1), disabled: place >= samples.length - 1, title: "next response (→)" }, "▶"),
       result.parts.length > 1 ? select("row", result.parts.map((_, index) => [index, `${index + 1} of ${result.parts.length}`]), number, (value) => view.go("answer", { ...params, part: value })) : null),
     details(part), ...conversation(view, part));
@@ -121,7 +121,7 @@ function conversation(view, part) {
       }
     }
     position = end;
-    const label = `${isModel ? "model" : visible(turn.name ?? "environment")} · ${turn.tokens ?? "?"} tokens${turn.reward === null ? "" : ` · reward ${short(turn.reward)}`}`;
+    const label = `${isModel ? "model" : visible(turn.name ?? "environment")} · ${plural(turn.tokens, "token")}${turn.reward === null ? "" : ` · reward ${short(turn.reward)}`}`;
     turns.push(isModel ? h("section", { class: "turn" }, h("h3", {}, label), body) : h("details", { class: "turn", open: true }, h("summary", {}, label), body));
   }
   const strip = new Strip(columns, (index) => describe(part, columns, index), (index) => spans[index]?.scrollIntoView({ block: "center" }));
@@ -154,10 +154,10 @@ function conversation(view, part) {
       }) : null,
       legend,
       part.tokens ? select("show", [["0", "tokens"], ["1", "text"]], isText ? "1" : "0", (value) => view.go("answer", { ...view.params, text: value === "1" ? "1" : null }, true)) : null,
-      h("span", { class: "muted" }, h("span", { class: "token trained" }, "trained"), " ", h("span", { class: "token masked" }, "not trained"), ` · ${count} tokens · point at a token for its values`)),
-    unknown && !isText ? h("p", { class: "muted" }, `▒: ${unknown} tokens without text (redacted, or not in the tokenizer's vocabulary).`) : null,
+      h("span", { class: "muted" }, h("span", { class: "token trained" }, "trained"), " ", h("span", { class: "token masked" }, "not trained"), ` · ${plural(count, "token")} · point at a token for its values`)),
+    unknown && !isText ? h("p", { class: "muted" }, `▒: ${plural(unknown, "token")} without text (redacted, or not in the tokenizer's vocabulary).`) : null,
     count ? strip.element : null,
-    h("details", { class: "turn" }, h("summary", {}, `prompt · ${part.prompt_tokens?.length ?? "?"} tokens`), prompt), text,
+    h("details", { class: "turn" }, h("summary", {}, `prompt · ${plural(part.prompt_tokens?.length, "token")}`), prompt), text,
   ].filter(Boolean);
 }
 

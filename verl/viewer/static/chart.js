@@ -16,10 +16,10 @@ export function smooth(values, weight) {
   });
 }
 
-/** About `count` round numbers between two values. */
-export function ticks(low, high, count) {
+/** About `count` round numbers between two values, at least `smallest` apart. */
+export function ticks(low, high, count, smallest = 0) {
   if (!(high > low)) return [low];
-  const raw = (high - low) / Math.max(1, count);
+  const raw = Math.max((high - low) / Math.max(1, count), smallest);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw);
   const values = [];
@@ -147,7 +147,7 @@ export class LineChart extends Canvas {
     this.places = { xPlace, yPlace, left, right, width };
     const yTicks = this.log ? logTicks(low, high) : ticks(low, high, 6);
     const y = { ticks: yTicks, labels: this.log ? yTicks.map((value) => this.yFormat(10 ** value)) : tickLabels(yTicks, this.yFormat), place: yPlace };
-    const xTicks = ticks(left, right, Math.max(2, width / 64));
+    const xTicks = ticks(left, right, Math.max(2, width / 64), this.xLabel === "step" ? 1 : 0);
     this.axes(context, width, { ticks: xTicks, labels: tickLabels(xTicks, this.xFormat), place: xPlace }, y, this.xLabel);
     context.save();
     context.beginPath();

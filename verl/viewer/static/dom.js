@@ -44,6 +44,16 @@ export function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 && value > 0 ? 1 : 0)} %`;
 }
 
+/** A number of things: 1 token, 2 tokens; ? if it is unknown. */
+export function plural(count, noun) {
+  return `${count ?? "?"} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** Legend of a sequential colour scale, from the colour of `low` to that of `high`. */
+export function scaleLegend(low, high) {
+  return h("span", { class: "scale muted" }, `${low} `, Array.from({ length: 8 }, (_, index) => h("i", { class: `q${index}` })), ` ${high}`);
+}
+
 /** Seconds as 12 ms, 3.4 s, 5 min, 3.2 h. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";

@@ -2,7 +2,7 @@
 
 import { get, isExport, search } from "./api.js";
 import { Scatter } from "./chart.js";
-import { h, percent, select, short, table, visible } from "./dom.js";
+import { h, percent, plural, scaleLegend, select, short, table, visible } from "./dom.js";
 
 const VALUES = { score_mean: "mean reward", score_std: "std of rewards", length_mean: "mean length (tokens)", staleness: "staleness (versions)", prompt_tokens: "prompt length (tokens)" };
 const FILTERS = {
@@ -49,6 +49,7 @@ export async function renderGroups(view) {
   const step = nearestStep(steps, params.step === undefined ? undefined : Number(params.step));
   const result = await get("groups", { run, step });
   const groups = rowsOf(result.columns);
+  const range = rewardRange(groups);
   const settings = { x: params.x ?? "length_mean", y: params.y ?? "score_mean", filter: params.filter ?? "all" };
   const body = h("div");
   const detail = h("section", { id: "group", "aria-live": "polite" });
@@ -59,6 +60,7 @@ export async function renderGroups(view) {
     view.set({ run, step, uid });
     draw();
     await showGroup(view, detail, run, step, groups.find((group) => group.uid === uid));
+    detail.scrollIntoView({ block: "nearest" }); // below the table on narrow screens
   };
   const scatter = new Scatter("Groups", (point) => open(point.uid));
   const draw = () => {
@@ -68,7 +70,7 @@ export async function renderGroups(view) {
       color: group.score_std > 0 ? "--c0" : "--c5",
       lines: [visible(group.prompt ?? "").slice(0, 120), `reward ${short(group.score_mean)} ± ${short(group.score_std)} · ${short(group.length_mean)} tokens · staleness ${short(group.staleness)}`],
     })), VALUES[settings.x], VALUES[settings.y]);
-    body.replaceChildren(groupTable(shown, selected, open));
+    body.replaceChildren(groupTable(shown, selected, open, range));
   };
   const change = (values) => {
     Object.assign(settings, values);
@@ -81,12 +83,13 @@ export async function renderGroups(view) {
   view.container.append(
     h("section", { class: "bar" }, ...stepBar(view, "groups", steps, run, step, { x: params.x, y: params.y, filter: params.filter }).filter(Boolean),
       select("show", Object.entries(FILTERS).map(([name, [text]]) => [name, text]), settings.filter, (filter) => change({ filter }))),
-    h("p", {}, `${groups.length} groups, ${groups.reduce((sum, group) => sum + group.scores.length, 0)} responses; `,
+    h("p", {}, `${plural(groups.length, "group")}, ${plural(groups.reduce((sum, group) => sum + group.scores.length, 0), "response")}; `,
       h("b", {}, `${silent} without signal (${percent(silent / groups.length)})`),
       recorded < groups.length || !result.has_responses ? h("span", { class: "note" }, ` Responses of ${result.has_responses ? recorded : 0} groups are recorded${result.has_responses ? " (a uniform sample, trainer.record.max_mb_per_step)" : "; those of this step were deleted to stay within trainer.record.max_gb, or skipped"}.`) : null),
     searchBar(view, run, step, hits), hits,
     h("section", { class: "bar" }, select("x", options, settings.x, (x) => change({ x })), select("y", options, settings.y, (y) => change({ y })),
-      h("span", { class: "muted" }, h("span", { class: "key k0" }), "with signal ", h("span", { class: "key k5" }), "without signal")),
+      h("span", { class: "muted" }, h("span", { class: "key k0" }), "with signal ", h("span", { class: "key k5" }), "without signal"),
+      h("span", { class: "muted", id: "reward-colours" }, "rewards in the table: ", scaleLegend(...range.map(short)))),
     h("div", { class: "split" }, h("div", {}, scatter.element, body), detail));
   draw();
   if (selected) await showGroup(view, detail, run, step, groups.find((group) => group.uid === selected));
@@ -99,12 +102,17 @@ function rowsOf(columns) {
   return rows.map((row) => ({ ...row, isAbove: row.score_mean >= mean }));
 }
 
-function groupTable(groups, selected, open) {
+/** Rewards with the lightest and the darkest colour, of all groups of the step. */
+function rewardRange(groups) {
+  return groups.flatMap((group) => group.scores).reduce(([low, high], score) => (score === null ? [low, high] : [Math.min(low, score), Math.max(high, score)]), [0, 1]);
+}
+
+function groupTable(groups, selected, open, range) {
   const columns = [
     { name: "prompt", label: "prompt", value: (group) => group.prompt ?? group.uid, show: (group) => h("span", { class: "clip" }, visible(group.prompt ?? group.uid)) },
     { name: "score_mean", label: "reward", value: (group) => group.score_mean, show: (group) => short(group.score_mean), numeric: true },
     { name: "score_std", label: "std of rewards", value: (group) => group.score_std, show: (group) => short(group.score_std), numeric: true },
-    { name: "scores", label: "rewards", value: (group) => group.scores.length, show: (group) => scoreCells(group.scores), title: "reward of each response" },
+    { name: "scores", label: "rewards", value: (group) => group.scores.length, show: (group) => scoreCells(group.scores, range), title: "reward of each response" },
     { name: "length_mean", label: "tokens (mean)", value: (group) => group.length_mean, show: (group) => short(group.length_mean), numeric: true },
     { name: "staleness", label: "staleness", value: (group) => group.staleness, show: (group) => short(group.staleness), numeric: true },
     { name: "truncated", label: "truncated", title: "number of truncated responses", value: (group) => group.finish_reasons.filter((reason) => reason === "length").length, numeric: true },
@@ -113,9 +121,7 @@ function groupTable(groups, selected, open) {
   return table(columns, groups, { onOpen: (group) => open(group.uid), selected: (group) => group.uid === selected });
 }
 
-function scoreCells(scores) {
-  const known = scores.filter((score) => score !== null);
-  const [low, high] = [Math.min(0, ...known), Math.max(1, ...known)];
+function scoreCells(scores, [low, high]) {
   return h("span", { class: "cells", title: scores.map(short).join(", ") }, scores.map((score) => h("i", { class: score === null ? "unknown" : `q${Math.round((7 * (score - low)) / (high - low))}` })));
 }
 
@@ -131,10 +137,10 @@ async function showGroup(view, detail, run, step, group) {
     const href = view.link("answer", { run, step, uid: group.uid, sample: response.sample_index });
     return h("article", { class: "card" },
       h("h3", {}, h("a", { href }, `response ${response.sample_index}`), h("span", { class: "score" }, short(response.score))),
-      h("p", { class: "muted" }, `${response.length} tokens, ${response.trained} trained · ended by ${response.finish_reason}`,
+      h("p", { class: "muted" }, `${plural(response.length, "token")}, ${response.trained} trained · ended by ${response.finish_reason}`,
         response.status !== "finished" ? h("b", {}, ` · ${visible(response.status)}`) : null, response.parts > 1 ? ` · ${response.parts} rows` : null),
       response.turns.map((turn) => (turn.source === "model" ? h("pre", { class: "model" }, turn.text === null ? "(text not recorded)" : visible(turn.text) || "(no text: only special or unknown tokens)")
-        : h("details", {}, h("summary", {}, visible(`${turn.name ?? "environment"} (${turn.tokens ?? "?"} tokens)`)), h("pre", { class: "environment" }, visible(turn.text))))));
+        : h("details", {}, h("summary", {}, visible(`${turn.name ?? "environment"} (${plural(turn.tokens, "token")})`)), h("pre", { class: "environment" }, visible(turn.text))))));
   });
   detail.replaceChildren(h("h2", {}, `Responses of the group (${cards.length})`), h("details", { open: true }, h("summary", {}, "prompt"), h("pre", {}, visible(result.prompt ?? "(text not recorded)"))),
     h("p", { class: "muted" }, "Open a response to see its tokens."), h("div", { class: "cards" }, cards));
@@ -144,18 +150,24 @@ async function showGroup(view, detail, run, step, group) {
 function searchBar(view, run, step, hits) {
   if (isExport) return h("p", { class: "note" }, "Search is available in verl view, not in an exported file.");
   let stop = () => {};
+  const stopButton = h("button", { type: "button", hidden: true, onclick: () => end() }, "stop");
+  const end = () => {
+    stop();
+    stopButton.hidden = true;
+  };
   const input = h("input", { type: "search", placeholder: "search in responses", "aria-label": "Search in responses", maxlength: 200 });
   const scope = h("select", { "aria-label": "Where to search" }, h("option", { value: "step" }, "in this step"), h("option", { value: "run" }, "in the whole run"));
   const begin = (event) => {
     event.preventDefault();
-    stop();
+    end();
     hits.replaceChildren();
     if (!input.value) return;
     const [state, list] = [h("p", { class: "muted" }, "searching…"), h("ul", { class: "hits" })];
     hits.append(state, list);
     let [count, responses, searched] = [0, 0, 0];
     const parameters = { run, text: input.value, ...(scope.value === "step" ? { step } : {}) };
-    const report = (end) => state.replaceChildren(`${count} hits in ${responses} responses of ${searched} step${searched === 1 ? "" : "s"}${end}`);
+    const report = (rest) => state.replaceChildren(`${plural(count, "hit")} in ${plural(responses, "response")} of ${plural(searched, "step")}${rest}`);
+    stopButton.hidden = false;
     stop = search(parameters, (result) => {
       searched += 1;
       responses += result.responses;
@@ -164,11 +176,14 @@ function searchBar(view, run, step, hits) {
         if (list.childElementCount < 200) list.append(h("li", {}, h("a", { href: view.link("answer", { run, step: result.step, uid: hit.uid, sample: hit.sample }) }, `step ${result.step}, response ${hit.sample}`), " ", h("span", { class: "clip" }, marked(hit.text, parameters.text))));
       }
       report(" …");
-    }, (problem) => report(`. ${problem ?? ""}`));
+    }, (problem) => {
+      stopButton.hidden = true;
+      report(`. ${problem ?? ""}`);
+    });
   };
-  view.onLeave(() => stop());
+  view.onLeave(() => end());
   view.onKey("/", () => input.focus());
-  return h("form", { class: "bar", onsubmit: begin }, input, scope, h("button", {}, "search"), h("button", { type: "button", onclick: () => stop() }, "stop"));
+  return h("form", { class: "bar", onsubmit: begin }, input, scope, h("button", {}, "search"), stopButton);
 }
 
 function marked(text, wanted) {

@@ -32,6 +32,11 @@ export function findingCards(findings, runs, isShort = false) {
   });
 }
 
+/** A text that is not squeezed to a few characters per line on narrow screens: the table scrolls. */
+function longText(text) {
+  return text && h("span", { class: "text" }, text);
+}
+
 export async function renderHealth(view) {
   const { runs, params } = view;
   const run = Number(params.run ?? 0);
@@ -48,8 +53,8 @@ export async function renderHealth(view) {
       { name: "time", label: "time", value: (event) => event.time, show: (event) => h("span", { class: "one-line" }, clock(event.time)) },
       { name: "step", label: "step", value: (event) => event.step, numeric: true },
       { name: "kind", label: "kind", value: (event) => event.kind, show: (event) => h("span", { class: "one-line" }, visible(event.kind)) },
-      { name: "message", label: "message", value: (event) => event.message },
-      { name: "data", label: "data", value: (event) => event.data ?? "", show: (event) => visible(readable(event.data)) },
+      { name: "message", label: "message", value: (event) => event.message, show: (event) => longText(visible(event.message)) },
+      { name: "data", label: "data", value: (event) => event.data ?? "", show: (event) => longText(visible(readable(event.data))) },
     ];
     events.replaceChildren(table(columns, all, { sort: { column: "time", descending: true } }));
   };

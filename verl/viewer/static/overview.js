@@ -42,6 +42,7 @@ export async function renderOverview(view) {
   const extra = params.more ? JSON.parse(params.more) : [];
   const grid = h("div", { class: "charts" });
   const charts = new Map();
+  const restarts = () => (runs.length > 1 ? [] : runs[0].attempts.slice(1).map((attempt) => ({ x: attempt.first_step, text: "restart" })));
   let data = [];
 
   const save = () => view.set({
@@ -82,12 +83,13 @@ export async function renderOverview(view) {
   };
   const draw = () => {
     const format = settings.axis === "time" ? duration : short;
-    const marks = runs.length > 1 || settings.axis !== "step" ? [] : runs[0].attempts.slice(1).map((attempt) => ({ x: attempt.first_step, text: "restart" }));
+    const marks = settings.axis === "step" ? restarts() : [];
     for (const [title, names] of [...CHARTS, ...extra.map((name) => [name, [name]])]) {
       const series = title === "Validation" ? validationSeries() : seriesOf(names);
       if (!series.length && !charts.has(title)) continue;
       if (!charts.has(title)) {
-        charts.set(title, new LineChart(title, { onZoom: zoom }));
+        const hasBand = title === "Validation" && series.some((entry) => entry.low);
+        charts.set(title, new LineChart(hasBand ? `${title} (band: 95 % interval)` : title, { onZoom: zoom }));
         grid.append(charts.get(title).figure);
       }
       const chart = charts.get(title);
@@ -136,7 +138,7 @@ export async function renderOverview(view) {
       h("label", { class: "control" }, "smoothing ", smoothing),
       checkbox("logarithmic", settings.log, (log) => change({ log })),
       h("button", { onclick: () => zoom(null) }, "all steps"),
-      add, list, h("span", { class: "muted" }, "drag: zoom · double click: all")),
+      add, list, h("span", { class: "muted" }, `drag: zoom · double click: all${restarts().length ? " · dashed line: restart" : ""}`)),
     h("h2", {}, "Health"), health, grid, await configSection(runs));
   draw();
   const showHealth = async () => {

@@ -1,7 +1,7 @@
 // Validation: the same prompts over time and across runs; what became correct and what became wrong.
 
 import { get } from "./api.js";
-import { color, h, hideTooltip, percent, select, short, showTooltip, table, visible } from "./dom.js";
+import { color, h, hideTooltip, percent, plural, scaleLegend, select, short, showTooltip, table, visible } from "./dom.js";
 
 const CELL_HEIGHT = 5, STEP_AXIS = 20;
 
@@ -49,16 +49,21 @@ export async function renderValidation(view) {
   const choose = (label, run, result, index, runKey, stepKey) => h("fieldset", {}, h("legend", {}, label),
     select("run", withResponses, run, (value) => go({ [runKey]: value, [stepKey]: null })),
     select("step", result.steps.map((step) => [step, step]), result.steps[index], (value) => go({ [stepKey]: value })));
-  view.container.append(
+  const map = new HeatMap(results, open);
+  const isSame = before === after && stepBefore === stepAfter;
+  view.container.append(...[
     h("section", { class: "bar" }, choose("before", before, base, stepBefore, "base", "from"), choose("after", after, results, stepAfter, "run", "step")),
-    h("p", {}, `${pairs.length} prompts in both: `, `${isShare ? "correct" : "mean score"} `, h("b", {}, `${show(mean(pairs.map((pair) => pair.before)))} → ${show(mean(pairs.map((pair) => pair.after)))}`),
+    isSame ? h("p", { class: "note" }, results.steps.length === 1 && withResponses.length === 1 ? "There is only one validation until now: nothing to compare." : "The same validation is chosen twice: choose another step or run to compare.") : null,
+    !isSame && !pairs.length ? h("p", { class: "note" }, "These validations have no prompt in common: choose others to compare.") : null,
+    h("p", {}, `${plural(pairs.length, "prompt")} in both: `, `${isShare ? "correct" : "mean score"} `, h("b", {}, `${show(mean(pairs.map((pair) => pair.before)))} → ${show(mean(pairs.map((pair) => pair.after)))}`),
       `; ${gained.length} better, ${lost.length} worse.`),
     h("div", { class: "split" },
       h("div", {}, h("h2", {}, `Newly correct or better (${gained.length})`), pairTable(gained, open)),
       h("div", {}, h("h2", {}, `Newly wrong or worse (${lost.length})`), pairTable(lost, open))),
     h("h2", {}, `All ${results.prompts.length} prompts over time: ${visible(runs[after].name)}`),
-    h("p", { class: "muted" }, `One row per prompt (easiest first), one column per validation (step below it); light: wrong or low score, dark: correct or high score. A click shows the responses.`),
-    new HeatMap(results, open).element, detail);
+    h("p", { class: "muted" }, "One row per prompt (easiest first), one column per validation (step below it). A click shows the responses. ",
+      scaleLegend(isShare ? "wrong" : short(map.low), isShare ? "correct" : short(map.high))),
+    map.element, detail].filter(Boolean));
   if (params.uid) await open(params.uid);
   return null;
 }
