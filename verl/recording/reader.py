@@ -20,6 +20,7 @@ from verl.recording import schema
 __all__ = ["Attempt", "Recording", "RecordingError", "Stream", "read"]
 
 _ATTEMPT_EVENTS = ("start", "resume")
+_MAX_VALUES_WITHOUT_THREADS = 4096
 
 
 class RecordingError(ValueError):
@@ -305,7 +306,9 @@ class StepStream(Stream):
         with self._open(step) as file:
             stored = {name: _stored_name(name, file.schema_arrow.names) for name in names}
             wanted = [name for name in stored.values() if name is not None]
-            table = file.read(wanted) if uid is None else self._read_prompt(file, wanted, uid)
+            # For a few values, a thread per column costs more than the read.
+            threads = file.metadata.num_rows * len(wanted) > _MAX_VALUES_WITHOUT_THREADS
+            table = file.read(wanted, use_threads=threads) if uid is None else self._read_prompt(file, wanted, uid)
         present = {former: name for name, former in stored.items() if former is not None}
         table = table.rename_columns([present[name] for name in table.column_names]).replace_schema_metadata(None)
         for name in names:
@@ -316,7 +319,8 @@ class StepStream(Stream):
     @staticmethod
     def _read_prompt(file: pq.ParquetFile, columns: list[str], uid: str) -> pa.Table:
         """Read the rows of a prompt, which are adjacent: only their row groups."""
-        rows = [number for number, value in enumerate(file.read(["uid"])["uid"].to_pylist()) if value == uid]
+        uids = file.read(["uid"], use_threads=False)["uid"].to_pylist()
+        rows = [number for number, value in enumerate(uids) if value == uid]
         if not rows:
             return file.schema_arrow.empty_table().select(columns)
         size = file.metadata.row_group(0).num_rows
