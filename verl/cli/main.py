@@ -57,7 +57,7 @@ SUBCOMMANDS = {
             "generate", "generate responses to a file of prompts", "verl.trainer.main_generation:main", "generation"
         ),
         Subcommand("eval", "score the responses of a file", "verl.trainer.main_eval:main", "evaluation"),
-        Subcommand("view", "show recorded runs in the browser", "verl.viewer.cli:main"),
+        Subcommand("view", "show recorded runs in the browser", "verl.viewer.__main__:main"),
         Subcommand("serve", "serve a model with the OpenAI API", "verl.cli.main:serve"),
         Subcommand(
             "merge", "write a checkpoint as a Hugging Face model", "verl.cli.main:merge", choices=("merge", "test")

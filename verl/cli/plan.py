@@ -155,7 +155,7 @@ def _model_folders(config: Any) -> tuple[dict[str, str], list[str]]:
     Of a model on the hub only its config.json is fetched, unless its shape is known.
     """
     from verl.config import PPOConfig
-    from verl.planning.known_models import known_name
+    from verl.planning.known_shapes import known_name
     from verl.trainer.common.preflight import model_paths
     from verl.utils.fs import expand_path, is_hub_id, resolve_model_path
 

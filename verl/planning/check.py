@@ -19,11 +19,10 @@ from verl.config.trainer import RunConfig
 from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_cheapest_changes, check_fits
 from verl.planning.host import HostMemory, is_in_memory
-from verl.planning.known_models import known_name, known_shape
+from verl.planning.known_shapes import known_name, known_shape, model_shape
 from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
-from verl.planning.shape_cache import model_shape
 from verl.planning.shapes import ModelShape
 from verl.utils.console.lines import FULL
 from verl.utils.fs import expand_path, resolve_model_path

@@ -9,10 +9,19 @@ from typing import Any
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import get_path, set_path
-from verl.planning.advice import UNCERTAINTY, MemoryChange, cheapest_changes
+from verl.planning.advice import (
+    UNCERTAINTY,
+    LargestModel,
+    LargestValue,
+    Load,
+    MemoryChange,
+    cheapest_changes,
+    largest_batch,
+    largest_length,
+    largest_model,
+)
 from verl.planning.gpus import GPU, MEASURED_GPU
 from verl.planning.host import HostMemory
-from verl.planning.largest import LargestModel, LargestValue, Load, largest_batch, largest_length, largest_model
 from verl.planning.phases import GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory, format_table
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.seconds import MeanLengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds

@@ -21,7 +21,7 @@ from verl.config.supervised import SupervisedConfig
 from verl.planning.engines import BYTES, engine_footprint
 from verl.planning.gpus import GPU, MEASURED_GPU, MEASURED_GPU_RATES, Rates
 from verl.planning.host import ModelMemory
-from verl.planning.known_models import known_shape
+from verl.planning.known_shapes import known_shape
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import ROLE_OF_PHASE, MemoryPlan
 from verl.planning.plan import micro_batch_sizes, role_models, supervised_model, supervised_tokens

@@ -1,4 +1,4 @@
-"""Recordings of earlier runs in the same folder: they are moved aside, and deleted beyond a disk budget."""
+"""Budgets of recordings: which groups and steps are kept, and which recordings of earlier runs are deleted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from verl.recording import schema
+import numpy as np
 
-__all__ = ["delete_oldest", "set_aside", "size_of"]
+from verl.recording import schema
 
 logger = logging.getLogger(__name__)
 
@@ -69,3 +69,26 @@ def _run_id(folder: Path) -> str | None:
         return json.loads((folder / schema.RUN_FILE).read_bytes())["run_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def groups_within(sizes: Sequence[int], budget: int, seed: int) -> list[int]:
+    """Return the indices of the groups to record, in ascending order: all if they fit into `budget` bytes, else a
+    uniform sample.
+
+    The groups are put in a random order, and recorded up to the first one that does not fit. `sizes`: bytes of each.
+    """
+    if sum(sizes) <= budget:
+        return list(range(len(sizes)))
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    fitting = int(np.searchsorted(np.cumsum(np.asarray(sizes)[order]), budget, side="right"))
+    return sorted(order[:fitting].tolist())
+
+
+def step_to_drop(steps: Sequence[int]) -> int | None:
+    """Return the recorded step whose removal leaves the smallest gap, so that the remaining ones stay evenly spaced;
+    of equal gaps the earliest. Never the first or the last step. None if there is no other.
+
+    `steps`: in ascending order.
+    """
+    gaps = [(steps[i + 1] - steps[i - 1], steps[i]) for i in range(1, len(steps) - 1)]
+    return min(gaps)[1] if gaps else None

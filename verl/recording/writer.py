@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from verl.recording import schema
 from verl.recording.redaction import Redaction
-from verl.recording.retention import set_aside, size_of
-from verl.recording.sampling import step_to_drop
+from verl.recording.retention import set_aside, size_of, step_to_drop
 from verl.utils.disk import atomic_write
 from verl.utils.json_lines import JsonLines, to_json
 from verl.version import __version__

@@ -18,12 +18,11 @@ from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
 from verl.trainer.common.command_line import command, console_mode, validated_config
-from verl.trainer.common.controller_output import ControllerOutput, end_controller_output
 from verl.trainer.common.nodes import ensure_head, is_worker_node, serve_as_node, start_head, stop_head
 from verl.trainer.common.preflight import basic_preflight, check_code_runner, model_paths, ppo_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
 from verl.trainer.common.run_status import RunStatus, StatusSnapshot
-from verl.trainer.common.status_display import show_status
+from verl.trainer.common.status_display import ControllerOutput, end_controller_output, show_status
 from verl.trainer.ppo.utils import Role
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
 from verl.trainer.recovery.preemption import PREEMPTION_SIGNALS

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.recording import Recording, RecordingError, health, read, schema
-from verl.viewer import timeline
+from verl.viewer import values
 from verl.viewer.values import column_lists, flatten, merge_responses, numbers
 
 __all__ = ["QUERIES", "ViewedRun"]
@@ -151,15 +151,15 @@ class ViewedRun:
         with self._lock:
             phases = self._recording.without_superseded(self._recording.phases.table())
             events = self._recording.events.table()
-        return timeline.tracks(phases, events, first, last)
+        return values.tracks(phases, events, first, last)
 
     def series(self) -> dict[str, Any]:
         """Engine and device series, and the planned and measured memory."""
         with self._lock:
             recorded = self._recording
-            names = [name for name in recorded.metrics.names if timeline.is_memory(name)]
-            memory = timeline.memory(recorded.events.table(), recorded.metrics.table(names))
-            return timeline.series(recorded.engines.table(), recorded.devices.table()) | {"memory": memory}
+            names = [name for name in recorded.metrics.names if values.is_memory(name)]
+            memory = values.memory(recorded.events.table(), recorded.metrics.table(names))
+            return values.series(recorded.engines.table(), recorded.devices.table()) | {"memory": memory}
 
     def validation(self) -> dict[str, Any]:
         """Every validation prompt with its mean score and share of correct responses, for every validation."""

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.trainer.test_row_balancing import batch_of
-from verl.trainer.ppo.group_placement import SharedCosts, place_groups
-from verl.trainer.ppo.row_balancing import balance_metrics, balance_rows, shared_costs
+from verl.trainer.ppo.row_balancing import SharedCosts, balance_metrics, balance_rows, place_groups, shared_costs
 from verl.utils.balancing import COST_PER_TOKEN, SequenceCost, get_seqlen_balanced_partitions
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.recordings import write_run
 from verl.cli.main import main as verl
-from verl.viewer.cli import main, run_folders
+from verl.viewer.__main__ import main, run_folders
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:

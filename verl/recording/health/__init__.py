@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl.recording.health import learning, operation
-from verl.recording.health.finding import Finding
-from verl.recording.health.run_tables import Cache, RunTables, load
+from verl.recording.health.run_tables import Cache, Finding, RunTables, load
 
 __all__ = ["RULES", "Cache", "Finding", "RunTables", "findings", "load"]
 

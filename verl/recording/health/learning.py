@@ -8,8 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from verl.recording.health.finding import BASELINE, Finding, Level, finding, period_of
-from verl.recording.health.run_tables import RunTables
+from verl.recording.health.run_tables import BASELINE, Finding, Level, RunTables, finding, period_of
 
 _PHRASE_WORDS = 6
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl.recording.health.finding import BASELINE, Finding, finding, period_of, share_of_step
-from verl.recording.health.run_tables import RunTables
+from verl.recording.health.run_tables import BASELINE, Finding, RunTables, finding, period_of, share_of_step
 
 # ---------------------------------------------------------------- rewards, tools
 

@@ -1,18 +1,16 @@
-"""RunTables: what the health rules read of a recording, as arrays. `load` reads it."""
+"""Input and output of the health rules: `load` returns the RunTables of a recording; a rule returns a Finding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.recording.reader import Recording
-
-__all__ = ["Cache", "RunTables", "load"]
 
 _MAX_GROUP_STEPS = 80
 _MAX_TEXTS = 96
@@ -29,6 +27,12 @@ _METRICS = (
     "train/",
     "val",
 )
+STEADY = 3
+"""Consecutive steps in which a condition must hold."""
+BASELINE = 5
+"""Steps at the beginning that later ones are compared with."""
+
+Level: TypeAlias = Literal["alert", "warning"]
 
 
 @dataclass
@@ -149,3 +153,52 @@ def _group_shares(run: Recording, step: int) -> tuple[float, float, float]:
     failed = pc.sum(pc.equal(statuses, "failed")).as_py() or 0
     rows = max(1, int(several.sum()))
     return float(equal.sum() / rows), float(best.sum() / rows), failed / max(1, len(statuses))
+
+
+class Finding(NamedTuple):
+    """A problem of a run. `settings`: keys with values that would help."""
+
+    rule: str
+    level: Level
+    title: str
+    figure: str
+    remedy: str
+    settings: list[tuple[str, str]]
+    first_step: int
+    last_step: int
+    is_current: bool
+    """Whether it held until the newest step."""
+    metric: str | None = None
+    """Metric that shows it."""
+
+
+def period_of(steps: np.ndarray, condition: np.ndarray, length: int = STEADY) -> tuple[int, int] | None:
+    """First and last step of the newest period in which the condition held for at least `length` recorded steps."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], condition.astype(int), [0]])))
+    periods = [(start, end - 1) for start, end in edges.reshape(-1, 2) if end - start >= length]
+    return (int(steps[periods[-1][0]]), int(steps[periods[-1][1]])) if periods else None
+
+
+def finding(
+    run: RunTables,
+    rule: str,
+    level: Level,
+    title: str,
+    period: tuple[int, int],
+    figure: str,
+    remedy: str,
+    settings: list[tuple[str, str]],
+    metric: str | None,
+) -> Finding:
+    is_current = period[1] >= run.last_step - 1
+    changed = [(key, value) for key, value in settings if str(run.setting(key, None)) != value]
+    return Finding(rule, level, title, figure, remedy, changed, *period, is_current, metric)
+
+
+def share_of_step(run: RunTables, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Share of the step that a phase takes, and the steps."""
+    if name not in run.metrics or "timing_s/step" not in run.metrics:
+        return np.array([]), np.array([])
+    share = run.metrics[name] / np.maximum(run.metrics["timing_s/step"], 1e-9)
+    known = ~np.isnan(share)
+    return share[known], run.metrics["step"][known]

@@ -1,8 +1,14 @@
-"""How the status of a run is shown, by a thread: on a terminal as a status line or bars, elsewhere as log lines."""
+"""Console of the driver: the status of the run, and the output of the controller's actor.
+
+A thread shows the status: on a terminal as a status line or bars, elsewhere as log lines. Ray prints the lines of all
+actors with a coloured prefix. With `trainer.console=line`, ControllerOutput prints the lines of the controller without
+it, in order and complete; lines of other actors keep theirs, coloured only on a terminal.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -23,6 +29,12 @@ _LOG_POLL_S = 2.0
 _LOG_INTERVAL_S = 30.0
 # With the interval of polls: no silence of more than ten seconds before the first step.
 _STARTUP_INTERVAL_S = 8.0
+# The name of Ray's own handler: Ray removes the handler of this name when it disconnects.
+_RAY_HANDLER = "ray_print_logs"
+# Marks the end of the controller's output on its stdout.
+_END = ":verl-controller-output-ends:"
+# Ray reads the files of actors every 100 to 500 ms.
+_END_TIMEOUT_S = 3.0
 
 
 @contextmanager
@@ -206,3 +218,51 @@ def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
     if before is None or (before.step, before.label) != (now.step, now.label):
         return True
     return now.phase_seconds < before.phase_seconds  # the same phase again: a step may generate several times
+
+
+# -------------------------------------------------------------------- output of the controller
+
+
+class ControllerOutput:
+    """Prints the lines of actors in place of Ray. Used by the driver, after `ray.init`."""
+
+    def __init__(self, actor_name: str) -> None:
+        """`actor_name`: class name of the controller."""
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+        self._actor_name, self._ended = actor_name, threading.Event()
+        self.has_started = False
+        """Whether the controller has written something."""
+        if not sys.stdout.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        handlers = [handle for name, handle in dispatcher.handlers if name == _RAY_HANDLER]
+        if not handlers:  # ray.init(log_to_driver=False)
+            self._ended.set()
+            return
+        self._print_with_prefix = handlers[0]
+        dispatcher.remove_handler(_RAY_HANDLER)
+        dispatcher.add_handler(_RAY_HANDLER, self._print)
+
+    def wait_for_end(self, timeout: float = _END_TIMEOUT_S) -> None:
+        """Wait until everything that the controller has written is printed, up to `timeout` seconds. Returns at once if
+        it has written nothing: a user's own class need not mark the end."""
+        if self.has_started:
+            self._ended.wait(timeout)
+
+    def _print(self, data: dict[str, Any]) -> None:
+        if data.get("actor_name") != self._actor_name:
+            return self._print_with_prefix(data)
+        self.has_started = True
+        lines = [line for line in data["lines"] if line != _END]
+        if lines:
+            stream = sys.stderr if data["is_err"] else sys.stdout
+            stream.write("\n".join([*lines, ""]))
+            stream.flush()
+        if len(lines) < len(data["lines"]):
+            self._ended.set()
+
+
+def end_controller_output() -> None:
+    """In the controller: mark the end of its output on stdout, for `wait_for_end`."""
+    sys.stdout.write(f"{_END}\n")
+    sys.stdout.flush()

@@ -1,4 +1,5 @@
-"""RecordedStep: the rows of a trained batch in the recording, as groups and trajectories."""
+"""Rows of the recording: RecordedStep writes a trained batch as groups and trajectories, `record_validation` writes the
+responses to validation prompts."""
 
 from __future__ import annotations
 
@@ -13,15 +14,13 @@ import torch
 from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
-from verl.recording.sampling import groups_within
+from verl.recording.retention import groups_within
 from verl.recording.writer import RecordWriter
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.trainer.common.dumps import ground_truths, plain_value, response_turns
 from verl.types.schema import selected_for
 from verl.utils.json_lines import to_json
 from verl.workers.reward_manager.naive import FAILED_COLUMN
-
-__all__ = ["FINISHED", "RecordedStep", "RowOptions", "as_texts", "is_number", "json_text", "ragged"]
 
 # Field of the recording → column of the batch, for values per response token.
 _TOKEN_COLUMNS = {
@@ -48,7 +47,7 @@ _OWN_COLUMNS = {
 # Estimated bytes of text per token.
 _TEXT_BYTES = 4
 _PREVIEW_CHARS = 200
-FINISHED = "finished"
+_FINISHED = "finished"
 
 
 class RowOptions(NamedTuple):
@@ -104,7 +103,7 @@ class RecordedStep:
             self._prompt_lengths, self._lengths = np.array(lengths.prompt), np.array(lengths.response)
         self._objects = local.non_tensor_batch
         self._trajectories_of_batch = Trajectories.of(local)
-        uids = [str(uid) for uid in self._objects["uid"]] if "uid" in self._objects else _numbers(len(local))
+        uids = [str(uid) for uid in self._objects.get("uid", range(len(local)))]
         self._uids = list(dict.fromkeys(uids))
         number = {uid: index for index, uid in enumerate(self._uids)}
         self._group_of_row = np.array([number[uid] for uid in uids], dtype=np.int64)
@@ -136,7 +135,7 @@ class RecordedStep:
         return [plain_value(value) for value in self._objects[name][rows]]
 
     def _statuses(self, rows: np.ndarray) -> list[str]:
-        return [(item or {}).get("status", FINISHED) for item in self._column("agent_metrics", rows)]
+        return [(item or {}).get("status", _FINISHED) for item in self._column("agent_metrics", rows)]
 
     def _scores(self) -> list[float | None]:
         """Score per trajectory; None if it could not be scored."""
@@ -170,7 +169,7 @@ class RecordedStep:
         columns: dict[str, list[Any]] = {
             "step": [self.step] * len(members),
             "uid": self._uids,
-            "data_source": as_texts(self._column("data_source", first_rows)),
+            "data_source": _as_texts(self._column("data_source", first_rows)),
             "prompt_tokens": self._prompt_lengths[first_rows].tolist(),
             **{name: [[values[i] for i in group] for group in members] for name, values in per_response.items()},
             "score_mean": [float(np.mean(values)) if values else None for values in known],
@@ -208,18 +207,18 @@ class RecordedStep:
             "uid": [self._uids[group] for group in self._group_of_row[rows]],
             "sample_index": self._column("sample_index", rows),
             "part": _parts(trajectories.of_row)[rows].tolist(),
-            "data_source": as_texts(self._column("data_source", rows)),
+            "data_source": _as_texts(self._column("data_source", rows)),
             "score": [scores[number] for number in number_of],
             "finish_reason": self._column("finish_reason", rows),
             "status": self._statuses(rows),
-            "rewards": [self._rewards(row, is_number) for row in ends],
+            "rewards": [self._rewards(row, _is_number) for row in ends],
         }
         recorded = {*_TOKEN_COLUMNS.values(), *(("prompts", "responses") if options.texts else ())}
         tensors = self._fetch(recorded & set(self._batch.batch.keys()), rows=rows).batch
         for name, column in _TOKEN_COLUMNS.items():
             if column in tensors.keys():
                 values = tensors[column].cpu().numpy()
-                columns[name] = ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
+                columns[name] = _ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
         columns["turns"] = self._turns(rows)
         if options.texts:
             prompts, responses = (tensors[name].cpu().numpy().copy() for name in ("prompts", "responses"))
@@ -262,10 +261,10 @@ class RecordedStep:
         ]
         columns: dict[str, Any] = {
             "prompt": clean,
-            "prompt_ids": ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
-            "token_ids": ragged(responses, self._lengths[rows], pa.int32()),
-            "ground_truth": [self._text(truths[number]) for number in numbers],
-            "reward_info": [self._json(self._rewards(row, lambda value: not is_number(value))) for row in ends],
+            "prompt_ids": _ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
+            "token_ids": _ragged(responses, self._lengths[rows], pa.int32()),
+            "ground_truth": [_text_or_json(truths[number], redact) for number in numbers],
+            "reward_info": [self._json(self._rewards(row, lambda value: not _is_number(value))) for row in ends],
             "messages": [self._json(self._messages(row)) for row in rows],
             "agent": [self._json(item) for item in self._column("agent_metrics", rows)],
             "extra": [self._json({name: self._objects[name][row] for name in extra}) for row in ends],
@@ -298,16 +297,83 @@ class RecordedStep:
         return [text_of[key] for key in keys]
 
     def _json(self, value: Any) -> str | None:
-        return json_text(value, self._options.redaction)
-
-    def _text(self, value: Any) -> str | None:
-        return self._options.redaction.text(value) if isinstance(value, str) else self._json(value)
+        return _json_text(value, self._options.redaction)
 
 
-# -------------------------------------------------------------------- values
+# ---------------------------------------------------------------- validation
 
 
-def ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_right: bool = False) -> pa.Array:
+def record_validation(
+    samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions, writer: RecordWriter
+) -> None:
+    """Write the scored responses to the validation prompts; a sample of the prompts if they exceed the budget."""
+    numbers: dict[str, list[int]] = {}
+    for index, uid in enumerate(samples["uid"]):
+        numbers.setdefault(str(uid), []).append(index)
+    sizes = [len(samples["prompt"][i]) + len(samples["answer"][i]) for i in range(len(samples["uid"]))]
+    groups = list(numbers.values())
+    # The same seed in all steps: the same prompts are recorded over time.
+    chosen = groups_within([sum(sizes[i] for i in group) for group in groups], options.max_bytes, seed=0)
+    rows = [i for number in chosen for i in groups[number]]
+    sample = {"groups": len(groups), "recorded": len(chosen), "seed": 0}
+    if len(chosen) < len(groups):
+        writer.event("sampled", step, data=sample | {"stream": "validation"})
+    if rows:
+        selected = {name: [values[i] for i in rows] for name, values in samples.items()}
+        writer.write_table("validation", step, _validation_columns(selected, step, options), sample)
+
+
+def _validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
+    """Columns of the stream `validation`. `samples`: see `Validator`; columns that it lacks are null."""
+    count, redact = len(samples["uid"]), options.redaction
+    described = {*("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score", "correct"),
+                 *("length", "finish_reason", "sample_index", "reward")}  # fmt: skip
+    names = [name for name in samples if name not in described and name != FAILED_COLUMN]
+    values = [{name: plain_value(samples[name][i]) for name in names} for i in range(count)]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * count,
+        "uid": [str(uid) for uid in samples["uid"]],
+        "data_source": _as_texts(samples["data_source"]),
+        "score": [plain_value(value) for value in samples["reward"]],
+        "rewards": [{name: value for name, value in row.items() if _is_number(value)} for row in values],
+    }
+    for name in ("correct", "length", "finish_reason", "sample_index"):
+        if name in samples:
+            columns[name] = [plain_value(value) for value in samples[name]]
+    more = samples.get("more", [{}] * count)
+    columns["status"] = [item.get("status", _FINISHED) for item in more]
+    if options.texts:
+        columns |= {
+            "prompt": [redact.text(text) for text in samples["prompt"]],
+            "response": [redact.text(text) for text in samples["answer"]],
+            "turns": [_dumped_turns(item.get("turns"), redact) for item in more],
+            "ground_truth": [_text_or_json(truth, redact) for truth in samples["gts"]],
+            "reward_info": [
+                _json_text({k: v for k, v in row.items() if v is not None and not _is_number(v)}, redact)
+                for row in values
+            ],
+        }
+    return columns
+
+
+def _dumped_turns(turns: Sequence[Mapping[str, Any]] | None, redact: Redaction) -> list[dict[str, Any]] | None:
+    if turns is None:
+        return None
+    return [
+        {
+            "source": "model" if turn["by"] == "model" else "environment",
+            "name": None if turn["by"] in ("model", "environment") else turn["by"],
+            "text": redact.text(turn["text"]),
+            "reward": turn.get("reward"),
+        }
+        for turn in turns
+    ]
+
+
+# ---------------------------------------------------------------- values
+
+
+def _ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_right: bool = False) -> pa.Array:
     """Return a list array of the first (`align_right`: the last) `lengths` values of each row [rows, width]."""
     position = np.arange(values.shape[1])
     limits = np.asarray(lengths).reshape(-1, 1)
@@ -328,28 +394,29 @@ def _text_size(value: Any) -> int:
     return value.nbytes if isinstance(value, np.ndarray) and value.dtype != object else 8
 
 
-def json_text(value: Any, redaction: Redaction) -> str | None:
+def _json_text(value: Any, redaction: Redaction) -> str | None:
     """Return the value as JSON; None for None and for empty dicts."""
     value = plain_value(value)
     return None if value is None or value == {} else to_json(redaction.value(value, keys=True), default=_as_text)
+
+
+def _text_or_json(value: Any, redaction: Redaction) -> str | None:
+    """Return a text as it is, and other values as JSON."""
+    return redaction.text(value) if isinstance(value, str) else _json_text(value, redaction)
 
 
 def _as_text(value: Any) -> Any:
     return plain_value(value) if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether a value of a reward is recorded as a number."""
     return isinstance(value, bool | int | float)
 
 
-def as_texts(values: Sequence[Any]) -> list[str | None]:
+def _as_texts(values: Sequence[Any]) -> list[str | None]:
     """Values as texts; None stays None."""
     return [None if value is None else str(value) for value in values]
-
-
-def _numbers(count: int) -> list[str]:
-    return [str(number) for number in range(count)]
 
 
 def _parts(of_row: np.ndarray) -> np.ndarray:

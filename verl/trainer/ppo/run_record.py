@@ -21,8 +21,7 @@ from verl.trainer.common.recorder import KEY, Recorder
 from verl.trainer.common.run_start import RunStart
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.run_summary import RunSummary
-from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions
-from verl.trainer.ppo.recorded_validation import record_validation
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation
 from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
 from verl.utils.fs import expand_path
 

@@ -25,9 +25,9 @@ from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
-from verl.trainer.ppo.group_placement import SharedCosts
 from verl.trainer.ppo.replica_weights import ReplicaWeights
 from verl.trainer.ppo.row_balancing import (
+    SharedCosts,
     balance_metrics,
     balance_rows,
     mini_batches_by_prompt,

@@ -18,8 +18,7 @@ from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
-from verl.trainer.ppo.recorded_rows import RowOptions
-from verl.trainer.ppo.recorded_validation import record_validation
+from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.trainer import SupervisedTrainer
 from verl.utils.dataset.chat import PromptEncoder

@@ -13,7 +13,7 @@ import pytest
 from tests.support.recordings import close, open_writer, write_step
 from verl.config import ConfigError, load_config
 from verl.recording import schema
-from verl.trainer.common.alerts import AlertPoster
+from verl.trainer.common.recorder import AlertPoster
 
 RUN = {"experiment": "grpo", "project": "tests"}
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-from verl.trainer.common import controller_output
-from verl.trainer.common.controller_output import ControllerOutput, end_controller_output
+from verl.trainer.common import status_display
+from verl.trainer.common.status_display import ControllerOutput, end_controller_output
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_end_of_the_output_can_be_awaited(printed_by_ray, capsys):
 
 def test_without_output_of_actors_nothing_is_awaited(monkeypatch):
     monkeypatch.setattr(dispatcher, "handlers", [])
-    monkeypatch.setattr(controller_output, "_END_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(status_display, "_END_TIMEOUT_S", 3600.0)
     output = ControllerOutput("TaskRunner")
     output.wait_for_end()
     assert dispatcher.handlers == []
