@@ -72,7 +72,7 @@ def train_once(trainer) -> None:
 
 @pytest.mark.parametrize("kv", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_running_request_continues_through_training_and_weight_syncs(trainer, kv):
-    sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replica_weights.current_version
+    sync, first = WeightSync(trainer.groups, kv=kv), trainer.weight_sync.replica_weights.current_version
     sync.sync(first)
     trainer.rollouts.open()
     client = Client(trainer.groups.rollout.handle(0), kv)

@@ -6,25 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.trainer.ppo.replica_weights import ReplicaWeights, UnverifiedWeightsError
-from verl.trainer.ppo.weight_sync import WeightSync
+from verl.trainer.ppo.weight_sync import ReplicaWeights, UnverifiedWeightsError, WeightSync
 
 
 class RecordingSync(WeightSync):
     """Records the versions that it sends; `error` is raised instead."""
 
-    def __init__(self, weights):
-        self._groups = SimpleNamespace(replica_weights=weights, actor="actor", rollout="rollout")
-        self._paused, self.sent, self.error = False, [], None
+    def __init__(self):
+        super().__init__(SimpleNamespace(actor="actor", rollout="rollout"))
+        self.sent, self.error = [], None
 
     def _send(self, version):
-        assert not self._groups.replica_weights.are_current, "unknown while a sync runs"
+        assert not self.replica_weights.are_current, "unknown while a sync runs"
         if self.error is not None:
             raise self.error
         self.sent.append(version)
-
-    def _probe(self):
-        pass
 
 
 def test_only_verified_weights_of_the_current_version_may_generate():
@@ -39,21 +35,21 @@ def test_only_verified_weights_of_the_current_version_may_generate():
 
 
 def test_a_sync_sends_each_version_once_and_again_after_a_restart():
-    weights = ReplicaWeights()
-    sync = RecordingSync(weights)
+    sync = RecordingSync()
+    weights = sync.replica_weights
     sync.sync(0)
     sync.sync(3)
     sync.sync(3)
-    weights.require_current()
-    weights.verified_version = None  # as WorkerGroups.restart
+    sync.require_current_weights()
+    weights.verified_version = None  # as WorkerRecovery
     sync.sync(3)
     weights.require_current()
     assert sync.sent == [0, 3, 3]
 
 
 def test_a_failed_sync_leaves_no_verified_version():
-    weights = ReplicaWeights()
-    sync = RecordingSync(weights)
+    sync = RecordingSync()
+    weights = sync.replica_weights
     sync.sync(1)
     sync.error = RuntimeError("a receiver died")
     with pytest.raises(RuntimeError, match="a receiver died"):

@@ -11,6 +11,7 @@ from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerD
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.weight_sync import ReplicaWeights
 from verl.trainer.ppo.worker_recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.types.request import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
@@ -20,8 +21,6 @@ POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.Reward
 
 class Groups:
     """Who would be started anew, in the place of real groups."""
-
-    replica_weights = SimpleNamespace(current_version=4)
 
     def __init__(self) -> None:
         self.restarted: list[frozenset[Role]] = []
@@ -46,6 +45,7 @@ class Groups:
 class Weights:
     def __init__(self) -> None:
         self.did: list[Any] = []
+        self.replica_weights = ReplicaWeights(current_version=4, verified_version=4)
 
     def connect(self) -> None:
         self.did.append("connect")

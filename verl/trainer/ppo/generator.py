@@ -95,8 +95,6 @@ class Generator:
         `retry(call)` returns `call()`, and restarts lost workers and repeats the call if it fails.
         """
         request = self.request(batch, step, validate)
-        if self._groups.rollout is not self._groups.actor:
-            self._groups.replica_weights.require_current()
         with self._overlap(reward_fn, batch) as on_finished:
             generated = self._rollouts.generate(request, request.meta_info, on_finished, retry)
         return self.join_prompt_columns(batch, generated, validate)

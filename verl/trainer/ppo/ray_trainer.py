@@ -390,6 +390,7 @@ class RayPPOTrainer(TrainerAttributes):
         """Return a response to every row, for training or with the sampling parameters of validation."""
         reward_fn = self.val_reward_fn if validate else self.reward_fn
         retry = self.recovery.retry_on_worker_loss
+        self.weight_sync.require_current_weights()
         return self.generator.generate(batch, self.global_steps, validate, reward_fn, retry)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:

@@ -1,5 +1,8 @@
 """WeightSync: sends the policy's weights to the rollout engines, once per version.
 
+ReplicaWeights: whether all rollout replicas have verified weights of the trainer's version. `WorkerRecovery` restarts
+and readmits a lost replica; `RolloutHosts` routes rows, `EngineClient` requests of agents.
+
 EngineProbe checks after a sync that a third-party engine computes the same log-probs as training.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,14 +45,45 @@ _ROUNDING = {"bfloat16": 0.1, "bf16": 0.1, "float16": 0.02, "fp16": 0.02, "float
 _QUANTIZED = 0.3
 
 
+class UnverifiedWeightsError(RuntimeError):
+    """Replicas were to generate with other weights than the trainer's current ones."""
+
+
+@dataclass(slots=True)
+class ReplicaWeights:
+    """Versions of the weights of a rollout that has its own processes. A sync or a restart concerns all replicas."""
+
+    current_version: int = 0
+    """The trainer's version."""
+    verified_version: int | None = None
+    """Version of the replicas' weights, whose fingerprints match the trainer's; None: unknown (not synced since their
+    start, or a sync is running or has failed)."""
+
+    @property
+    def are_current(self) -> bool:
+        return self.verified_version == self.current_version
+
+    def require_current(self) -> None:
+        """Raise UnverifiedWeightsError unless all replicas have verified weights of the current version."""
+        if not self.are_current:
+            raise UnverifiedWeightsError(
+                f"rollout: the verified version of the replicas' weights is {self.verified_version}; requests need"
+                f" version {self.current_version}."
+            )
+
+
 class WeightSync:
     """Syncs weights from the actor's worker group to the rollout's: within shared processes, or between groups."""
 
-    def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None, kv: str = "recompute") -> None:
-        """`probe()` is called at the end of every `sync` and may send requests to the engines. `kv`: whether running
-        requests keep or recompute their KV cache after a sync (`trainer.partial_kv`)."""
+    def __init__(
+        self, groups: WorkerGroups, probe: Callable[[int], None] = lambda version: None, kv: str = "recompute"
+    ) -> None:
+        """`probe(version)` is called at the end of every `sync` and may send requests to the engines. `kv`: whether
+        running requests keep or recompute their KV cache after a sync (`trainer.partial_kv`)."""
         self._groups, self._probe, self._kv = groups, probe, kv
         self._paused = False
+        self.replica_weights = ReplicaWeights()
+        """Set by `sync`; `WorkerRecovery` resets the verified version before a restart."""
 
     def connect(self) -> None:
         """Create the process group for weight transfer if trainer and engines run in different processes."""
@@ -73,13 +108,18 @@ class WeightSync:
 
     def sync(self, version: int) -> None:
         """Send the weights of this version to all engines that do not have it. Running requests continue with it."""
-        self._groups.replica_weights.current_version = version
+        self.replica_weights.current_version = version
         if self._groups.rollout is self._groups.actor:
             self._groups.actor.update_rollout_weights(version, self._kv)  # no effect if the engines have the version
         else:
             self._sync_between_groups(version)
         self.resume_generation()
-        self._probe()
+        self._probe(version)
+
+    def require_current_weights(self) -> None:
+        """Raise UnverifiedWeightsError if replicas in their own processes lack verified weights of this version."""
+        if self._groups.rollout is not self._groups.actor:
+            self.replica_weights.require_current()
 
     def resume_generation(self) -> None:
         """Resume a generation that `release_weights` has paused, with the current weights of the engines."""
@@ -88,7 +128,7 @@ class WeightSync:
             self._paused = False
 
     def _sync_between_groups(self, version: int) -> None:
-        weights = self._groups.replica_weights
+        weights = self.replica_weights
         if weights.are_current:
             return
         weights.verified_version = None
@@ -161,14 +201,14 @@ class EngineProbe:
         self._checked_starts = 0
         self._checked_versions: set[int] = set()
 
-    def __call__(self) -> None:
-        """After a weight sync: check the engines if any of them was started since the last call. Raises
-        EngineMismatchError, which ends the run.
+    def __call__(self, version: int) -> None:
+        """After a sync of weights of this version: check the engines if any of them was started since the last call.
+        Raises EngineMismatchError, which ends the run.
 
         LoRA adapters are checked with two versions: new adapters do not change the model, so that the first check
         cannot show that they are applied.
         """
-        if not self._enabled or not self._is_due():
+        if not self._enabled or not self._is_due(version):
             return
         difference, limit = self.measure(), self.limit
         if not difference <= limit:
@@ -182,18 +222,17 @@ class EngineProbe:
                 f" engine, or {ROLLOUT}.name=native."
             )
         self._checked_starts = self._groups.engine_starts
-        self._checked_versions.add(self._groups.replica_weights.current_version)
+        self._checked_versions.add(version)
         logger.info(
             "%s: log-probs of %s and of training differ by %.2g per token (rounding: up to %.2g).",
             *(ROLLOUT, self._rollout.name, difference, limit),
         )
 
-    def _is_due(self) -> bool:
+    def _is_due(self, version: int) -> bool:
         if self._checked_starts != self._groups.engine_starts:
             self._checked_versions.clear()
             return True
-        is_new = self._groups.replica_weights.current_version not in self._checked_versions
-        return self._has_adapters and is_new and len(self._checked_versions) < 2
+        return self._has_adapters and version not in self._checked_versions and len(self._checked_versions) < 2
 
     def measure(self) -> float:
         """Return the mean absolute difference between the log-probs of engine and training, over the tokens of a few

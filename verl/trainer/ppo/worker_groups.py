@@ -25,7 +25,6 @@ from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.base.worker_group import RankHandle
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
-from verl.trainer.ppo.replica_weights import ReplicaWeights
 from verl.trainer.ppo.row_balancing import (
     SharedCosts,
     balance_metrics,
@@ -91,7 +90,6 @@ class WorkerGroups:
         self.device_flops: float | None = None
         """Peak rate of a device; None if it is unknown."""
         self.roles = frozenset(workers)
-        self.replica_weights = ReplicaWeights()
         self._pool_groups: dict[str, Any] = {}
         """By name of the pool: the worker group of the processes that all roles of the pool share."""
         self._loop_worker_cls: type[AgentLoopWorker] = AgentLoopWorker
@@ -176,7 +174,7 @@ class WorkerGroups:
         same processes, which would deadlock."""
         return self._config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and self._engines_share_processes
 
-    @property
+    @cached_property
     def _engines_share_processes(self) -> bool:
         """Whether engines share processes, and devices, with other models."""
         rollout = self._config.actor_rollout_ref.rollout
@@ -235,8 +233,6 @@ class WorkerGroups:
         if Role.Agents in roles:
             self.agents.restart()
             return
-        if Role.Rollout in roles:
-            self.replica_weights.verified_version = None
         # Replicas with a single rank are independent: only dead ranks are restarted, others continue their requests.
         only_dead = roles == {Role.Rollout} and self._ranks_per_replica == 1
         self._pool_groups[self._pools.mapping[next(iter(roles))]].restart(only_dead)
@@ -250,7 +246,6 @@ class WorkerGroups:
         """Restart engine processes that died, although their ranks live. All engines need a weight sync afterwards."""
         self.rollout.cancel()  # nothing collects the results of the other engines
         self.rollout.restart_engine()
-        self.replica_weights.verified_version = None
         self.engine_starts += 1
 
     @property

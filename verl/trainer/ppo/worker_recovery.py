@@ -88,6 +88,9 @@ class WorkerRecovery:
     def _restart(self, roles: frozenset[Role], only_engine: bool) -> None:
         """Readmit lost workers: restart the processes of these roles (or only the separate processes of engines),
         reconnect, sync and verify weights. `RolloutManager.open` then sends requests to them again."""
+        weights = self._weight_sync.replica_weights
+        if Role.Rollout in roles:
+            weights.verified_version = None
         if only_engine:
             self._groups.restart_engines()
         else:
@@ -95,7 +98,7 @@ class WorkerRecovery:
         if Role.Rollout in roles:
             if not only_engine:
                 self._weight_sync.connect()
-            self._weight_sync.sync(self._groups.replica_weights.current_version)
+            self._weight_sync.sync(weights.current_version)
 
     def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
         """Return the roles to restart; empty if a restart would lose training state or not fix the error."""
