@@ -226,10 +226,15 @@ class MegatronLayout:
     first: int | None = None
     """Layers of the first pipeline stage; None: as many as the others."""
     last: int | None = None
+    embedding_counts: bool = False
+    """Whether the embedding counts as a layer of the first stage."""
+    loss_counts: bool = False
+    """Whether the loss counts as a layer of the last stage."""
 
     @classmethod
     def from_config(cls, config: MegatronConfig, world: int) -> MegatronLayout:
         first, last = config.outer_stages()
+        overrides = config.override_transformer_config
         return cls(
             world=world,
             tp=config.tensor_model_parallel_size,
@@ -242,6 +247,8 @@ class MegatronLayout:
             distributed_optimizer=config.use_distributed_optimizer,
             first=first,
             last=last,
+            embedding_counts=bool(overrides.get("account_for_embedding_in_pipeline_split")),
+            loss_counts=bool(overrides.get("account_for_loss_in_pipeline_split")),
         )
 
     @property
@@ -264,7 +271,15 @@ class MegatronLayout:
 
     def stages(self, layers: int) -> list[list[range]]:
         """Layers of each stage and chunk: `[stage][chunk]`."""
-        return stage_layers(layers, self.pp, self.vpp, first=self.first, last=self.last)
+        return stage_layers(
+            layers,
+            self.pp,
+            self.vpp,
+            first=self.first,
+            last=self.last,
+            embedding_counts=self.embedding_counts,
+            loss_counts=self.loss_counts,
+        )
 
     def in_flight(self, stage: int, micro_batches: int) -> float:
         """Maximum number of micro-batches whose activations a stage holds (1F1B; with chunks a fraction, Narayanan et

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from verl.planning.shapes import stage_layers
+from verl.config import as_config
+from verl.config.engine import MegatronConfig
+from verl.planning.shapes import MegatronLayout, stage_layers
 
 
 def _counts(*args: Any, **kwargs: Any) -> list[list[int]]:
@@ -35,6 +37,14 @@ def test_first_and_last_stage_may_have_fewer() -> None:
 def test_embedding_and_loss_may_count_as_layers() -> None:
     assert _counts(14, 4, embedding_counts=True, loss_counts=True) == [[3], [4], [4], [3]]
     assert _counts(14, 4, 2, embedding_counts=True, loss_counts=True) == [[1, 2], [2, 2], [2, 2], [2, 1]]
+
+
+def test_the_plan_counts_them_as_configured() -> None:
+    keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    settings = {"pipeline_model_parallel_size": 4, "override_transformer_config": dict.fromkeys(keys, True)}
+    config = as_config(MegatronConfig, settings, at="actor_rollout_ref.actor.megatron_config")
+    layout = MegatronLayout.from_config(config, world=4)
+    assert [len(chunk) for stage in layout.stages(14) for chunk in stage] == [3, 4, 4, 3]
 
 
 @pytest.mark.parametrize(
