@@ -232,8 +232,9 @@ def _gb(size: float) -> float:
 
 def render(report: PlanReport) -> str:
     """Return the report as text for a terminal."""
-    sections = [_verdict_text, _memory_text, _role_text, _changes_text, _largest_text, _seconds_text, _checkpoint_text]
-    blocks = [section(report) for section in sections]
+    memory = report.plan.render().splitlines()
+    sections = [_role_text, _changes_text, _largest_text, _seconds_text, _checkpoint_text]
+    blocks = [_verdict_text(report), memory, *(section(report) for section in sections)]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -251,10 +252,6 @@ def _verdict_text(report: PlanReport) -> list[str]:
         f"The run {verdict} on {hardware}: {worst.phase} takes {worst.total / GB:.1f}{capacity} of {worst.location}.",
         *(f"Note: {note}" for note in run.notes),
     ]
-
-
-def _memory_text(report: PlanReport) -> list[str]:
-    return report.plan.render().splitlines()
 
 
 def _role_text(report: PlanReport) -> list[str]:

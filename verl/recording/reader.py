@@ -105,17 +105,12 @@ class Recording:
 
     def without_superseded(self, table: pa.Table) -> pa.Table:
         """Return the rows of a table with the columns `step` and `attempt` that no later attempt has trained again."""
-        attempts = self.attempts
         keep = pa.chunked_array([pa.repeat(True, len(table))])
-        for attempt in attempts:
+        for attempt in self.attempts:
             is_earlier = pc.less(table["attempt"], attempt.number)
             is_again = pc.and_(is_earlier, pc.greater_equal(table["step"], attempt.first_step))
             keep = pc.and_(keep, pc.invert(pc.fill_null(is_again, False)))
         return table.filter(keep)
-
-    def is_superseded(self, step: int, attempt: int, attempts: Sequence[Attempt]) -> bool:
-        """Return whether a later attempt started at or before the step."""
-        return any(later.number > attempt and later.first_step <= step for later in attempts)
 
     def _check_version(self) -> None:
         version = self.run.get("schema")
@@ -236,7 +231,7 @@ class MetricStream(LineStream):
         for record in self._records:
             match record:
                 case {"step": int(step), "attempt": int(attempt), "data": dict(data)}:
-                    if not self._recording.is_superseded(step, attempt, attempts):
+                    if not any(later.number > attempt and later.first_step <= step for later in attempts):
                         # Two records of one step: validation before training, after a resume.
                         row = steps.setdefault(step, {"step": step})
                         row |= {"time": record.get("time"), "attempt": attempt, **data}

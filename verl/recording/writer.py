@@ -183,7 +183,7 @@ class RecordWriter:
     def _event_record(self, kind: str, step: int, message: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         text = to_json(self._redaction.value(data)) if data else None
         return {
-            "time": _now(),
+            "time": round(time.time(), 3),
             "step": step,
             "kind": kind,
             "message": self._redaction.text(message),
@@ -316,7 +316,3 @@ def _last_attempt(events: Path) -> int:
             except (ValueError, KeyError, TypeError):  # the truncated line of a killed run
                 continue
     return last
-
-
-def _now() -> float:
-    return round(time.time(), 3)

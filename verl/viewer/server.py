@@ -56,7 +56,7 @@ def create_viewer_app(runs: Sequence[ViewedRun], token: str | None = None) -> AS
     ]
     health = {"status": "ok", "runs": len(runs)}
     app = create_app(routes, health=lambda: health, max_body_bytes=_MAX_BODY, api_key=token)
-    return app if token is None else _CookieLogin(app, token)
+    return app if token is None else _CookieLogin(app)
 
 
 def run_names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -181,8 +181,8 @@ def _integer(request: Request, name: str, default: int | None) -> int | None:
 class _CookieLogin:
     """Lets browsers authenticate: `/?token=…` stores the token in a cookie, which is passed on as API key."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parameters = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"))

@@ -280,13 +280,13 @@ def _place_whole_groups(shared: SharedCosts, ranks: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(ranks)]
     costs = [0.0] * ranks
     for rows in sorted(groups, key=lambda rows: (-shared.total(rows), rows[0])):
-        left = rows
-        while len(left):
+        remaining = rows
+        while len(remaining):
             free = [rank for rank in range(ranks) if len(parts[rank]) < size]
-            roomy = [rank for rank in free if size - len(parts[rank]) >= len(left)]
+            fitting = [rank for rank in free if size - len(parts[rank]) >= len(remaining)]
             # If it fits nowhere: on the rank with the most space, so that it is split least.
-            rank = min(roomy, key=costs.__getitem__) if roomy else min(free, key=lambda rank: len(parts[rank]))
-            here, left = np.split(left, [min(len(left), size - len(parts[rank]))])
-            parts[rank] += here.tolist()
-            costs[rank] += shared.total(here)
+            rank = min(fitting, key=costs.__getitem__) if fitting else min(free, key=lambda rank: len(parts[rank]))
+            placed, remaining = np.split(remaining, [min(len(remaining), size - len(parts[rank]))])
+            parts[rank] += placed.tolist()
+            costs[rank] += shared.total(placed)
     return [sorted(part) for part in parts]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
@@ -18,6 +17,7 @@ from verl.protocol import DataProto, object_array
 from verl.recording.redaction import Redaction
 from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
 from verl.trainer.common.run_status import RunStatus
+from verl.trainer.ppo.advantage import compute_response_mask
 from verl.trainer.ppo.agent_columns import unfinished_agents
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
@@ -30,7 +30,7 @@ from verl.trainer.ppo.scoring import (
     with_turn_rewards,
 )
 from verl.trainer.ppo.worker_groups import WorkerGroups
-from verl.trainer.recovery.failures import NonFatalFailures
+from verl.trainer.recovery.step_end import NonFatalFailures
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
@@ -142,18 +142,13 @@ class Validator:
             "reward": rewards,
             "answer_score": response_scores(base_scores.sum(-1), trajectories, extra.get(FAILED_COLUMN)),
             "sample_index": columns["sample_index"][rows].tolist() if "sample_index" in columns else [0] * len(rows),
-            "length": trajectories.sum(_response_lengths(local)).tolist(),
+            "length": trajectories.sum(compute_response_mask(local).sum(-1)).tolist(),
         }
         if "finish_reason" in columns:
             samples["finish_reason"] = columns["finish_reason"][rows].tolist()
         if "agent_metrics" in columns:
             samples |= with_unfinished(samples, unfinished_agents(local, trajectories), scored_by_model(self._config))
         return samples
-
-
-def _response_lengths(batch: DataProto) -> torch.Tensor:
-    """Number of response tokens [batch], including those of tools and environments."""
-    return batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1)
 
 
 def _rows(columns: Samples) -> list[dict[str, Any]]:
