@@ -25,10 +25,10 @@ from verl.trainer.common.run_status import RunStatus, StatusSnapshot
 from verl.trainer.common.status_display import ControllerOutput, end_controller_output, show_status
 from verl.trainer.ppo.utils import Role
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
-from verl.trainer.recovery.preemption import PREEMPTION_SIGNALS
 from verl.trainer.recovery.ray_monitor import ControllerMonitor, RayProcesses, await_controller
 from verl.trainer.recovery.signals import (
     FINISH_STEP,
+    PREEMPTION_SIGNALS,
     RUN_ENDED,
     StopRequest,
     before_first_step,

@@ -11,7 +11,7 @@ import pytest
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
 from verl.trainer.ppo.validator import Validator, join_samples, known_scores, sample_metrics
-from verl.trainer.recovery.failures import NonFatalFailures
+from verl.trainer.recovery.step_end import NonFatalFailures
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:

@@ -42,9 +42,8 @@ from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import EngineProbe, WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.ppo.worker_recovery import WorkerRecovery
-from verl.trainer.recovery.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector
-from verl.trainer.recovery.preemption import Preemption
+from verl.trainer.recovery.step_end import VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
 from verl.utils.console.lines import LINE
 from verl.utils.console.startup import startup_phase
 from verl.utils.tracking import Tracking

@@ -22,7 +22,7 @@ from verl.trainer.common.run_start import RunStart
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.run_summary import RunSummary
 from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation
-from verl.trainer.recovery.failures import FOLDER, NonFatalFailures
+from verl.trainer.recovery.step_end import FOLDER, NonFatalFailures
 from verl.utils.fs import expand_path
 
 __all__ = ["RunRecord"]

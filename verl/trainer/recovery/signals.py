@@ -23,6 +23,8 @@ STOP_SIGNALS = tuple(
 # The same signal within this time counts once: `timeout` signals its command and then the whole process group,
 # schedulers signal every process, and supervisor and driver forward signals.
 _DUPLICATE_S = 0.5
+PREEMPTION_SIGNALS = ("SIGTERM", "SIGUSR1")
+"""A scheduler sends them some time before it kills the run; Ctrl-C and SIGHUP set no time limit."""
 FINISH_STEP = "stopping: this step is finished and saved first"
 RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"
 

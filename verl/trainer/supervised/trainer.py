@@ -29,11 +29,10 @@ from verl.trainer.common.run_status import Phases, RunStatus
 from verl.trainer.common.run_summary import RunSummary
 from verl.trainer.common.status_display import show_status
 from verl.trainer.common.training_health import NonFiniteError, add_memory_advice
-from verl.trainer.recovery.failures import FOLDER, VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.recovery.hang_detector import HangDetector, raise_in_main_thread
-from verl.trainer.recovery.preemption import Preemption
 from verl.trainer.recovery.ray_monitor import RayLostError
 from verl.trainer.recovery.signals import StopSignal
+from verl.trainer.recovery.step_end import FOLDER, VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
 from verl.trainer.supervised.launch import Ranks
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions

@@ -18,7 +18,7 @@ from verl.config import SFTConfig, load_config
 from verl.single_controller.base import Worker
 from verl.trainer.common.checkpoint import Saver, background_part
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.recovery.failures import UnsavedRunError
+from verl.trainer.recovery.step_end import UnsavedRunError
 from verl.trainer.supervised.sft import SFTTrainer
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume

@@ -16,7 +16,7 @@ from verl.config import ConfigError, load_config
 from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import check_run_start
-from verl.trainer.recovery.failures import UnsavedRunError
+from verl.trainer.recovery.step_end import UnsavedRunError
 from verl.utils import disk
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.disk import UncachedFile

@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.training_health import NonFiniteError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.recovery.failures import SAVE, VALIDATION, NonFatalFailures, UnsavedRunError, is_fatal
+from verl.trainer.recovery.step_end import SAVE, VALIDATION, NonFatalFailures, UnsavedRunError, is_fatal
 from verl.workers.reward_manager.naive import RewardError
 
 ODD_REWARD = """

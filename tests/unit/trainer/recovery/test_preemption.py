@@ -13,7 +13,7 @@ import torch
 
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.recovery.preemption import GivenUpError, Preemption, fits, remaining_seconds
+from verl.trainer.recovery.step_end import GivenUpError, Preemption, fits, remaining_seconds
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.checkpoint.manifest import read_manifest
 
