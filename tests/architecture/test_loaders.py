@@ -98,7 +98,7 @@ def test_no_call_allows_pickles_or_code_of_models() -> None:
 
 
 def test_caches_of_compiled_code_are_not_in_a_run_folder() -> None:
-    """They are executable: torch and Triton keep them where the user's own settings say."""
+    """They are executable: they are where the user's own settings say, or in a private folder of the user's cache."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "load_cache_artifacts", "TORCH_COMPILE_CACHE")
-    calls = [(file, name) for file, _ in _files() for name in names if name in (ROOT / file).read_text()]
-    assert calls == []
+    calls = {file for file, _ in _files() for name in names if name in (ROOT / file).read_text()}
+    assert calls == {"verl/utils/compile_cache.py"}

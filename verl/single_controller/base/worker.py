@@ -23,6 +23,7 @@ from verl.single_controller.base.decorator import BatchShard, Dispatch, MeshPlac
 from verl.single_controller.base.errors import CallCancelled, Failure
 from verl.single_controller.base.heartbeat import ComputeTracker, Heartbeat
 from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
+from verl.utils.compile_cache import open_compile_cache
 from verl.utils.concurrency import SharedEventLoop
 from verl.utils.device import memory_in_use
 from verl.utils.nvml import DeviceUsage, device_usage
@@ -303,6 +304,8 @@ class RankHost:
         """Construct the workers of all roles, as rank `info`."""
         self._info = info
         self._specs = specs_of(cls_with_init)
+        if info.device_name == "cuda":  # nothing is compiled on a CPU
+            open_compile_cache()
         try:
             with worker_rank(info), self._tracker.running("__init__", lambda: 0):
                 for role, cls in cls_with_init.roles().items():
