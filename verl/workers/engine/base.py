@@ -126,7 +126,8 @@ class TrainEngine(Protocol):
         Returns `grad_norm`, `lr` and one flag per reason to skip a step, which is 1 if the step was skipped. A skipped
         step leaves weights, moments and schedule unchanged on all ranks. Reasons: a non-finite gradient (`skipped`), no
         token with loss (`empty`), a float16 loss scale that is still too large (`loss_scale_search`), a learning rate
-        far above the size of the weights (`refused`).
+        far above the size of the weights (`refused`). With compiled layers also `recompiles`, the number of graphs that
+        this process has compiled since the step before.
         """
 
     def weights_finite(self, thorough: bool) -> bool:

@@ -16,7 +16,7 @@ from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.optim import REFUSED, SKIPPED
+from verl.workers.engine.common.optim import RECOMPILES, REFUSED, SKIPPED
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.training import CheckpointedWorker, infer_columns, start_engine
 from verl.workers.rollout.engine_host import EngineHost
@@ -51,6 +51,8 @@ class SupervisedWorker(CheckpointedWorker):
             "train/lr": step["lr"],
             "train/skipped_steps": step[SKIPPED] + step[REFUSED],
         }
+        if RECOMPILES in step:
+            metrics["perf/recompiles"] = step[RECOMPILES]
         if self.device.type == "cuda":
             metrics["perf/memory_allocated_gb_max"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return metrics

@@ -17,7 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.progress import expect
 from verl.workers.engine.base import TOP_K_FIELDS, LossFn, Metrics, MicroBatching, TrainEngine
 from verl.workers.engine.common.groups import max_over_ranks
-from verl.workers.engine.common.optim import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
+from verl.workers.engine.common.optim import EMPTY, REASONS, RECOMPILES, REFUSED, SEARCHING, SKIPPED
 
 # Additional names of metrics, as used in existing dashboards.
 ALIASES = {
@@ -49,11 +49,13 @@ def run_epochs(
     parts = [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     expect(len(data) * epochs)
     totals: dict[str, list[tuple[float, float]]] = {}
+    recompiles: list[float] = []
     last_taken, step = 0, {}  # index of the last step that was not skipped; metrics of the last step
     for index, mini_batch in enumerate(parts * epochs, start=1):
         metrics = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
         step = engine.optimizer_step()
         _add_metrics(totals, prefix, metrics, step, engine.dp_size)
+        recompiles += [step[RECOMPILES]] if RECOMPILES in step else []
         if not any(step[reason] for reason in REASONS):
             last_taken = index
     # A non-finite gradient of the last step may be caused by the batch, or by weights that are no longer finite.
@@ -62,6 +64,8 @@ def run_epochs(
     for reason in (EMPTY, SEARCHING, REFUSED):  # rare: reported only if they occurred
         if not any(count for count, _ in totals[f"{prefix}/{reason}_steps"]):
             del totals[f"{prefix}/{reason}_steps"]
+    if recompiles:
+        totals[f"perf/recompiles/{prefix}"] = [(sum(recompiles), 1.0)]
     for name, alias in ALIASES.items():
         if name in totals:
             totals[alias] = totals[name]

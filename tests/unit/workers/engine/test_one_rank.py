@@ -30,6 +30,7 @@ from verl.models.loading import ValueModel
 from verl.protocol import DataProto
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching
+from verl.workers.engine.common import base_engine
 from verl.workers.engine.common.base_engine import explain_compile_errors
 from verl.workers.engine.fsdp import sharding
 
@@ -571,3 +572,20 @@ def test_the_engine_runs_where_it_was_told():
     engine = make_engine(tiny_model(), train=False)
     assert engine.device.type == DEVICE
     assert (engine.dp_rank, engine.dp_size) == (0, 1)
+
+
+def test_compiled_layers_report_the_graphs_since_the_last_step(monkeypatch):
+    engine, data = make_engine(tiny_model()), make_batch()
+    assert "recompiles" not in train(engine, data)[0]
+    engine._compiled = True
+    counts = iter([3, 3, 4])
+    monkeypatch.setattr(base_engine, "compiled_graphs", lambda: next(counts))
+    assert [step["recompiles"] for step in train(engine, data, steps=3)] == [3, 0, 1]
+
+
+def test_compiled_graphs_are_counted():
+    before = base_engine.compiled_graphs()
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=True)
+    for size in (3, 4, 5):
+        double(torch.ones(size))
+    assert base_engine.compiled_graphs() == before + 1

@@ -89,6 +89,19 @@ def test_mini_batches_may_have_different_numbers_of_rows():
             run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=wrong, epochs=1, prefix="role")  # type: ignore[arg-type]
 
 
+def test_recompilations_of_all_mini_batches_are_added_up():
+    class Compiling(Rank):
+        def optimizer_step(self) -> dict[str, float]:
+            return super().optimizer_step() | {"recompiles": 2.0}
+
+    data = DataProto.from_dict({"response_mask": torch.ones(6, 2)})
+    for cls, recompiles in ((Rank, None), (Compiling, [(6.0, 1.0)])):
+        rank: Any = cls(1, Counts(1.0, 1.0))
+        rank.forward_backward = lambda *_, **__: {}
+        result = run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=3, epochs=1, prefix="actor")  # type: ignore[arg-type]
+        assert result.meta_info["metrics"].get("perf/recompiles/actor") == recompiles
+
+
 def test_a_batch_that_nobody_cut_is_cut_between_prompts():
     """Seven rows of four prompts, two prompts to a mini-batch; without their names, `n` rows are a prompt."""
     rank: Any = Rank(1, Counts(1.0, 1.0))

@@ -26,7 +26,7 @@ from verl.workers.engine.common import groups
 from verl.workers.engine.common.engine_checkpoint import BackgroundSaver, EngineCheckpointMixin
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts
 from verl.workers.engine.common.offload import EngineMemory
-from verl.workers.engine.common.optim import LossScale, skip_reason, step_metrics
+from verl.workers.engine.common.optim import RECOMPILES, LossScale, skip_reason, step_metrics
 from verl.workers.engine.common.routers import ROUTED_EXPERTS, Routers, Routes
 
 TEACHER_TOP_IDS = "teacher_top_ids"
@@ -81,6 +81,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
     collects: bool
     _optimizer: EngineOptimizer | None
     _compiled: bool
+    _graphs = 0
+    """Graphs compiled until the last optimizer step."""
     _routers: Routers | None
     """Routers of a mixture-of-experts model, if they are replayed or measured."""
     _has_outputs: bool
@@ -243,7 +245,14 @@ class BaseTrainEngine(EngineCheckpointMixin):
             if tokens:
                 self._loss_scale.update(math.isfinite(grad_norm))
             self._optimizer.zero_grad()
-        return step_metrics(grad_norm, lr, reason)
+        return step_metrics(grad_norm, lr, reason) | self._compile_metrics()
+
+    def _compile_metrics(self) -> dict[str, float]:
+        """Return `recompiles`: graphs that this process has compiled since the last step; {} if it compiles none."""
+        if not self._compiled:
+            return {}
+        before, self._graphs = self._graphs, compiled_graphs()
+        return {RECOMPILES: float(self._graphs - before)}
 
     def weights_finite(self, thorough: bool) -> bool:
         """See `TrainEngine.weights_finite`; equal on all ranks."""
@@ -336,6 +345,13 @@ def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer for any number of tokens; layers of one class share the code."""
     for layer in layers:
         layer.compile(dynamic=True)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process, for all of its models."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 @contextmanager

@@ -148,6 +148,8 @@ REFUSED = "refused"
 """The learning rate is so large compared with the weights that the step would destroy them."""
 REASONS = (SKIPPED, EMPTY, SEARCHING, REFUSED)
 """Reasons not to take an optimizer step."""
+RECOMPILES = "recompiles"
+"""Graphs compiled since the step before, in the result of a step of compiled layers."""
 
 # AdamW moves every weight by about the learning rate. A step of more than a hundred times the typical weight destroys
 # it; weights that start at 0 (adapters) count as 0.01.
