@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.commands import ROOT
+from tests.support.training_harness import run_training
 from verl.agent.chat import Chat
 from verl.agent.toolbox import Toolbox
 from verl.config import load_config
@@ -105,6 +106,21 @@ async def test_the_customer_states_the_number_and_repeating_it_costs_reward(monk
         done, text, score, _ = await customer.respond([{"role": "assistant", "content": "How many ?"}])
         assert (done, "23" in text, score) == (False, True, reward)
         assert await customer.respond([{"role": "assistant", "content": "#### 7"}]) == (True, "", 0.0, {})
+
+
+@pytest.mark.parametrize("kind", ["calculator", "user"])
+def test_a_run_of_tool_agents_shares_prefixes_by_default(tasks, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("MULTI_TURN", str(FOLDER))
+    run = load("run")
+    files = tasks.make_task(tmp_path, kind, rows=ROWS)
+    small = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.test_freq=-1"]
+    small += ["trainer.total_training_steps=1", "trainer.val_before_train=False"]
+    small += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"]
+    trainer = run_training([*run.training_overrides(kind, files, files["model"], tmp_path), *small])
+    assert trainer.config.actor_rollout_ref.rollout.agent.default_agent_loop == "tool_agent"
+    (metrics,) = trainer.history
+    assert 0.1 < metrics["actor/prefix_saving"] < 1
+    assert metrics["num_turns/max"] > 2 or kind == "calculator", "the simulated user answers"
 
 
 @pytest.mark.slow
