@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.engine_cases import assert_close, run_ranks
-from tests.support.prefix_cases import shared_batch
-from tests.support.prefix_ranks import KINDS, rows_of_rank, run_prefix_cases, train
+from tests.support.prefix_cases import policy_columns, shared_batch
+from tests.support.prefix_ranks import KINDS, rows_of_rank, run_prefix_cases, train, train_policy
+from verl.config.names import LOSS_AGG_MODES
 from verl.workers.engine.base import MicroBatching
 
 pytestmark = pytest.mark.slow
@@ -23,8 +24,19 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    yield {kind: train(kind, shared_batch("groups"), MicroBatching()) for kind in KINDS}
+    kinds = {kind: train(kind, shared_batch("groups"), MicroBatching()) for kind in KINDS}
+    policy = train_policy(policy_columns(shared_batch("groups")), micro=MicroBatching())
+    yield kinds | {mode: values for (_, mode), values in policy.items()}
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_two_ranks_have_the_policy_loss_and_gradients_of_one_in_every_aggregation(results, alone, mode, size):
+    for by_case in results:
+        assert_close(by_case[size, mode]["gradients"], alone[mode]["gradients"])
+    losses = [by_case[size, mode]["loss"] for by_case in results]
+    assert (sum(losses) if size == 1 else losses[0]) == pytest.approx(alone[mode]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from verl.config import ActorConfig, as_config
 from verl.protocol import DataProto
 
 PROMPT, RESPONSE = 10, 6
@@ -62,3 +63,18 @@ def computed_tokens(name: str) -> int:
     """Number of distinct prefixes of the rows of a batch."""
     rows = [[*prompt, *response] for prompt, response in BATCHES[name]]
     return len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
+
+
+def policy_columns(data: DataProto) -> DataProto:
+    """Add the columns that policy losses read."""
+    draw = torch.Generator().manual_seed(1)
+    shape = data.batch["responses"].shape
+    for name in ("old_log_probs", "advantages", "ref_log_prob"):
+        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
+    data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
+    return data
+
+
+def policy_config(mode: str, loss: str) -> ActorConfig:
+    values = {"loss_agg_mode": mode, "loss_scale_factor": 6, "policy_loss": {"loss_mode": loss}}
+    return as_config(ActorConfig, {**values, "use_kl_loss": True, "entropy_coeff": 0.01})

@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 
 from tests.support.engine_cases import OUTPUTS_OF_KIND, engine_gradients, make_engine, model_of_kind, token_loss
-from tests.support.prefix_cases import shared_batch
+from tests.support.prefix_cases import policy_columns, policy_config, shared_batch
+from verl.config.names import LOSS_AGG_MODES
 from verl.workers.engine.base import MicroBatching
+from verl.workers.roles.policy_loss import PolicyLoss
 
 KINDS = tuple(OUTPUTS_OF_KIND)
-MICRO = MicroBatching(max_tokens=10)
+MICRO = MicroBatching(max_tokens=16)  # two rows on one rank: on a CPU, budgets count whole rows
 
 
 def rows_of_rank(rank: int, size: int) -> slice:
@@ -26,7 +28,23 @@ def run_prefix_cases(rank: int, ranks: int, folder: str) -> None:
         for kind in KINDS:
             data = shared_batch("groups")[rows_of_rank(rank, size)]
             results[size, kind] = train(kind, data, sequence_parallel_size=size, prefix_sharing="true")
+    for size in (1, 2):
+        data = policy_columns(shared_batch("groups"))[rows_of_rank(rank, size)]
+        results |= train_policy(data, size, sequence_parallel_size=size, prefix_sharing="true")
     torch.save(results, Path(folder) / f"prefixes-{rank}.pt")
+
+
+def train_policy(data, size=1, micro=MICRO, **changes):
+    """Loss and gradients of the actor by (size, aggregation)."""
+    engine = make_engine(model_of_kind("causal_lm"), **changes)
+    results = {}
+    for mode in LOSS_AGG_MODES:
+        loss = PolicyLoss(policy_config(mode, "vanilla"))
+        metrics = engine.forward_backward(data, loss, ("log_probs", "entropy"), micro=micro)
+        gradients = {name: value.clone() for name, value in engine_gradients(engine).items()}
+        engine._optimizer.zero_grad()
+        results[size, mode] = {"loss": metrics["loss"][0], "gradients": gradients}
+    return results
 
 
 def train(kind, data, micro=MICRO, **changes):

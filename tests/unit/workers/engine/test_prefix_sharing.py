@@ -17,9 +17,16 @@ from tests.support.engine_cases import (
     model_of_kind,
     token_loss,
 )
-from tests.support.prefix_cases import BATCHES, RESPONSE, batch_of, computed_tokens, shared_batch
+from tests.support.prefix_cases import (
+    BATCHES,
+    RESPONSE,
+    batch_of,
+    computed_tokens,
+    policy_columns,
+    policy_config,
+    shared_batch,
+)
 from tests.support.router_cases import moe_model
-from verl.config import ActorConfig, as_config
 from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 from verl.models import attention
 from verl.models.forward import ResponseModel
@@ -100,21 +107,6 @@ def test_random_trees_have_the_states_and_gradients_of_a_plain_pass(wide_model, 
     width = max(map(len, rows))
     ids = torch.tensor([row + [99] * (width - len(row)) for row in rows])
     check_states(wide_model, packed_rows(ids, (torch.arange(width) < torch.tensor([[len(r)] for r in rows])).long()))
-
-
-def policy_columns(data):
-    """`data` with the columns that policy losses read."""
-    draw = torch.Generator().manual_seed(1)
-    shape = data.batch["responses"].shape
-    for name in ("old_log_probs", "advantages", "ref_log_prob"):
-        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
-    data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
-    return data
-
-
-def policy_config(mode, loss):
-    values = {"loss_agg_mode": mode, "loss_scale_factor": 6, "policy_loss": {"loss_mode": loss}}
-    return as_config(ActorConfig, {**values, "use_kl_loss": True, "entropy_coeff": 0.01})
 
 
 @pytest.mark.parametrize(
