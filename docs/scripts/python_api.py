@@ -30,7 +30,7 @@ SECTIONS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     ],
     "Training": [
         ("verl.trainer.ppo.ray_trainer", "trainer/ppo/ray_trainer.py", ("RayPPOTrainer",)),
-        ("verl.utils.tracking", "utils/tracking/tracking.py", ("Tracker",)),
+        ("verl.utils.tracking", "utils/tracking/__init__.py", ("Tracker",)),
     ],
     "Workers": [
         ("verl.single_controller.base.decorator", "single_controller/base/decorator.py", ("register",)),

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.agent.search_loop import ObservationEncoder
-from verl.utils.dataset.files import find_files
-from verl.utils.dataset.rows import Rows
+from verl.utils.dataset.rows import Rows, find_files
 
 START, END = "<information>", "</information>"
 

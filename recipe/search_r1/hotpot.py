@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "data_preprocess
 from hotpotqa_search import training_rows
 
 from recipe.tiny import write_rows
+from verl.search.client import format_documents
 from verl.search.retriever import Retriever, open_retriever
-from verl.search.searcher import format_documents
 from verl.utils.reward_score.qa_em import normalize_answer, subem_check
 
 SPLITS = {"sft": range(0, 3), "train": range(3, 7), "val": range(7, 10)}

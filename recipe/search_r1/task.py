@@ -20,9 +20,9 @@ from typing import Any
 
 from recipe.tiny import save_random_model, word_tokenizer, write_rows
 from verl.agent.search_loop import FAILED, INVALID
+from verl.search.client import NO_RESULTS, format_documents
 from verl.search.corpus import Document
 from verl.search.retriever import Hit
-from verl.search.searcher import NO_RESULTS, format_documents
 
 
 def split_words(text: str) -> list[str]:

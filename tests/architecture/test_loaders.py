@@ -44,7 +44,7 @@ FILES = {
     ("verl/search/bm25.py", "BM25.load"): "allow_pickle=False",
     ("verl/search/dense.py", "faiss.read_index"): "no code in the format; vectors are limited to the file's size",
     ("verl/search/dense.py", "SentenceTransformer"): "after _refuse_code, with trust_remote_code=False",
-    ("verl/utils/dataset/files.py", "datasets.load_dataset_builder"): "datasets >= 4 runs no scripts; reads the card",
+    ("verl/utils/dataset/rows.py", "datasets.load_dataset_builder"): "datasets >= 4 runs no scripts; reads the card",
     ("verl/config/compose.py", "yaml.load"): "a subclass of SafeLoader; only files of this package",
     ("examples/data_preprocess/raw_data.py", "datasets.load_dataset"): "datasets >= 4 runs no scripts",
     ("examples/notebooks/agent_with_a_tool.py", "torch.load"): "weights_only=True; a file of the same run",

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training_harness import STEADY, make_task, make_trainer, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
-from verl.utils.plain_store import load_plain
+from verl.utils.nested import load_plain
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -137,7 +137,7 @@ def _digests(folder: Path) -> Any:
 
 
 def _load_plain(folder: Path) -> Any:
-    from verl.utils.plain_store import load_plain
+    from verl.utils.nested import load_plain
 
     return load_plain(folder / "trainer.pt")
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from verl.agent.chat_check import check_template
 from verl.utils.end_tokens import find_end_tokens
-from verl.utils.text_workers import SHORT_TEXT, TextWorkers, max_characters, text_length, tokenizer_loader
+from verl.utils.tokenizer import SHORT_TEXT, TextWorkers, max_characters, text_length, tokenizer_loader
 from verl.utils.turn_template import CallStyle, Messages, TurnTemplate, tool_message
 
 __all__ = ["Chat", "ChatSettings", "cached_chat", "encode_replies", "tool_message"]

@@ -19,7 +19,7 @@ from verl.types.request import TokenOutput
 from verl.utils.exceptions import PicklableError
 from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
-from verl.utils.text_workers import max_characters
+from verl.utils.tokenizer import max_characters
 from verl.workers.rollout.call_trace import current_trace
 
 __all__ = [

@@ -16,10 +16,9 @@ from uuid import uuid4
 
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
 from verl.config import PPOConfig
-from verl.search.client import RetrieverError
+from verl.search.client import NO_RESULTS, RetrieverError, Searcher, format_documents, open_searcher
 from verl.search.retriever import Hit
-from verl.search.searcher import NO_RESULTS, Searcher, format_documents, open_searcher
-from verl.utils.text_workers import max_characters
+from verl.utils.tokenizer import max_characters
 
 __all__ = ["STOPS", "Action", "ObservationEncoder", "SearchAgentLoop", "parse_action"]
 

@@ -190,8 +190,7 @@ def _show_training_rows(
 ) -> None:
     """Show the first rows as the model sees them, followed by a sample answer."""
     from verl.utils.dataset.chat import PromptEncoder
-    from verl.utils.dataset.files import find_files
-    from verl.utils.dataset.rows import Rows, value_at
+    from verl.utils.dataset.rows import Rows, find_files, value_at
 
     data = config.data
     output.section("rows as the model sees them; the responses are samples")
@@ -215,7 +214,7 @@ def _sample_answer(config: PPOConfig, row: dict[str, Any]) -> str:
     """Return the ground truth of a row in the format of its reward function, if that is known."""
     from verl.utils.dataset.problems import ground_truth_of
     from verl.utils.dataset.rows import value_at
-    from verl.utils.reward_score.trial import correct_response
+    from verl.utils.reward_score.calls import correct_response
 
     truth = ground_truth_of(row, config.data.ground_truth_key)
     try:

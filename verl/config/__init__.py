@@ -8,7 +8,6 @@ from verl.config.algorithm import (
     RolloutCorrectionConfig,
     StateMaskingConfig,
 )
-from verl.config.data import CustomClassConfig, DataConfig, SamplerConfig
 from verl.config.engine import (
     CheckpointConfig,
     CriticModelConfig,
@@ -22,7 +21,7 @@ from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.layout import Layout, active_roles, layout_of
 from verl.config.load import as_config, load_config
 from verl.config.plan import BatchPlan, UpdatePlan, batch_plan
-from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl.config.ppo import ActorRolloutRefConfig, CustomClassConfig, DataConfig, PPOConfig, SamplerConfig
 from verl.config.problems import ConfigError, Problem
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rm import RMConfig, RMDataConfig

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from verl.config import names
-from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
+from verl.config.ppo import CustomClassConfig, SamplerConfig
 from verl.config.problems import Report, show
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, entries, get_path, join

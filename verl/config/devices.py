@@ -1,12 +1,14 @@
-"""Devices and memory of this machine, without torch."""
+"""Devices and memory of this machine, without torch; GPUs by NVML, which needs no package besides the driver."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def visible_gpus() -> int:
@@ -39,32 +41,43 @@ def gpu_memory() -> tuple[int, str] | None:
     """Return (bytes, name) of the smallest GPU; None if NVML is not available."""
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # NVML would report the whole GPU
         return None
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+    library, count = _nvml(), ctypes.c_uint()
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    count = ctypes.c_uint()
-    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+    return min((_memory_and_name(library, index) for index in range(count.value)), default=None)
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """Use of a GPU now; None where the driver does not report a value."""
+
+    uuid: str
+    name: str
+    memory_used: int | None
+    """Bytes in use, by all processes."""
+    memory_total: int | None
+    utilization: float | None
+    """Share of the driver's last sampling period, at most a second, in which a kernel was running."""
+    power: float | None
+    """Watts."""
+
+
+def device_usage(uuid: str) -> DeviceUsage | None:
+    """Return the use of the GPU with this UUID (`GPU-…`); None if NVML is not available or does not know it."""
+    library, handle = _nvml(), ctypes.c_void_p()
+    if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
         return None
-    try:
-        gpus = [_gpu(library, index) for index in range(count.value)]
-    finally:
-        library.nvmlShutdown()
-    return min(gpus) if gpus else None
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-def _gpu(library: ctypes.CDLL, index: int) -> tuple[int, str]:
-    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
-    library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
-    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
-    return int(memory.total), name.value.decode(errors="replace")
+    memory = _read(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
+    rates = _read(library.nvmlDeviceGetUtilizationRates, handle, _Utilization())
+    milliwatts = _read(library.nvmlDeviceGetPowerUsage, handle, ctypes.c_uint())
+    return DeviceUsage(
+        uuid=uuid,
+        name=_name(library, handle),
+        memory_used=None if memory is None else int(memory.used),
+        memory_total=None if memory is None else int(memory.total),
+        utilization=None if rates is None else rates.gpu / 100,
+        power=None if milliwatts is None else milliwatts.value / 1000,
+    )
 
 
 def host_memory_available() -> int:
@@ -130,3 +143,43 @@ def _cgroup_counters() -> list[Path]:
         elif "memory" in controllers.split(","):
             files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
     return files
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+@functools.cache
+def _nvml() -> Any:
+    """NVML, initialized once per process; None if it is not available."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return None if library.nvmlInit_v2() else library
+
+
+def _read(function: Any, handle: ctypes.c_void_p, value: Any) -> Any:
+    """Return the value after NVML has written it; None if NVML reports an error."""
+    return None if function(handle, ctypes.byref(value)) else value
+
+
+def _name(library: Any, handle: ctypes.c_void_p) -> str:
+    name = ctypes.create_string_buffer(96)
+    library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+    return name.value.decode(errors="replace")
+
+
+def _memory_and_name(library: Any, index: int) -> tuple[int, str]:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return int(memory.total), _name(library, handle)

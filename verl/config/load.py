@@ -13,7 +13,7 @@ from verl.config import files, generation, resolve, rm, sft, unused_keys, valida
 from verl.config.command_line import GROUPS_KEY, read_override
 from verl.config.compose import alternatives, default_tree, default_values, groups, merge
 from verl.config.convert import Converter, leaves
-from verl.config.extensions import read_user_declarations
+from verl.config.names import read_user_declarations
 from verl.config.old_keys import convert_async_training, convert_dict_keys, convert_reward_workers
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show

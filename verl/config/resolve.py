@@ -7,7 +7,6 @@ from typing import Any
 
 from verl.config import names
 from verl.config.algorithm_rules import old_log_prob_conflicts, resolve_correction
-from verl.config.asynchronous import check_loop_capacity, engine_pauses_in_updates, resolve_asynchronous
 from verl.config.block_rules import sharing_exclusion
 from verl.config.devices import visible_gpus
 from verl.config.layout import (
@@ -16,7 +15,10 @@ from verl.config.layout import (
     MODEL_OF_ROLE,
     ROLLOUT,
     active_roles,
+    check_loop_capacity,
+    engine_pauses_in_updates,
     layout_of,
+    resolve_asynchronous,
     shares_devices,
 )
 from verl.config.ppo import PPOConfig

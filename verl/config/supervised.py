@@ -17,9 +17,9 @@ from verl.config.block_rules import (
     values_present,
 )
 from verl.config.context_length import LONGER_CONTEXT, context_limit_of_folder
-from verl.config.data import CustomClassConfig
 from verl.config.engine import PREFIX_CHOICES, PREFIX_SYNONYMS, CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from verl.config.plan import FSDP_IS_FSDP2
+from verl.config.ppo import CustomClassConfig
 from verl.config.problems import Report, count
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
 from verl.config.schema import Block, RootConfig, key

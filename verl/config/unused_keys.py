@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.asynchronous import engine_pauses_in_updates
 from verl.config.block_rules import check_engine, is_installed
 from verl.config.layout import (
     ACTOR,
@@ -15,6 +14,7 @@ from verl.config.layout import (
     ROLLOUT,
     active_roles,
     actor_is_reference,
+    engine_pauses_in_updates,
     needs_reference,
     serves_reward_model,
     shares_devices,

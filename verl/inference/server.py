@@ -25,8 +25,7 @@ from verl.inference.serving.options import options_parser
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
-from verl.utils.console.lines import LINE
-from verl.utils.console.startup import show_startup, startup_phase
+from verl.utils.console import LINE, show_startup, startup_phase
 from verl.utils.http_server.server import (
     ConnectionLimits,
     bind_socket,

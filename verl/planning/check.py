@@ -24,7 +24,7 @@ from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sh
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shapes import ModelShape
-from verl.utils.console.lines import FULL
+from verl.utils.console import FULL
 from verl.utils.fs import expand_path, resolve_model_path
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.config import names
-from verl.config.asynchronous import async_settings
-from verl.config.layout import judge_shares_devices, layout_of, serves_reward_model, shares_devices
+from verl.config.layout import async_settings, judge_shares_devices, layout_of, serves_reward_model, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, NativeOptions, RolloutConfig
 from verl.planning.fsdp import FSDPModelMemory

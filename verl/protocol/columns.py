@@ -11,8 +11,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from verl.types.schema import ALIASES, COLUMNS, SEQUENCE, stored_name
-from verl.utils.nested import deep_equal, describe_difference, object_array, tensor_from_wire, tensor_to_wire
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.nested import (
+    deep_equal,
+    describe_difference,
+    load_plain,
+    object_array,
+    save_plain,
+    tensor_from_wire,
+    tensor_to_wire,
+)
 from verl.utils.py_functional import append_to_dict
 
 Rows: TypeAlias = "slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor"

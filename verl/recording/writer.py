@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 from verl.recording import schema
 from verl.recording.redaction import Redaction
 from verl.recording.retention import set_aside, size_of, step_to_drop
-from verl.utils.disk import atomic_write
-from verl.utils.json_lines import JsonLines, to_json
+from verl.utils.disk import JsonLines, atomic_write, to_json
 from verl.version import __version__
 
 __all__ = ["RecordWriter"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.search.client import RetrieverClient, RetrieverError
-from verl.search.searcher import NO_RESULTS, format_documents
+from verl.search.client import NO_RESULTS, RetrieverClient, RetrieverError, format_documents
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 

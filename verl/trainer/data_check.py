@@ -22,7 +22,6 @@ import numpy as np
 
 from verl.config import PPOConfig, load_config
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRejected, as_messages, prompt_digest
-from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     GROUND_TRUTH,
     DataError,
@@ -34,10 +33,10 @@ from verl.utils.dataset.problems import (
     is_scored_by_agent,
     uses_reward_model,
 )
-from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, open_data_file, value_at
+from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, find_files, open_data_file, value_at
 from verl.utils.reward_score import default_compute_score, known_data_sources, score_function
+from verl.utils.reward_score.calls import try_ground_truth
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source
-from verl.utils.reward_score.trial import try_ground_truth
 
 if TYPE_CHECKING:
     from verl.workers.reward_manager.check import RewardReport, RewardRow

@@ -28,12 +28,10 @@ from verl.config.generation import check_context_length
 from verl.protocol import DataProto
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.status_display import show_status
-from verl.utils.console.lines import LINE, format_duration
-from verl.utils.console.startup import show_startup, startup_phase
+from verl.utils.console import LINE, format_duration, show_startup, startup_phase
 from verl.utils.dataset.chat import PromptEncoder
-from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
-from verl.utils.dataset.rows import ArrowFile, DataFile, Rows
+from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, find_files
 from verl.utils.dataset.tokens import PromptTokens, encode_prompts, truncate
 from verl.utils.disk import atomic_write
 from verl.utils.exceptions import fields_as_keys

@@ -13,8 +13,7 @@ from verl.config import GenerationConfig
 from verl.config.load import ConfigInput
 from verl.trainer.common.command_line import command, validated_config
 from verl.trainer.common.preflight import generation_preflight
-from verl.utils.console.lines import LINE
-from verl.utils.console.startup import show_startup, startup_phase
+from verl.utils.console import LINE, show_startup, startup_phase
 
 
 @command(

@@ -36,11 +36,9 @@ from verl.trainer.recovery.signals import (
     stop_on_signals,
 )
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
-from verl.utils.console.lines import LINE
-from verl.utils.console.startup import log_startup_phases, show_startup, startup_phase
+from verl.utils.console import LINE, log_startup_phases, show_startup, startup_phase
 from verl.utils.exceptions import annotate_error
-from verl.utils.logging_setup import CurrentStderrHandler, messages_on_stderr, setup_logging
-from verl.utils.lost_terminal import survive_lost_terminal
+from verl.utils.logging_setup import CurrentStderrHandler, messages_on_stderr, setup_logging, survive_lost_terminal
 from verl.utils.resources import freeze_gc
 from verl.utils.stacks import enable_stack_dumps
 
@@ -371,7 +369,7 @@ class TaskRunner:
         from verl.config.context_length import check_context_length
         from verl.config.megatron import check_model_layouts
         from verl.planning.check import check_memory
-        from verl.search.searcher import check_retriever
+        from verl.search.client import check_retriever
         from verl.utils.fs import resolve_model_path
 
         with startup_phase("model files"):

@@ -1,9 +1,10 @@
-"""Small helpers on plain Python: containers, environment variables, keyword aliases, time limits of calls."""
+"""Small helpers on plain Python: containers, masked secrets, environment variables, keyword aliases, time limits."""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -119,3 +120,20 @@ def _run_in_thread(call: Callable[[], T], seconds: float, name: str) -> T:
 
 def _timeout_error(name: str, seconds: float) -> TimeoutError:
     return TimeoutError(f"{name} took longer than {seconds} s.")
+
+
+MASK = "[secret]"
+# Names of secrets. `token` alone is not one of them: most keys with this word count tokens.
+_SECRET = re.compile(
+    r"(^|_)(api_?key|secret|password|passwd|credentials?|(auth|access|api|bearer)_token|alert_url)$", re.I
+)
+
+
+def mask_secrets(value: Any) -> Any:
+    """Return nested dicts and lists in which the values of keys like `api_key` are replaced by `[secret]`."""
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if item and isinstance(key, str) and _SECRET.search(key) else mask_secrets(item)
+            for key, item in value.items()
+        }
+    return [mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value

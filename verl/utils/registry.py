@@ -34,7 +34,7 @@ class Registry(MutableMapping[str, T]):
         self._loaded: dict[str, T] = {}
 
     def register(self, name: str | Enum, **traits: Any) -> Callable[[T], T]:
-        """`@register("mine")` adds a function or class. `verl.config.extensions` reads the traits from the source."""
+        """`@register("mine")` adds a function or class. `verl.config.names` reads the traits from the source."""
         name = _to_text(name)
 
         def add(entry: T) -> T:

@@ -1,12 +1,24 @@
-"""Tokenizer and processor of a model, ready for padding, without executing code of the model repository."""
+"""Tokenizers: loading without executing code of the model repository, and work on untrusted text.
+
+`TextWorkers` are processes that are killed when the work on a text takes too long or too much memory. Tokenizers, chat
+templates, grammar compilers and regular expressions hold the interpreter's lock, and their cost depends on the text: a
+thread cannot stop them, and an event loop that runs them serves no other client.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
+from verl.utils.exceptions import PicklableError
 from verl.utils.fs import expand_path
+from verl.utils.process_pool import LOW_PRIORITY, ProcessDied, ProcessPool, TaskTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -67,3 +79,168 @@ def _has_file(path: str, name: str) -> bool:
     except EntryNotFoundError:  # not in the repository; offline: not in the local cache
         return False
     return True
+
+
+T = TypeVar("T")
+
+# ---------------------------------------------------------------- untrusted text
+
+SHORT_TEXT = 16 * 1024
+"""Characters that are tokenised and rendered in the calling process: a few milliseconds, less than a process call needs
+on a busy machine."""
+MEMORY_LIMIT = 2 * 2**30
+_PROCESSES = 4
+_MAX_HEAVY = 2
+# A process that holds more after a task is replaced.
+_MAX_GROWTH = 8 * 2**20
+_MAX_WAITING = 64
+
+# In a worker process: the tokenizer.
+_tokenizer: Any = None
+
+
+class TextWorkLimit(PicklableError, ValueError):
+    """The work was stopped at its time or memory limit. The message names the limit."""
+
+
+class TextWorkersBusy(PicklableError):
+    """Too many expensive tasks wait already. The caller may try again later."""
+
+
+class TextWorkers:
+    """Processes with one tokenizer. They start with `start`, or with the first call.
+
+    At most half of the processes run tasks that are declared heavy (client templates, grammars, long texts): these
+    delay each other and never the light ones. At most 64 heavy tasks wait.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        seconds: float,
+        memory: int = MEMORY_LIMIT,
+        functions: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        """A task may take `seconds` and `memory` bytes beyond what the processes need for the tokenizer.
+
+        The modules of `functions` are imported before the processes fork, so that they share the memory.
+        """
+        self.seconds, self._memory = seconds, memory
+        initializer = partial(_load, load_tokenizer, functions)
+        self._pool = ProcessPool(
+            _PROCESSES, initializer=initializer, memory_limit=memory, max_growth=_MAX_GROWTH, prefork=True
+        )
+        self._starting = threading.Lock()
+        self._started = False
+        self._heavy = asyncio.Semaphore(_MAX_HEAVY)
+        self._waiting = 0
+
+    def start(self) -> None:
+        """Load the tokenizer in the processes; raises the error that prevents it. Blocks."""
+        with self._starting:
+            if not self._started:
+                assert self._pool.submit(_is_loaded).result()
+                self._started = True
+
+    async def call(self, function: Callable[..., T], *arguments: Any, heavy: bool = False) -> T:
+        """Return `function(tokenizer, *arguments)`, or raise its exception, TextWorkLimit or TextWorkersBusy.
+
+        The function and its arguments are pickled. If the caller is cancelled, the work continues up to its limits.
+        """
+        if not self._started:
+            await asyncio.to_thread(self.start)
+        if not heavy:
+            return await self._result(self._submit(function, arguments))
+        if self._waiting >= _MAX_WAITING:
+            raise TextWorkersBusy(f"{self._waiting} long texts, templates or grammars are waiting already")
+        self._waiting += 1
+        try:
+            await self._heavy.acquire()
+        finally:
+            self._waiting -= 1
+        loop, future = asyncio.get_running_loop(), self._submit(function, arguments)
+        # Released when the work ends: the caller may be cancelled earlier.
+        future.add_done_callback(lambda _: _release(loop, self._heavy))
+        return await self._result(future)
+
+    def close(self) -> None:
+        """End the processes. Calls in progress raise PoolClosed."""
+        self._pool.close()
+
+    def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._pool.submit(_run, function, arguments, timeout=self.seconds)
+
+    async def _result(self, future: Future[Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(future)
+        except TaskTimeout as error:
+            raise TextWorkLimit(f"processing the request takes longer than {self.seconds:g} s") from error
+        except (MemoryError, ProcessDied) as error:
+            raise TextWorkLimit(
+                f"processing the request takes more than {self._memory / 2**30:.3g} GB of memory"
+            ) from error
+
+
+def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
+    """Return a function that provides the tokenizer in another process: pickled, or reloaded if it is remote code.
+
+    Remote code is only executed there if this process was already allowed to execute it.
+    """
+    trusted = type(tokenizer).__module__.startswith("transformers_modules")
+    if trusted:
+        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=trusted)
+    return partial(_identity, tokenizer)
+
+
+@lru_cache(8)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token. A text of more than n times as many characters has more than n tokens.
+
+    Exceptions are texts that the tokenizer's normaliser shortens, such as runs of white space that it collapses.
+    """
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def max_characters(tokenizer: Any, tokens: int) -> int:
+    """The largest number of characters of a text with at most `tokens` tokens. Exceptions: see `longest_token`."""
+    return max(1, tokens) * longest_token(tokenizer)
+
+
+def text_length(value: Any) -> int:
+    """Characters of all strings in nested dicts and lists, plus one for every value."""
+    total, remaining = 0, [value]
+    while remaining:
+        item = remaining.pop()
+        total += 1
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
+            total += sum(len(key) for key in item if isinstance(key, str))
+            remaining.extend(item.values())
+        elif isinstance(item, list | tuple):
+            remaining.extend(item)
+    return total
+
+
+def _identity(tokenizer: Any) -> Any:
+    return tokenizer
+
+
+def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(semaphore.release)
+
+
+def _load(load_tokenizer: Callable[[], Any], _functions: Sequence[Callable[..., Any]]) -> None:
+    global _tokenizer
+    os.nice(LOW_PRIORITY)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process that forks has no threads
+    _tokenizer = load_tokenizer()
+
+
+def _is_loaded() -> bool:
+    return _tokenizer is not None
+
+
+def _run(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    return function(_tokenizer, *arguments)

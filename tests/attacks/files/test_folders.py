@@ -139,7 +139,7 @@ def test_code_of_an_encoder_folder_is_not_executed(
 
 @pytest.mark.parametrize("card", [True, False])
 def test_a_loading_script_is_not_executed(card: bool, tmp_path: Path, canary: Path) -> None:
-    from verl.utils.dataset.files import find_files
+    from verl.utils.dataset.rows import find_files
 
     folder = tmp_path / "data"
     folder.mkdir()
@@ -159,7 +159,7 @@ def test_a_loading_script_is_not_executed(card: bool, tmp_path: Path, canary: Pa
 
 @pytest.mark.parametrize("path", ["../secret.jsonl", "{absolute}"])
 def test_a_card_that_names_files_outside_of_its_folder_is_refused(path: str, tmp_path: Path) -> None:
-    from verl.utils.dataset.files import find_files
+    from verl.utils.dataset.rows import find_files
 
     folder, secret = tmp_path / "data", tmp_path / "secret.jsonl"
     folder.mkdir()

@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.asynchronous.group_state import GroupState, from_plain, to_plain
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.nested import load_plain, save_plain
 from verl.workers.rollout.training_rows import rows_from_trajectories
 
 DENSE = 1

@@ -18,8 +18,8 @@ from tests.support.search_server import serving, write_corpus
 from verl.agent.outputs import build_trajectory
 from verl.agent.search_loop import FAILED, INVALID, Action, ObservationEncoder, SearchAgentLoop, parse_action
 from verl.config import load_config
+from verl.search.client import LocalSearcher, format_documents, open_searcher
 from verl.search.retriever import open_retriever
-from verl.search.searcher import LocalSearcher, format_documents, open_searcher
 from verl.types.request import SamplingParams
 from verl.workers.rollout.call_trace import CallTrace, tracing
 

@@ -15,8 +15,8 @@ from tests.support.search_server import serving, write_corpus
 from verl.agent.search_loop import FAILED, INVALID
 from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
+from verl.search.client import format_documents
 from verl.search.retriever import open_retriever
-from verl.search.searcher import format_documents
 from verl.types.trajectory import Turn
 from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
 from verl.workers.rollout.training_rows import rows_from_trajectories

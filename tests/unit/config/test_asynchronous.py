@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.asynchronous import AsyncSettings, async_settings
+from verl.config.layout import AsyncSettings, async_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model"]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from verl.config import ConfigError, load_config, names
-from verl.config.extensions import read_user_declarations
+from verl.config.names import read_user_declarations
 
 REQUIRED = ("data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m")
 ESTIMATOR = """

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.support.commands import ROOT
-from verl.utils.tracking.tracking import SHORT_NAMES
+from verl.utils.tracking import SHORT_NAMES
 
 PAGE = (ROOT / "docs/reference/metrics.md").read_text()
 FOLDERS = ("trainer", "workers", "algos", "agent", "utils/tracking", "utils/console")

@@ -13,6 +13,7 @@ import pytest
 
 from verl import recording
 from verl.config import ConfigError, load_config
+from verl.config.devices import DeviceUsage
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
@@ -20,10 +21,9 @@ from verl.trainer.common.rank_poll import RankPoll, _increase
 from verl.trainer.common.recorder import _WarningHandler, events_of, planned_memory
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.supervisor import record_restart
-from verl.utils import spans
+from verl.utils import progress
 from verl.utils.checkpoint.steps import move_aside
-from verl.utils.nvml import DeviceUsage
-from verl.utils.spans import GENERATING, BusySpans, Span, span, take_spans
+from verl.utils.progress import GENERATING, BusySpans, Span, span, take_spans
 from verl.workers.rollout.base import Load
 
 
@@ -42,15 +42,15 @@ def test_spans_are_taken_once_and_count_is_bounded():
         pass
     assert [entry.name for entry in take_spans()] == ["inner", "update"]
     assert take_spans() == []
-    for _ in range(spans._MAX_SPANS + 5):
+    for _ in range(progress._MAX_SPANS + 5):
         with span("call"):
             pass
-    assert len(take_spans()) == spans._MAX_SPANS
+    assert len(take_spans()) == progress._MAX_SPANS
 
 
 def test_a_busy_span_lasts_from_the_first_to_the_last_request(monkeypatch):
-    clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 20.0 + 2 * spans._MAX_BUSY_S, 90.0])
-    monkeypatch.setattr(spans.time, "time", lambda: next(clock))
+    clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 20.0 + 2 * progress._MAX_BUSY_S, 90.0])
+    monkeypatch.setattr(progress.time, "time", lambda: next(clock))
     busy = BusySpans("generating")
     take_spans()
     for count in (2, 1, 0):
@@ -61,7 +61,7 @@ def test_a_busy_span_lasts_from_the_first_to_the_last_request(monkeypatch):
     busy.set(3)
     busy.set(2)  # long after: reported in parts
     busy.set(0)
-    middle = 20.0 + 2 * spans._MAX_BUSY_S
+    middle = 20.0 + 2 * progress._MAX_BUSY_S
     assert take_spans() == [Span("generating", 20.0, middle), Span("generating", middle, 90.0)]
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.search_server import write_corpus
-from verl.search.client import RetrieverError
+from verl.search.client import LocalSearcher, RetrieverError
 from verl.search.corpus import Corpus
 from verl.search.retriever import (
     MAX_QUERIES,
@@ -19,7 +19,6 @@ from verl.search.retriever import (
     Retriever,
     check_queries,
 )
-from verl.search.searcher import LocalSearcher
 
 
 class Counting:

@@ -13,8 +13,7 @@ from tests.support.search_server import serving, write_corpus
 from verl.agent.toolbox import Toolbox
 from verl.config import ConfigError, RetrieverConfig, as_config
 from verl.config.rollout import MultiTurnConfig
-from verl.search.client import CircuitBreaker, RetrieverClient, RetrieverError
-from verl.search.searcher import check_retriever, format_documents
+from verl.search.client import CircuitBreaker, RetrieverClient, RetrieverError, check_retriever, format_documents
 from verl.utils.tool_calls import ToolCall
 
 pytest.importorskip("bm25s")
@@ -161,7 +160,7 @@ def test_a_run_without_its_retriever_is_told_how_to_start_it(server, caplog):
 
 def test_a_corpus_is_searched_in_this_process(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path))
-    from verl.search.searcher import open_searcher
+    from verl.search.client import open_searcher
 
     async def run():
         searcher = open_searcher(RetrieverConfig(url=None, topk=2, timeout=5.0, corpus_path=str(corpus)))

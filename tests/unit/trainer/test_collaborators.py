@@ -23,7 +23,7 @@ from verl.trainer.ppo.weight_sync import WeightSync
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import SequenceCost
-from verl.utils.plain_store import load_plain
+from verl.utils.nested import load_plain
 
 GRPO = ("algorithm=grpo", "actor_rollout_ref.rollout.n=2", "reward_model.reward_kwargs={num_processes: 0}")
 

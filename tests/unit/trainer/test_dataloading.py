@@ -20,7 +20,7 @@ from verl.trainer.common.loader import BatchLoader
 from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.nested import load_plain, save_plain
 
 
 class Numbers:

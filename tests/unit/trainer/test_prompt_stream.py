@@ -11,7 +11,7 @@ from verl.config import DataConfig, as_config
 from verl.protocol import object_array
 from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.nested import load_plain, save_plain
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import logging, pathlib, signal, sys, time
-from verl.utils.lost_terminal import set_fallback_file, survive_lost_terminal
+from verl.utils.logging_setup import set_fallback_file, survive_lost_terminal
 
 survive_lost_terminal()
 set_fallback_file("kept.log")
@@ -98,11 +98,11 @@ def test_a_signal_in_the_middle_of_the_loss_may_write_too(tmp_path):
     """The terminal closes, and its SIGHUP comes while the line that found it out is being written."""
     program = """
 import os, signal
-from verl.utils import lost_terminal
-lost_terminal.survive_lost_terminal()
-lost_terminal.set_fallback_file("kept.log")
-redirect = lost_terminal._FallbackFile._redirect
-lost_terminal._FallbackFile._redirect = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or redirect(*where)
+from verl.utils import logging_setup
+logging_setup.survive_lost_terminal()
+logging_setup.set_fallback_file("kept.log")
+redirect = logging_setup._FallbackFile._redirect
+logging_setup._FallbackFile._redirect = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or redirect(*where)
 signal.signal(signal.SIGHUP, lambda *_: (signal.signal(signal.SIGHUP, signal.SIG_IGN), print("asked", flush=True)))
 os.read(0, 1)
 print("first" * 9999, flush=True)
@@ -124,7 +124,7 @@ print("last")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_line_of_stderr_comes_at_once_and_of_stdout_where_python_does_not_buffer(unbuffered):
     program = (
-        "import sys, time; from verl.utils.lost_terminal import survive_lost_terminal; survive_lost_terminal();"
+        "import sys, time; from verl.utils.logging_setup import survive_lost_terminal; survive_lost_terminal();"
         "print('printed'); print('said', file=sys.stderr); time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.nested import deep_equal, object_array
-from verl.utils.plain_store import load_plain, save_plain, save_tensors
+from verl.utils.nested import deep_equal, load_plain, object_array, save_plain, save_tensors
 
 scalars = st.one_of(
     st.none(),

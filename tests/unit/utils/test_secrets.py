@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.utils.secrets import MASK, mask_secrets
+from verl.utils.py_functional import MASK, mask_secrets
 
 
 def test_values_of_secret_keys_are_masked_at_any_depth():

@@ -21,11 +21,10 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.config import load_config
-from verl.utils.console.startup import log_startup_phases
+from verl.utils.console import log_startup_phases
 from verl.utils.logging_setup import setup_logging
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
+from verl.utils.tracking import TRACKERS, Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
 from verl.utils.tracking.local import Console, JsonFiles
-from verl.utils.tracking.tracking import TRACKERS
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
 METRICS = {"timing/step": 3.25, "actor/loss": torch.tensor(0.234), "reward/mean": np.float64(0.35), "kl/mean": 0.002}

@@ -28,7 +28,7 @@ from verl.utils.concurrency import SharedEventLoop
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.http_server.server import ConnectionLimits, LocalServer
 from verl.utils.import_utils import ImportPath, load_user_object
-from verl.utils.text_workers import longest_token
+from verl.utils.tokenizer import longest_token
 from verl.utils.tool_calls import get_parser
 from verl.workers.rollout.call_trace import current_trace
 

@@ -23,7 +23,7 @@ from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo, Pars
 from verl.inference.serving.openai_responses import ResponseChunk
 from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
-from verl.utils.text_workers import (
+from verl.utils.tokenizer import (
     SHORT_TEXT,
     TextWorkers,
     TextWorkersBusy,

@@ -17,8 +17,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
-from verl.utils.text_workers import longest_token
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, longest_token
 
 if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine

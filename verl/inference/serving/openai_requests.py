@@ -27,7 +27,7 @@ from verl.inference.serving.tool_calls import forced_call, strict_grammar
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.http_server.json_body import parse_json
-from verl.utils.text_workers import text_length
+from verl.utils.tokenizer import text_length
 
 __all__ = [
     "CHAT",

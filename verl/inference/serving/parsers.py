@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo
-from verl.utils.text_workers import TextWorkers, TextWorkersBusy, TextWorkLimit
+from verl.utils.tokenizer import TextWorkers, TextWorkersBusy, TextWorkLimit
 
 __all__ = ["Parsers", "text_work_error"]
 

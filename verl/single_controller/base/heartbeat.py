@@ -12,8 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.liveness import Activity, StoppedProcess, current_activity, current_work, silent_peer, stopped_helper
-from verl.utils.progress import pulse_count
+from verl.utils.progress import (
+    Activity,
+    StoppedProcess,
+    current_activity,
+    current_work,
+    pulse_count,
+    silent_peer,
+    stopped_helper,
+)
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
 _COLLECTIVES = "all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter|reduce|send|recv"
@@ -29,7 +36,7 @@ class Heartbeat:
     """What a worker process is doing now."""
 
     method: str | None = None
-    """The running compute call, or else the running background work (`verl.utils.liveness`); None: idle."""
+    """The running compute call, or else the running background work (`verl.utils.progress`); None: idle."""
     seconds: float = 0.0
     """How long `method` has been running."""
     done: int = 0

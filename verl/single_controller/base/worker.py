@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from verl.config.devices import DeviceUsage, device_usage
 from verl.protocol import DataProto, mask_filler_rows
 from verl.single_controller.base.decorator import BatchShard, Dispatch, MeshPlace, MethodSpec, register
 from verl.single_controller.base.errors import CallCancelled, Failure
@@ -26,9 +27,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
 from verl.utils.compile_cache import open_compile_cache
 from verl.utils.concurrency import SharedEventLoop
 from verl.utils.device import memory_in_use
-from verl.utils.nvml import DeviceUsage, device_usage
-from verl.utils.progress import Progress, record_progress
-from verl.utils.spans import Span, span, take_spans
+from verl.utils.progress import Progress, Span, record_progress, span, take_spans
 
 
 @dataclass(frozen=True)

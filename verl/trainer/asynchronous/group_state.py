@@ -15,7 +15,7 @@ from verl.trainer.asynchronous.rollout_buffer import RolloutBuffer
 from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
-from verl.utils.plain_store import is_plain
+from verl.utils.nested import is_plain
 
 __all__ = [
     "GroupState",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import PPOConfig
-from verl.config.asynchronous import async_settings
+from verl.config.layout import async_settings
 from verl.protocol import DataProto, object_array
 from verl.trainer.asynchronous.group_state import (
     GroupState,

@@ -11,8 +11,7 @@ import numpy as np
 
 from verl.config import names
 from verl.config.algorithm_rules import old_log_prob_conflicts
-from verl.config.asynchronous import async_settings
-from verl.config.layout import shares_devices
+from verl.config.layout import async_settings, shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.group_stream import GroupStream

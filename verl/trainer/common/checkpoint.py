@@ -25,8 +25,8 @@ from verl.utils.checkpoint.remote import KEY as REMOTE
 from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.disk import disk_full_error, is_disk_full
 from verl.utils.exceptions import annotate_error
-from verl.utils.plain_store import load_plain, save_plain
-from verl.utils.secrets import mask_secrets
+from verl.utils.nested import load_plain, save_plain
+from verl.utils.py_functional import mask_secrets
 
 logger = logging.getLogger(__name__)
 

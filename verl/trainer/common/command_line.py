@@ -17,10 +17,8 @@ from verl.config.help import find_program, requested_help, show_help
 from verl.config.load import ConfigInput, Preflight
 from verl.config.schema import Block
 from verl.trainer.recovery.exit_messages import exit_with_message
-from verl.utils.console.lines import FULL, LINE
-from verl.utils.console.startup import show_startup, startup_phase
-from verl.utils.logging_setup import setup_logging
-from verl.utils.lost_terminal import survive_lost_terminal
+from verl.utils.console import FULL, LINE, show_startup, startup_phase
+from verl.utils.logging_setup import setup_logging, survive_lost_terminal
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from verl.recording.redaction import Redaction
 from verl.types.schema import selected_for
 from verl.utils.dataset.problems import ground_truth_of
 from verl.utils.disk import atomic_write
-from verl.utils.plain_store import save_tensors
+from verl.utils.nested import save_tensors
 
 _OWN_FIELDS = ("step", "input", "output", "gts", "score", "rows", "turns", "status")
 # Columns that may contain the ground truth.

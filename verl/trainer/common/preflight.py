@@ -212,7 +212,7 @@ def _check_files(
 
 def _local_files(key: str, name: str, split: str | None, report: Report) -> list[str] | None:
     """Return the local files of an entry of `key` (file or folder); None: not local, or listed in a dataset card."""
-    from verl.utils.dataset.files import find_files
+    from verl.utils.dataset.rows import find_files
 
     local = Path(expand_path(name).removeprefix("file://"))
     # Splits in a dataset card are read by a library that takes seconds to import.

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
-from verl.utils.spans import GENERATING
+from verl.utils.progress import GENERATING
 from verl.workers.rollout.base import Load
 
 __all__ = ["RankPoll"]

@@ -19,7 +19,7 @@ from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
 from verl.trainer.recovery.supervised_process import previous_attempts
-from verl.utils.console.lines import LINE
+from verl.utils.console import LINE
 from verl.utils.network import find_foreign_service
 from verl.utils.process_tree import children, command_line, with_descendants
 from verl.utils.resources import describe_load, load_factor

@@ -29,7 +29,7 @@ from verl.trainer.common.checkpoint import SaveResult
 from verl.trainer.common.rank_poll import Groups, RankPoll
 from verl.trainer.common.run_status import RunStatus
 from verl.utils.fs import expand_path
-from verl.utils.secrets import mask_secrets
+from verl.utils.py_functional import mask_secrets
 
 logger = logging.getLogger(__name__)
 

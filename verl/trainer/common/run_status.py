@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from verl.utils.console.lines import PHASE_NAMES
-from verl.utils.console.startup import current_startup_phase
+from verl.utils.console import PHASE_NAMES, current_startup_phase
 from verl.utils.exceptions import annotate_error
-from verl.utils.progress import Progress, record_progress
-from verl.utils.spans import Span
+from verl.utils.progress import Progress, Span, record_progress
 
 logger = logging.getLogger(__name__)
 

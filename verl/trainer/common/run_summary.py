@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl.trainer.common.run_status import describe_bottleneck
-from verl.utils.console.lines import (
+from verl.utils.console import (
     AFTER_STEP,
     PHASE_NAMES,
     format_duration,

@@ -18,9 +18,15 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from verl.trainer.common.run_status import StatusSnapshot
-from verl.utils.console.lines import LINE, format_duration
-from verl.utils.console.startup import StartupLog, current_startup_phase, startup_text
-from verl.utils.console.status_line import is_terminal, status_line
+from verl.utils.console import (
+    LINE,
+    StartupLog,
+    current_startup_phase,
+    format_duration,
+    is_terminal,
+    startup_text,
+    status_line,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from verl.algos import estimate_advantages, takes_argument
 from verl.algos import kl_penalty as kl_estimate
 from verl.algos.groups import Trajectories
 from verl.config import AlgorithmConfig, PPOConfig, as_config
-from verl.config.distillation import DistillationConfig, DistillationLossConfig
+from verl.config.ppo import DistillationConfig, DistillationLossConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_data_metrics, truncated_rows
 from verl.trainer.ppo.mismatch import RolloutMismatch

@@ -44,8 +44,7 @@ from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.ppo.worker_recovery import WorkerRecovery
 from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.step_end import VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
-from verl.utils.console.lines import LINE
-from verl.utils.console.startup import startup_phase
+from verl.utils.console import LINE, startup_phase
 from verl.utils.tracking import Tracking
 
 __all__ = [

@@ -19,7 +19,7 @@ from verl.recording.writer import RecordWriter
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.trainer.common.dumps import ground_truths, plain_value, response_turns
 from verl.types.schema import selected_for
-from verl.utils.json_lines import to_json
+from verl.utils.disk import to_json
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 # Field of the recording → column of the batch, for values per response token.

@@ -37,7 +37,7 @@ from verl.trainer.ppo.row_balancing import (
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
 from verl.types.schema import Call, selected_for
 from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
-from verl.utils.console.startup import startup_phase
+from verl.utils.console import startup_phase
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
 

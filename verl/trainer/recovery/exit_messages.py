@@ -28,7 +28,7 @@ from verl.trainer.recovery.supervised_process import is_supervised, previous_att
 from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
 from verl.utils.exceptions import RemoteTraceback, annotate_error, cause_chain
 from verl.utils.fs import expand_path
-from verl.utils.lost_terminal import set_fallback_file
+from verl.utils.logging_setup import set_fallback_file
 from verl.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_res
 from verl.trainer.recovery.ray_monitor import RayProcesses, run_monitored
 from verl.trainer.recovery.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
-from verl.utils.console.lines import LINE
-from verl.utils.console.startup import show_startup, startup_phase
+from verl.utils.console import LINE, show_startup, startup_phase
 from verl.utils.logging_setup import messages_on_stderr
 
 logger = logging.getLogger(__name__)

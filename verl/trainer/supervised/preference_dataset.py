@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
 from verl.utils.dataset.conversation import LOSS, ConversationEncoder, Pieces, ids_up_to_answer
-from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, RowRule, chat_problem, raise_missing_columns, raise_problems
-from verl.utils.dataset.rows import Rows, bool_at, value_at
+from verl.utils.dataset.rows import Rows, bool_at, find_files, value_at
 from verl.utils.dataset.tokens import TokenStore, truncate
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from verl.trainer.recovery.step_end import FOLDER, VALIDATION, NonFatalFailures,
 from verl.trainer.supervised.launch import Ranks
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
-from verl.utils.console.lines import LINE
+from verl.utils.console import LINE
 from verl.utils.dataset.sampler import EpochSampler
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics

@@ -13,13 +13,12 @@ import torch
 from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
-from verl.config.data import DataConfig
 from verl.config.load import as_config
+from verl.config.ppo import DataConfig
 from verl.types.schema import RESERVED
 from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
-from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems, rl_rules
-from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.rows import Rows, find_files, value_at
 from verl.utils.dataset.tokens import encode_prompts, pad_left, truncate
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.nested import object_array

@@ -14,9 +14,8 @@ from torch.utils.data import Dataset
 
 from verl.utils.dataset.chat import Messages, as_messages, as_tools
 from verl.utils.dataset.conversation import ConversationEncoder, Pieces, WeightedTokens
-from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, RowRule, raise_missing_columns, raise_problems, sft_rules
-from verl.utils.dataset.rows import Rows, bool_at, value_at
+from verl.utils.dataset.rows import Rows, bool_at, find_files, value_at
 from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncate
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,6 @@ from multiprocessing.connection import Connection
 from typing import BinaryIO
 
 from verl.utils import process_tree
-from verl.utils.process_pool.errors import CannotSend
 from verl.utils.resources import trim_heap
 
 FORK, KILLED, ENDED, PRELOAD = b"F", b"K", b"E", b"P"
@@ -295,3 +294,26 @@ def _exit_code(pid: int) -> int | None:
         time.sleep(0.002)
         ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
+
+
+# ---------------------------------------------------------------- errors
+
+
+class TaskTimeout(TimeoutError):
+    """The call exceeded its time limit; its process and all child processes were killed."""
+
+
+class ProcessDied(RuntimeError):
+    """The call ended its process: by exit, by a signal, or by a crash."""
+
+
+class CannotSend(ValueError):
+    """Arguments, a result or an initializer cannot be pickled, or cannot be unpickled by the receiver."""
+
+
+class InitializerError(ValueError):
+    """The initializer failed in the new process; the message is its traceback."""
+
+
+class PoolClosed(RuntimeError):
+    """The pool was closed, or lost its fork server, before the call finished."""

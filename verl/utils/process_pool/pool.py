@@ -30,8 +30,18 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.exceptions import RemoteTraceback
-from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
-from verl.utils.process_pool.fork_server import GROWN, IMPORTING, MEMORY, MODULES, RETURNED
+from verl.utils.process_pool.fork_server import (
+    GROWN,
+    IMPORTING,
+    MEMORY,
+    MODULES,
+    RETURNED,
+    CannotSend,
+    InitializerError,
+    PoolClosed,
+    ProcessDied,
+    TaskTimeout,
+)
 from verl.utils.process_pool.processes import (
     CHECK_SECONDS,
     EXTERNAL_SIGNALS,
@@ -92,8 +102,8 @@ class ProcessPool:
     def submit(self, function: Callable[..., Any], *arguments: Any, timeout: float = math.inf) -> Future[Any]:
         """Call a function in a worker, for at most `timeout` seconds; the future cannot be cancelled.
 
-        The future raises the function's exception or one of `verl.utils.process_pool.errors`. A call may run twice if
-        another call that was sent with it hung.
+        The future raises the function's exception or one of those of this package. A call may run twice if another call
+        that was sent with it hung.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()

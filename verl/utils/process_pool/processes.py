@@ -25,8 +25,18 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.import_utils import reduce_by_source, register_user_modules_by_value
-from verl.utils.process_pool.errors import CannotSend, InitializerError
-from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
+from verl.utils.process_pool.fork_server import (
+    CALLS,
+    CONTROL,
+    ENDED,
+    FORK,
+    FRAME,
+    KILLED,
+    PRELOAD,
+    CannotSend,
+    InitializerError,
+    frame,
+)
 
 # Maximum size of one read from the socket of a worker.
 _READ_BYTES = 1 << 18

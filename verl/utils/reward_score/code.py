@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from verl.sandbox import Limits, Result
 from verl.sandbox.code_runner import CodeSettings
-from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, bundle, read_tests
+from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
 from verl.utils.reward_score.registry import register_score
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -20,6 +22,30 @@ _LANGUAGES = {"c++": "cpp", "cpp": "cpp", "javascript": "javascript", "js": "jav
 _OVERHEAD_SECONDS = 2.0
 _MAX_OUTPUT_BYTES = 32 << 20
 _OUTCOME_NAMES = {"timeout": "time limit", "error": "runtime error", "syntax": "syntax error", "memory": "memory limit"}
+_DRIVER = "verl_code_driver"  # name of the module in the local sandbox, where it is preloaded
+_PACKAGE = "verl.utils.reward_score.code_tests"
+_MODULES = ("values", "channel", "candidate", "proxies", "judge", "isolation", "driver")
+_LOADER = """
+import sys, types
+def _load(package, sources):
+    parts = package.split(".")
+    existing = [name for name in sys.modules if name.split(".")[0] == parts[0]]
+    replaced = {name: sys.modules.pop(name) for name in existing}
+    parents = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    for name in parents:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = []
+    loaded = []
+    for name, source in sources:
+        module = types.ModuleType(package + "." + name)
+        sys.modules[module.__name__] = module
+        loaded.append(module.__name__)
+        exec(compile(source, name + ".py", "exec"), module.__dict__)
+    for name in parents + loaded:
+        del sys.modules[name]
+    sys.modules.update(replaced)
+    return module.main
+"""
 _DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco", "humaneval", "mbpp", "livecodebench")
 
 
@@ -110,7 +136,7 @@ def _python_outcomes(
     blocks = [job, *(block for test in tests for block in test.blocks())]
     stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
     limits = replace(settings.limits, output_bytes=_MAX_OUTPUT_BYTES)
-    program = bundle.driver_program(preloaded=settings.url is None)
+    program = driver_program(preloaded=settings.url is None)
     result = _run(settings, program, "python", stdin, limits)
     outcomes = list(_read_outcomes(result.stdout))[: len(tests)]
     if outcomes and outcomes[-1]["status"] == "syntax":
@@ -131,6 +157,20 @@ def _read_outcomes(stdout: str) -> Iterator[dict[str, Any]]:
         yield outcome
 
 
+@functools.cache
+def driver_source() -> str:
+    """Return the driver of code tests and the modules that it imports as one source, for interpreters without this
+    package. The module defines `main`."""
+    folder = Path(__file__).parent / "code_tests"
+    sources = [(name, (folder / f"{name}.py").read_text()) for name in _MODULES]
+    return f"{_LOADER}main = _load({_PACKAGE!r}, {sources!r})\n"
+
+
+def driver_program(preloaded: bool) -> str:
+    """Return a program that runs the driver. `preloaded`: the sandbox has imported it."""
+    return f"from {_DRIVER} import main\nmain()\n" if preloaded else driver_source() + "main()\n"
+
+
 # ---------------------------------------------------------------- other languages: a run per test
 
 
@@ -148,7 +188,7 @@ def _other_language_outcomes(
 
 
 def _run(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
-    runner = settings.runner({bundle.NAME: bundle.driver_source()})
+    runner = settings.runner({_DRIVER: driver_source()})
     result = runner.run(code, language, stdin=stdin, limits=limits)
     if result.status == "refused":
         raise RuntimeError(f"the sandbox refused to run this code: {result.stderr}")

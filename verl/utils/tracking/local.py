@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from verl.utils.console.lines import HEADLINE, LINE, format_value, step_line
-from verl.utils.json_lines import JsonLines, to_json
+from verl.utils.console import HEADLINE, LINE, format_value, step_line
+from verl.utils.disk import JsonLines, to_json
 from verl.utils.logging_setup import collect_step_notes, take_step_notes
-from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
+from verl.utils.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
 # Steps from which the remaining time is estimated.
 _ETA_STEPS = 20

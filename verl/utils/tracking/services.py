@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from verl.utils.tracking.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
+from verl.utils.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
 
 class _HostedTracker(Tracker):

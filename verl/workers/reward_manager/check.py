@@ -1,6 +1,6 @@
 """Reward check: is a reward function fast and deterministic, and does it distinguish right from wrong answers?
 
-It is called with answers whose correctness is known (`verl.utils.reward_score.trial`), in the scorer processes that
+It is called with answers whose correctness is known (`verl.utils.reward_score.calls`), in the scorer processes that
 training uses.
 """
 
@@ -14,7 +14,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from verl.utils.reward_score.trial import EMPTY, correct_response, responses_with_all_answers
+from verl.utils.reward_score.calls import EMPTY, correct_response, responses_with_all_answers
 from verl.workers.reward_manager.scorer import Sample, Score
 
 Submit = Callable[[Sample], "Future[Score]"]

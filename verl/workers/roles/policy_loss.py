@@ -11,7 +11,7 @@ from verl.algos.kl import TOP_K_KLS, top_k_kl
 from verl.algos.masked_ops import apply_mask
 from verl.algos.rollout_correction import importance_weights
 from verl.config import ActorConfig, RolloutCorrectionConfig
-from verl.config.distillation import DistillationLossConfig
+from verl.config.ppo import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
 from verl.workers.engine.common.micro_batches import trajectory_tokens

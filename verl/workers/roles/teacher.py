@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verl.config.distillation import DistillationConfig
 from verl.config.engine import ModelConfig
+from verl.config.ppo import DistillationConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

@@ -25,8 +25,7 @@ from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import EngineLostError, Output, Request, SamplingParams, TokenOutput
 from verl.utils.counter_noise import sample_keys
-from verl.utils.liveness import StoppedProcess, add_peer, remove_peer
-from verl.utils.progress import pulse
+from verl.utils.progress import StoppedProcess, add_peer, pulse, remove_peer
 from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
 from verl.workers.rollout.partial_outputs import join_outputs, output_to_resume, unfinished_part

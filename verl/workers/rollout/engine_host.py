@@ -18,9 +18,7 @@ from verl.config import RolloutConfig
 from verl.types.request import EngineDiedError, Output, Request
 from verl.types.trajectory import Trajectory, Turn
 from verl.utils.exceptions import fields_as_keys
-from verl.utils.liveness import StoppedProcess, stopped_helper
-from verl.utils.progress import pulse_count
-from verl.utils.spans import GENERATING, BusySpans
+from verl.utils.progress import GENERATING, BusySpans, StoppedProcess, pulse_count, stopped_helper
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask

@@ -23,8 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled
 from verl.types.request import EngineLostError, Output
 from verl.types.trajectory import Headers, HostReply, Trajectory
-from verl.utils.liveness import BackgroundWork, add_work_source, remove_work_source
-from verl.utils.progress import expect, pulse_count, tick
+from verl.utils.progress import BackgroundWork, add_work_source, expect, pulse_count, remove_work_source, tick
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
 
 # After the first trajectory has finished, `collect` waits this long for more, to report them together. The wait grows

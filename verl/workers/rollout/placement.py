@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.config.extensions import read_user_declarations
-from verl.config.names import ROLLOUTS, rollout_traits
+from verl.config.names import ROLLOUTS, read_user_declarations, rollout_traits
 from verl.single_controller.base.worker import RankInfo
 from verl.utils.device import resolve_dtype
-from verl.utils.liveness import activity
+from verl.utils.progress import activity
 from verl.utils.stacks import Stack, own_stacks
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout, FollowerRollout

@@ -22,7 +22,7 @@ from verl.trainer.asynchronous.group_state import (
 from verl.trainer.asynchronous.rollout_buffer import PromptGroup, RolloutBuffer
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.nested import load_plain, save_plain
 
 PROMPT = DataProto.from_dict({"input_ids": torch.tensor([[1, 2]])}, {"uid": object_array(["p"])})
 

@@ -18,7 +18,7 @@ from verl.trainer.asynchronous.group_state import group_shape as read_made_with
 from verl.trainer.asynchronous.group_state import load_buffer
 from verl.trainer.asynchronous.group_state import saved_prompts as read_prompts
 from verl.trainer.asynchronous.rollout_buffer import RolloutBuffer
-from verl.utils.plain_store import load_plain
+from verl.utils.nested import load_plain
 
 FILE = Path(values.__file__).parent / "trainer.pt"
 RENAMED: dict[str, str] = {}

@@ -14,7 +14,7 @@ from verl.single_controller.base.decorator import BatchShard, Dispatch, register
 from verl.single_controller.base.worker import RankHost, RankInfo
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.common.run_status import Phases, RunStatus
-from verl.utils.console.startup import startup_phase
+from verl.utils.console import startup_phase
 from verl.utils.progress import expect, tick
 
 

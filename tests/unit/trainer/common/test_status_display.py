@@ -18,7 +18,7 @@ from tests.support.terminal import run_on_terminal
 from verl.trainer.common import status_display
 from verl.trainer.common.run_status import StatusSnapshot
 from verl.trainer.common.status_display import LineLog, ProgressLog, StatusText, show_status
-from verl.utils.console.startup import startup_phase
+from verl.utils.console import startup_phase
 
 PROGRAM = """
 import time

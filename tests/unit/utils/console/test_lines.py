@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl.utils.console.lines import format_duration, phase_seconds, step_line, validation_scores
+from verl.utils.console import format_duration, phase_seconds, step_line, validation_scores
 
 GRPO = {
     "reward/mean": 0.35,

@@ -4,15 +4,15 @@ import logging
 
 import pytest
 
-from verl.utils.console import startup
-from verl.utils.console.startup import current_startup_phase, log_startup_phases, show_startup, startup_phase
+from verl.utils import console
+from verl.utils.console import current_startup_phase, log_startup_phases, show_startup, startup_phase
 
 
 @pytest.fixture(autouse=True)
 def said(caplog, monkeypatch):
-    monkeypatch.setattr(startup, "_SHORTEST_S", 0.0)
-    monkeypatch.setattr(startup, "_POLL_S", 0.001)
-    monkeypatch.setattr(startup, "_LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "_SHORTEST_S", 0.0)
+    monkeypatch.setattr(console, "_POLL_S", 0.001)
+    monkeypatch.setattr(console, "_LOG_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO, logger="verl")
     yield caplog
     log_startup_phases(False)

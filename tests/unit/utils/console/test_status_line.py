@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from verl.utils.console.status_line import StatusLine, cut_to_width
+from verl.utils.console import StatusLine, cut_to_width
 
 CLEAR = "\r\x1b[2K"
 

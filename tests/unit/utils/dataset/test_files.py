@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from verl.utils.dataset.files import find_files
+from verl.utils.dataset.rows import find_files
 
 CARD = """---
 configs:
@@ -54,7 +54,7 @@ def test_a_hub_name_is_found_where_the_download_command_puts_it(tmp_path):
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     code = (
-        "from verl.utils.dataset.files import find_files\n"
+        "from verl.utils.dataset.rows import find_files\n"
         "print(find_files('org/name', 'train'))\n"
         "try: find_files('org/missing', 'train')\n"
         "except ValueError as error: print(error)\n"

@@ -14,9 +14,8 @@ from tests.support.code_rewards.forgeries import FORGERIES
 from tests.support.code_rewards.solutions import CASES
 from verl.sandbox import REQUIRE, available
 from verl.sandbox.code_runner import CodeSettings
-from verl.utils.reward_score.code import compute_score
+from verl.utils.reward_score.code import compute_score, driver_program
 from verl.utils.reward_score.code_tests import read_tests
-from verl.utils.reward_score.code_tests.bundle import driver_program
 
 SETTINGS = CodeSettings(require=min(("files", available().level), key=REQUIRE.index), wall_s=12)
 SAMPLE = (

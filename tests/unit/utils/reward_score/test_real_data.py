@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.reward_score import default_compute_score, score_function
-from verl.utils.reward_score.trial import responses_with_all_answers, try_ground_truth
+from verl.utils.reward_score.calls import responses_with_all_answers, try_ground_truth
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data (see its README for the sources)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.trial import correct_response, responses_with_all_answers, try_ground_truth
+from verl.utils.reward_score.calls import correct_response, responses_with_all_answers, try_ground_truth
 
 
 def test_good_ground_truths_score_one_and_bad_ones_say_why():

@@ -7,7 +7,7 @@ import torch
 from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine
 from tests.support.tiny import tiny_model
 from verl.config import ActorConfig, as_config
-from verl.config.distillation import DistillationLossConfig
+from verl.config.ppo import DistillationLossConfig
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import PolicyLoss
 

@@ -9,7 +9,7 @@ import torch
 
 from verl.algos.registry import POLICY_LOSSES
 from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
-from verl.config.distillation import DistillationLossConfig
+from verl.config.ppo import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.workers.engine.base import Counts

@@ -18,7 +18,7 @@ from tests.support.script_runner import scripted_engine
 from verl.single_controller.base.heartbeat import ComputeTracker
 from verl.single_controller.base.worker_group import RankHandle
 from verl.types.request import EngineLostError, Output, Request, SamplingParams
-from verl.utils.liveness import silent_peer
+from verl.utils.progress import silent_peer
 from verl.workers.rollout import engine_client as module
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient

@@ -11,8 +11,7 @@ from verl.single_controller.base.heartbeat import ComputeTracker, Heartbeat, Ran
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.hang_detector import HangDetector
 from verl.trainer.recovery.hang_diagnosis import diagnose_hang
-from verl.utils.liveness import Activity, activity, current_activity
-from verl.utils.progress import pulse_count
+from verl.utils.progress import Activity, activity, current_activity, pulse_count
 from verl.utils.stacks import Frame
 from verl.workers.rollout.placement import engine_start, start_step
 

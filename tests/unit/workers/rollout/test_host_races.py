@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.scripted_hosts import ScriptedEngine, prompt_rows, scripted_config
 from verl.types.request import EngineDiedError, Request, SamplingParams
-from verl.utils import liveness
+from verl.utils import progress
 from verl.workers.roles.policy import ActorRolloutRefWorker
 from verl.workers.rollout.engine_host import EngineHost
 
@@ -74,9 +74,9 @@ def test_a_host_whose_engine_is_restarted_leaves_no_unfinished_work(engine):
     worker._new_host = lambda: EngineHost(engine)
     failed = worker.host
     failed.submit("job", prompt_rows(["a", "b"]))
-    assert failed._work in liveness._work_sources
+    assert failed._work in progress._work_sources
     engine.fail(EngineDiedError("the engine's process ended"))
     worker.restart_engine()
     assert worker.host is not failed
     assert failed.collect_outputs("client", 0.0).closed
-    assert failed._work not in liveness._work_sources
+    assert failed._work not in progress._work_sources

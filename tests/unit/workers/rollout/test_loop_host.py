@@ -22,7 +22,7 @@ from tests.support.rollout_hosts import (
 )
 from verl.single_controller.base.errors import CallCancelled
 from verl.single_controller.base.heartbeat import ComputeTracker
-from verl.utils import liveness
+from verl.utils import progress
 from verl.workers.rollout import loop_host
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.partial_outputs import resumable
@@ -209,7 +209,7 @@ def test_stream_batch_yields_every_row_and_aborts_the_rest_when_it_is_closed(eng
 
 def test_hang_diagnosis_sees_rows_like_a_compute_call(engine, make_prompts, monkeypatch):
     """A rank that generates rows runs no compute call: its heartbeat must report the rows and the thread instead."""
-    monkeypatch.setattr(liveness, "_work_sources", [])  # of hosts that other tests left open
+    monkeypatch.setattr(progress, "_work_sources", [])  # of hosts that other tests left open
     tracker = ComputeTracker()
     rows = named_rows(make_prompts, rows=3)
     host = open_host(engine, "a", rows)

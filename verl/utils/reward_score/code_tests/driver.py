@@ -5,7 +5,7 @@ while the solution runs in a candidate process, one per test, that shares only a
 This process forks both. It reads no statements before the last candidate is forked, so no candidate inherits any.
 
 stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
-test. stdout: a line of JSON per test. `bundle` combines this file with the modules that it imports.
+test. stdout: a line of JSON per test. `reward_score/code.py` combines this file with the modules that it imports.
 """
 
 from __future__ import annotations

@@ -23,10 +23,9 @@ import torch
 from verl.single_controller.base.errors import Failure
 from verl.types.request import EngineBrokenError, Output, Request
 from verl.utils.exceptions import cause_chain
-from verl.utils.liveness import current_activity
 from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import die_with_parent, kill_tree_but_trackers
-from verl.utils.progress import pulse_count
+from verl.utils.progress import current_activity, pulse_count
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.placement import engine_start
 from verl.workers.rollout.process.messages import (

@@ -27,9 +27,8 @@ from verl.single_controller.base.errors import Failure
 from verl.types.request import EngineDiedError, Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSpec
 from verl.utils.exceptions import RemoteTraceback
-from verl.utils.liveness import activity, add_helper, remove_helper
 from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
-from verl.utils.progress import pulse
+from verl.utils.progress import activity, add_helper, pulse, remove_helper
 from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
 from verl.workers.rollout.process.messages import (
     EngineInfo,

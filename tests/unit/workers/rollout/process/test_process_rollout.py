@@ -20,9 +20,8 @@ from tests.support.unsharded_model import UnshardedModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import EngineDiedError, Output, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
-from verl.utils.liveness import stopped_helper
 from verl.utils.process_tree import children, why_not_running
-from verl.utils.progress import pulse_count
+from verl.utils.progress import pulse_count, stopped_helper
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.sharding_manager import InProcessTransfer
 
