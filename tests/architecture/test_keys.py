@@ -15,7 +15,7 @@ from verl.config.schema import Block, Entry, key, walk
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 # Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
-WORKING = {f"config/{name}.py" for name in ("algorithm", "asynchronous", "resolve")}
+WORKING = {f"config/{name}.py" for name in ("algorithm", "layout", "ppo", "resolve")}
 # Free-form: read by users' own code.
 FOR_USERS = ("custom",)
 # Read whole, whatever keys they have: where their names are looked up.

@@ -212,8 +212,7 @@ def _show_training_rows(
 
 def _sample_answer(config: PPOConfig, row: dict[str, Any]) -> str:
     """Return the ground truth of a row in the format of its reward function, if that is known."""
-    from verl.utils.dataset.problems import ground_truth_of
-    from verl.utils.dataset.rows import value_at
+    from verl.utils.dataset.rows import ground_truth_of, value_at
     from verl.utils.reward_score.calls import correct_response
 
     truth = ground_truth_of(row, config.data.ground_truth_key)

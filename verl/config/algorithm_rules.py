@@ -7,7 +7,7 @@ from collections import Counter
 from verl.config import names
 from verl.config.algorithm import parse_bounds, parse_rejections
 from verl.config.layout import ACTOR, ROLLOUT, async_settings, layout_of
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import PPOConfig, old_log_prob_conflicts
 from verl.config.problems import Report
 
 
@@ -78,37 +78,7 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
 
 _CORRECTION = "algorithm.rollout_correction"
 
-# Old log-probs need a separate forward pass only if the update cannot provide them.
 _OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
-
-
-def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
-    """Return the reasons why the update cannot provide old log-probs.
-
-    With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1, and the
-    update can compute importance weights from its own log-probs. The remaining conflicts are consumers of old log-probs
-    before the update.
-    """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    correction = algorithm.rollout_correction
-    steps = actor.ppo_epochs * max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
-    reasons = []
-    if steps > 1:
-        reasons.append(
-            f"{ACTOR}.ppo_mini_batch_size = {actor.ppo_mini_batch_size} and {ACTOR}.ppo_epochs = {actor.ppo_epochs}"
-            f" take {steps} optimizer steps per batch, and only the first starts from the old policy"
-        )
-    if algorithm.use_kl_in_reward:
-        reasons.append("algorithm.use_kl_in_reward = True reads them before the update")
-    if config.distillation.enabled and config.distillation.distillation_loss.as_reward:
-        reasons.append("distillation.distillation_loss.as_reward = True reads them before the update")
-    if correction.bypass_mode:
-        reasons.append("algorithm.rollout_correction.bypass_mode = True uses the rollout's")
-    if correction.rollout_rs is not None:
-        reasons.append(f"{_CORRECTION}.rollout_rs = {correction.rollout_rs} masks tokens before the update")
-    if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
-        reasons.append(f"{_CORRECTION}.rollout_is_batch_normalize = True needs the weights of the whole batch")
-    return reasons
 
 
 def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from verl.config import names
-from verl.config.algorithm_rules import old_log_prob_conflicts, resolve_correction
+from verl.config.algorithm_rules import resolve_correction
 from verl.config.block_rules import sharing_exclusion
 from verl.config.devices import visible_gpus
 from verl.config.layout import (
@@ -347,9 +347,3 @@ def _convert_search_lengths(config: PPOConfig, report: Report) -> None:
         f"data.max_start_length = {start}: lengths as in Search-R1: prompts up to {start} tokens, "
         f"turns up to {data.max_turn_length}, all turns with search results up to {data.max_response_length}."
     )
-
-
-def old_log_probs_from_update(config: PPOConfig) -> bool:
-    """Whether the update's first forward pass provides old log-probs: as set; null: if there are no conflicts."""
-    value = config.actor_rollout_ref.actor.old_log_prob_from_update
-    return not old_log_prob_conflicts(config) if value is None else value

@@ -23,17 +23,24 @@ import numpy as np
 from verl.config import PPOConfig, load_config
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRejected, as_messages, prompt_digest
 from verl.utils.dataset.problems import (
-    GROUND_TRUTH,
     DataError,
     chat_rule,
     data_source_rules,
     find_problems,
-    ground_truth_of,
     ground_truth_rule,
     is_scored_by_agent,
     uses_reward_model,
 )
-from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, find_files, open_data_file, value_at
+from verl.utils.dataset.rows import (
+    GROUND_TRUTH,
+    ArrowFile,
+    DataFile,
+    Rows,
+    find_files,
+    ground_truth_of,
+    open_data_file,
+    value_at,
+)
 from verl.utils.reward_score import default_compute_score, known_data_sources, score_function
 from verl.utils.reward_score.calls import try_ground_truth
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source

@@ -16,8 +16,8 @@ from rich.table import Table
 from verl.config import EvalConfig, SFTConfig
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
-from verl.utils.dataset.problems import RowRule, data_source_rules, ground_truth_of, ground_truth_rule, raise_problems
-from verl.utils.dataset.rows import Rows, find_files, value_at
+from verl.utils.dataset.problems import RowRule, data_source_rules, ground_truth_rule, raise_problems
+from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at
 from verl.utils.reward_score import known_data_sources
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.naive import RewardError, describe_failures

@@ -14,7 +14,7 @@ from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.types.schema import selected_for
-from verl.utils.dataset.problems import ground_truth_of
+from verl.utils.dataset.rows import ground_truth_of
 from verl.utils.disk import atomic_write
 from verl.utils.nested import save_tensors
 

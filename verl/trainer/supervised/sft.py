@@ -22,8 +22,8 @@ from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.trainer import SupervisedTrainer
 from verl.utils.dataset.chat import PromptEncoder
-from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems
-from verl.utils.dataset.rows import Rows, find_files, value_at
+from verl.utils.dataset.problems import DataError, chat_rule, raise_problems
+from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from verl.utils.dataset.tokens import encode_prompts
 from verl.utils.end_tokens import find_end_tokens

@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.config import DataConfig, names
-from verl.utils.dataset.rows import ArrowFile, DataFile, Rows, value_at
+from verl.utils.dataset.rows import GROUND_TRUTH, ArrowFile, DataFile, Rows, ground_truth_of, value_at
 from verl.utils.exceptions import PicklableError
 from verl.utils.reward_score.registry import matching, unknown_source
 
-GROUND_TRUTH = "ground_truth"
 # Columns that decide whether a reward function, a reward model or an agent loop scores a row.
 _SCORING_COLUMNS = ("reward_model", "agent_name")
 RowCheck = Callable[[dict[str, Any], Sequence[str]], str | None]
@@ -193,13 +192,6 @@ def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) 
         return pc.struct_field(table.column("reward_model"), "ground_truth").null_count == 0
 
     return RowRule((key.split(".")[0], *_SCORING_COLUMNS), check, holds_for_table)
-
-
-def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
-    """Return the ground truth of a row, from `reward_model` or `key`; None if there is none."""
-    reward = row.get("reward_model")
-    truth = reward.get(GROUND_TRUTH) if isinstance(reward, dict) else None
-    return value_at(row, key) if truth is None else truth
 
 
 def uses_reward_model(row: Mapping[str, Any]) -> bool:

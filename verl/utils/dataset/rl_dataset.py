@@ -17,8 +17,8 @@ from verl.config.load import as_config
 from verl.config.ppo import DataConfig
 from verl.types.schema import RESERVED
 from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
-from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, raise_problems, rl_rules
-from verl.utils.dataset.rows import Rows, find_files, value_at
+from verl.utils.dataset.problems import DataError, chat_rule, raise_problems, rl_rules
+from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at
 from verl.utils.dataset.tokens import encode_prompts, pad_left, truncate
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.nested import object_array

@@ -26,6 +26,7 @@ from verl.utils.fs import cache_root, copy_to_local, create_once
 
 logger = logging.getLogger(__name__)
 
+GROUND_TRUTH = "ground_truth"
 _MAP_ABOVE_BYTES = 64 * 1024**2
 
 
@@ -224,6 +225,13 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
+    """Return the ground truth of a row, from `reward_model` or `key`; None if there is none."""
+    reward = row.get("reward_model")
+    truth = reward.get(GROUND_TRUTH) if isinstance(reward, dict) else None
+    return value_at(row, key) if truth is None else truth
 
 
 def bool_at(row: Mapping[str, Any], key: str) -> bool | None:

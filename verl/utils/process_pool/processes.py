@@ -35,7 +35,6 @@ from verl.utils.process_pool.fork_server import (
     PRELOAD,
     CannotSend,
     InitializerError,
-    frame,
 )
 
 # Maximum size of one read from the socket of a worker.
@@ -108,7 +107,8 @@ class WorkerProcess:
         self.start_clock()
         calls = [(task.function, task.arguments, [buffer.raw() for buffer in task.buffers]) for task in self.tasks]
         sizes = [(len(function), len(arguments), list(map(len, buffers))) for function, arguments, buffers in calls]
-        parts: list[bytes | memoryview] = [frame(CALLS, pickle.dumps(sizes))]
+        header = pickle.dumps(sizes)
+        parts: list[bytes | memoryview] = [FRAME.pack(CALLS, len(header), 0.0), header]
         for function, arguments, buffers in calls:
             parts += [function, arguments, *buffers]
         self.link.settimeout(_SEND_SECONDS)
