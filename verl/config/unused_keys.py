@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.config import names
 from verl.config.block_rules import check_engine, is_installed
@@ -31,21 +31,11 @@ _TEACHER = "distillation.teacher"
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
 _NORM = "seq-mean-token-sum-norm"
-_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
 _REWARD_MODEL_KEYS = (
-    *("model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
-    *(
-        "max_length",
-        "ulysses_sequence_parallel_size",
-        "use_torch_compile",
-        "use_prefix_grouper",
-        "fsdp_config.*",
-        "megatron_config.*",
-        *_POOL,
-    ),
+    *("model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
+    *("ulysses_sequence_parallel_size", "use_torch_compile", "use_prefix_grouper", "fsdp_config.*"),
+    *("megatron_config.*", "enable_resource_pool", "n_gpus_per_node", "nnodes"),
 )
-
-
 # Keys that an engine reads when it starts.
 _STARTUP_KEYS = (
     *("gpu_memory_utilization", "quantization", "enforce_eager", "cudagraph_capture_sizes", "load_format"),
@@ -66,15 +56,21 @@ class ReadRule(NamedTuple):
 
 
 def report_unused_keys(config: PPOConfig, report: Report) -> None:
-    """Add notices about the keys that were set but are not read."""
+    """Add a notice for each reason why keys that were set are not read, with these keys."""
     rules = [rule for rule in RULES if not rule.is_read(config)]
-
-    def why(path: str) -> str | None:
+    targets = _follows_targets(type(config))
+    unused: dict[str, list[str]] = {}
+    for path, value in config.changed.items():
         if path.endswith(".enable"):  # a switch that is off has an effect
-            return None
-        return next((rule.reason for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
-
-    _report_unused(config, why, report)
+            continue
+        if path in targets and get_path(config, targets[path]) == value:  # the same value as when it is not set
+            continue
+        reason = next((rule.reason for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
+        if reason is not None:
+            unused.setdefault(reason, []).append(f"{path} = {show(value)}")
+    for reason, keys in unused.items():
+        more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+        report.notice(f"{', '.join(keys[:_MAX_NAMED])}{more}: no effect, {reason}.")
 
 
 def check_supported(config: PPOConfig, report: Report) -> None:
@@ -109,21 +105,6 @@ def _engine_keys(config: PPOConfig, report: Report) -> None:
         report.notice(
             f"{ROLLOUT}.load_format = {rollout.load_format} is treated as auto: {rollout.name} supports auto and dummy."
         )
-
-
-def _report_unused(config: Any, why: Callable[[str], str | None], report: Report) -> None:
-    """Add one notice per reason, with the unused keys; `why` returns the reason for a key, or None."""
-    unused: dict[str, list[str]] = {}
-    targets = _follows_targets(type(config))
-    for path, value in config.changed.items():
-        if path in targets and get_path(config, targets[path]) == value:
-            continue  # the same value as when it is not set
-        reason = why(path)
-        if reason is not None:
-            unused.setdefault(reason, []).append(f"{path} = {show(value)}")
-    for reason, keys in unused.items():
-        more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-        report.notice(f"{', '.join(keys[:_MAX_NAMED])}{more}: no effect, {reason}.")
 
 
 def _follows_targets(cls: type[Block]) -> dict[str, str]:

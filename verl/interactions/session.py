@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -81,9 +80,7 @@ class InteractionSession:
     async def __aenter__(self) -> InteractionSession:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._id is None:
             return
         try:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import httpx
 
@@ -37,7 +34,7 @@ class SandboxClient:
 
     Connection errors, 5xx and 429 are retried, up to `attempts` attempts in all, after pauses that double from
     `pause_s`, with jitter. At most `max_concurrent` requests are in flight; a request may wait `queue_s` seconds in the
-    server in addition to its own time limit. `run` and `run_async` may be used from any thread and event loop.
+    server in addition to its own time limit. `run` may be called from any thread.
     """
 
     def __init__(
@@ -52,11 +49,8 @@ class SandboxClient:
     ) -> None:
         self.url = url.rstrip("/").removesuffix(RUN)
         self._memory_mb, self._attempts, self._pause_s, self._queue_s = memory_mb, attempts, pause_s, queue_s
-        self._max_concurrent = max_concurrent
         self._slots = threading.BoundedSemaphore(max_concurrent)
         self._client: httpx.Client | None = None
-        # A connection belongs to the event loop that opened it.
-        self._async_clients: WeakKeyDictionary[Any, tuple[httpx.AsyncClient, asyncio.Semaphore]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def run(
@@ -69,7 +63,10 @@ class SandboxClient:
         limits: Limits | None = None,
     ) -> Result:
         """Run a program. SandboxUnavailable: the server did not run it. ValueError: it rejected the request."""
-        request, timeout = self._request(code, language, stdin, files, fetch, limits)
+        memory = self._memory_mb if limits is None else limits.memory_mb
+        request = run_request(code, language, stdin, files or {}, fetch, limits, memory)
+        seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
+        timeout = httpx.Timeout(seconds + self._queue_s, connect=5.0)
         with self._lock:
             self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
         with self._slots:
@@ -82,30 +79,6 @@ class SandboxClient:
                 if (result := self._parse(response, attempt)) is not None:
                     return result
                 time.sleep(self._pause(response, attempt))
-        raise AssertionError("the last attempt returns or raises")
-
-    async def run_async(
-        self,
-        code: str,
-        language: str = "python",
-        stdin: str = "",
-        files: Mapping[str, bytes] | None = None,
-        fetch: Sequence[str] = (),
-        limits: Limits | None = None,
-    ) -> Result:
-        """`run` for an event loop."""
-        request, timeout = self._request(code, language, stdin, files, fetch, limits)
-        client, slots = self._async_client()
-        async with slots:
-            for attempt in range(1, self._attempts + 1):
-                response: httpx.Response | Exception
-                try:
-                    response = await client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
-                except httpx.HTTPError as error:
-                    response = error
-                if (result := self._parse(response, attempt)) is not None:
-                    return result
-                await asyncio.sleep(self._pause(response, attempt))
         raise AssertionError("the last attempt returns or raises")
 
     def problem(self, timeout_s: float = 5.0) -> str | None:
@@ -122,35 +95,11 @@ class SandboxClient:
         return f"no sandbox answers at {self.url} ({reason}). Start one: python -m verl.sandbox.server"
 
     def close(self) -> None:
-        """Close the connections of `run`; those of event loops end with their loop."""
+        """Close the connections."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    def _request(
-        self,
-        code: str,
-        language: str,
-        stdin: str,
-        files: Mapping[str, bytes] | None,
-        fetch: Sequence[str],
-        limits: Limits | None,
-    ) -> tuple[dict[str, Any], httpx.Timeout]:
-        """Return the JSON of the request and its timeout."""
-        memory = self._memory_mb if limits is None else limits.memory_mb
-        request = run_request(code, language, stdin, files or {}, fetch, limits, memory)
-        seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
-        return request, httpx.Timeout(seconds + self._queue_s, connect=5.0)
-
-    def _async_client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if loop not in self._async_clients:
-                unlimited = httpx.Limits(max_connections=None)
-                client = httpx.AsyncClient(trust_env=False, limits=unlimited, headers=api_headers())
-                self._async_clients[loop] = client, asyncio.Semaphore(self._max_concurrent)
-            return self._async_clients[loop]
 
     def _parse(self, response: httpx.Response | Exception, attempt: int) -> Result | None:
         """The result, or None if the request should be retried; raises if it must not, or after the last attempt."""

@@ -80,7 +80,7 @@ class _Supervisor:
         self._output = ProgramOutput(self._limits["output_bytes"])
         self._start_accounting()
         if job["session"]:
-            self._serve_session(job)
+            self._serve_session()
         else:
             self._serve_run(job, blobs)
 
@@ -188,7 +188,7 @@ class _Supervisor:
 
     # -- a session -----------------------------------------------------------------------------------------------
 
-    def _serve_session(self, job: dict[str, Any]) -> None:
+    def _serve_session(self) -> None:
         cells, theirs = socket.socketpair()
         cells.settimeout(_INTERRUPT_SECONDS)  # a session that does not read its next cell is broken
         problem: str | None = None

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 from verl.utils.disk import UncachedFile, sync_folder, write_durably
@@ -102,7 +101,7 @@ class ChecksumRecorder:
     def __enter__(self) -> ChecksumRecorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
 

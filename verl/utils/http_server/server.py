@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import h11
@@ -432,9 +432,7 @@ class LocalServer:
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._server.should_exit = True
         await self._task
         self._socket.close()

@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 from verl.config.names import LOGGERS, tracker_package
@@ -176,9 +175,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _for_each(self, record: Callable[[Tracker], None]) -> None:
