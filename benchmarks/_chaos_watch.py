@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
+from verl.utils.checkpoint.folders import step_of
 from verl.utils.checkpoint.manifest import read_manifest
-from verl.utils.checkpoint.steps import step_of
 from verl.utils.process_tree import children, with_descendants
 
 _POLL_S = 0.05

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
-from verl.utils.checkpoint.steps import RECORD_FOLDER
+from verl.utils.checkpoint.folders import RECORD_FOLDER
 
 _KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
 

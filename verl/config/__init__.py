@@ -23,9 +23,16 @@ from verl.config.load import as_config, load_config
 from verl.config.plan import BatchPlan, UpdatePlan, batch_plan
 from verl.config.ppo import ActorRolloutRefConfig, CustomClassConfig, DataConfig, PPOConfig, SamplerConfig
 from verl.config.problems import ConfigError, Problem
-from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rm import RMConfig, RMDataConfig
-from verl.config.roles import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
+from verl.config.roles import (
+    ActorConfig,
+    CriticConfig,
+    CustomRewardFunctionConfig,
+    OverlongBufferConfig,
+    PolicyLossConfig,
+    RefConfig,
+    RewardModelConfig,
+)
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig

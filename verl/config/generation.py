@@ -12,7 +12,7 @@ from verl.config.context_length import LONGER_CONTEXT, context_limit_of_folder
 from verl.config.devices import visible_gpus
 from verl.config.problems import Report
 from verl.config.resolve import empty_lists
-from verl.config.reward import CustomRewardFunctionConfig
+from verl.config.roles import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, RootConfig, key
 

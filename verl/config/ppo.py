@@ -9,8 +9,7 @@ from typing import Any
 from verl.config import names
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.engine import ModelConfig
-from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
-from verl.config.roles import ActorConfig, CriticConfig, RefConfig
+from verl.config.roles import ActorConfig, CriticConfig, CustomRewardFunctionConfig, RefConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import Block, RootConfig, key
 from verl.config.trainer import RayInitConfig, RetrieverConfig, SandboxConfig, SandboxFusionConfig, TrainerConfig

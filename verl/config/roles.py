@@ -1,8 +1,9 @@
-"""`actor_rollout_ref.actor.*`, `actor_rollout_ref.ref.*`, `critic.*`: the trained roles and the reference."""
+"""The roles: `actor_rollout_ref.{actor,ref}.*`, `critic.*`, `reward_model.*`, and `custom_reward_function.*`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config import names
 from verl.config.algorithm import NO_FULL_KL
@@ -14,6 +15,7 @@ from verl.config.engine import (
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
+    RewardModelModelConfig,
 )
 from verl.config.schema import Block, key
 
@@ -199,3 +201,125 @@ class CriticConfig(Block):
     fsdp_config: FSDPConfig = key("FSDP engine.")
     megatron_config: MegatronConfig = key("Megatron engine.", aliases=("megatron",))
     checkpoint: CheckpointConfig = key("Contents of checkpoints.")
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongBufferConfig(Block):
+    enable: bool = key("Penalise responses close to the length limit (dapo reward manager).")
+    len: int = key("Tokens before the limit over which the penalty grows linearly.", min=1)
+    penalty_factor: float = key("Penalty at the limit.", min=0)
+    log: bool = key("Log the penalty as a metric.")
+
+
+@dataclass(kw_only=True, slots=True)
+class JudgeConfig(Block):
+    enable: bool = key("Score responses with a language model as judge.")
+    template: str = key("Jinja prompt (of prompt, messages, answer, ground_truth, extra_info): text or file (*.jinja).")
+    system: str | None = key("System message of the judge.", null="none")
+    parser: str = key("Parser of the judgement.", choices=("json", "regex"))
+    field: str = key("json: field with the score in the last JSON object of the judgement.")
+    json_schema: dict[str, Any] = key("json: schema of the judgement; {}: a reason and the score.")
+    constrain: bool = key("json: constrain decoding to that schema (response_format).")
+    pattern: str = key("regex: pattern whose first group is the score; the last match is used.")
+    low: float = key("Lowest score, mapped to 0; scores outside of the range are invalid.")
+    high: float = key("Highest score, mapped to 1.")
+    n: int = key("Judgements per response; the score is their mean.", min=1)
+    max_tokens: int = key("Largest length of a judgement in tokens.", min=1)
+    temperature: float = key("Sampling temperature of the judge.", min=0)
+    model: str | None = key("Model name on the server.", null="the server's only model")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardRolloutConfig(Block):
+    name: str = key(
+        "Engine that serves the reward model.",
+        choices=("native",),
+        refused={
+            other: ("only the native engine serves a reward model", "Start it yourself and set reward_model.url")
+            for other in ("vllm", "sglang", "trtllm", "hf")
+        },
+    )
+    gpu_memory_utilization: float = key("Fraction of GPU memory for weights and KV cache.", above=0, max=1)
+    max_model_len: int | None = key("Largest length of prompt and judgement.", null="the model's context length", min=1)
+    max_num_seqs: int = key("Concurrent requests.", min=1)
+    dtype: str = key("Precision of the weights.", choices=("auto", "bfloat16", "float16", "float32"))
+    enforce_eager: bool = key("Disable CUDA graphs.")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig(Block):
+    enable: bool = key("Run a reward model on devices of this run.")
+    path: str | None = key(
+        "Local folder, hub name or URL of the reward model.",
+        null="not set",
+        path=True,
+        aliases=("model.path", "model_path"),
+    )
+    url: str | None = key(
+        "Server with a reward model or judge (host:port or URL); passed to reward functions as reward_router_address.",
+        null="none",
+    )
+    model: RewardModelModelConfig = key("Model of the reward model.")
+    strategy: str = key("Training engine.", follows="actor_rollout_ref.actor.strategy", choices=names.STRATEGIES)
+    micro_batch_size_per_gpu: int = key(
+        "Samples per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", min=1
+    )
+    micro_batch_size: int | None = key(
+        "The same summed over all ranks; converted to micro_batch_size_per_gpu.", null="not used", min=1
+    )
+    use_dynamic_bsz: bool = key(
+        "Fill micro-batches up to a token budget.", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+    )
+    forward_max_token_len_per_gpu: int = key(
+        "Token budget per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", min=1
+    )
+    max_length: int | None = key(
+        "Largest input length if its tokenizer differs from the policy's; longer texts are truncated at the beginning.",
+        null="model_max_length of its tokenizer",
+        min=1,
+    )
+    use_torch_compile: bool = key(
+        "Compile the layers (packed tokens on CUDA only).", follows="actor_rollout_ref.actor.use_torch_compile"
+    )
+    use_prefix_grouper: str = key(
+        "Compute common prefixes of rows once.",
+        follows="actor_rollout_ref.actor.use_prefix_grouper",
+        choices=PREFIX_CHOICES,
+        synonyms=PREFIX_SYNONYMS,
+    )
+    ulysses_sequence_parallel_size: int = key(
+        "Ranks each sequence is split over (Ulysses, fsdp).",
+        min=1,
+        aliases=("fsdp_config.ulysses_sequence_parallel_size",),
+    )
+    fsdp_config: FSDPConfig = key("FSDP engine.")
+    megatron_config: MegatronConfig = key("Megatron engine.", aliases=("megatron",))
+    judge: JudgeConfig = key("Language model as judge.")
+    rollout: RewardRolloutConfig = key("Serving of the reward model, for a judge or custom_reward_function.")
+    enable_resource_pool: bool = key("Run the reward model on separate devices (reward_pool).")
+    n_gpus_per_node: int = key("Devices per node of reward_pool.", follows="trainer.n_gpus_per_node", min=1)
+    nnodes: int = key("Nodes of reward_pool.", min=1)
+    reward_manager: str = key(
+        "Reward manager: naive (per response), batch (per list), prime (strict limits), dapo (overlong_buffer).",
+        choices=names.REWARD_MANAGERS,
+        extendable=True,
+        aliases=("../reward.reward_manager.name",),
+    )
+    reward_kwargs: dict[str, Any] = key(
+        "Arguments of the manager: timeout (s per call), num_processes, memory_limit_gb (per process), batch_size.",
+        aliases=("../reward.reward_kwargs",),
+    )
+    skip_special_tokens: bool = key("Remove special tokens (end of turn, tool call …) from texts for reward functions.")
+    overlap: bool = key("Score responses as they finish, while others are still generated.")
+    overlong_buffer: OverlongBufferConfig = key("Penalty for overlong responses.")
+    on_error: str = key(
+        "If a reward function fails (exception, timeout, crash, NaN): stop the run, score 0, or mask the sample.",
+        choices=("fail", "zero", "mask"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomRewardFunctionConfig(Block):
+    path: str | None = key("Python file (or module) of a reward function.", null="built-in, by data_source", path=True)
+    name: str = key("Name of the function.")
+    reward_kwargs: dict[str, Any] = key("Keyword arguments of every call, e.g. format_score.")

@@ -12,7 +12,7 @@ from verl.config.engine import MegatronConfig
 from verl.config.generation import EvalRewardConfig
 from verl.config.megatron import ModelDimensions, ParallelSizeCheck, block_rules
 from verl.config.problems import Report
-from verl.config.reward import CustomRewardFunctionConfig
+from verl.config.roles import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import key
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig

@@ -17,7 +17,7 @@ from verl.model_merger import MergeOptions
 from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
 from verl.model_merger.lazy_tensors import differences, folder_tensors, read_tensor
 from verl.model_merger.merged_model import MergeResult, create_result
-from verl.utils.checkpoint.locks import writer_lock
+from verl.utils.checkpoint.folders import writer_lock
 from verl.utils.disk import describe_disk, format_bytes, sync_folder
 
 logger = logging.getLogger(__name__)

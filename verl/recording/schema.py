@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
-from verl.utils.checkpoint.steps import RECORD_FOLDER
+from verl.utils.checkpoint.folders import RECORD_FOLDER
 
 __all__ = [
     "EVENTS",

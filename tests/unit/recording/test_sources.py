@@ -22,7 +22,7 @@ from verl.trainer.common.recorder import _WarningHandler, events_of, planned_mem
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.supervisor import record_restart
 from verl.utils import progress
-from verl.utils.checkpoint.steps import move_aside
+from verl.utils.checkpoint.folders import move_aside
 from verl.utils.progress import GENERATING, BusySpans, Span, span, take_spans
 from verl.workers.rollout.base import Load
 

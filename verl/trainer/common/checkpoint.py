@@ -20,9 +20,9 @@ from verl.protocol import DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.common.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
+from verl.utils.checkpoint.folders import bytes_of_newest
 from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.remote import KEY as REMOTE
-from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.disk import disk_full_error, is_disk_full
 from verl.utils.exceptions import annotate_error
 from verl.utils.nested import load_plain, save_plain

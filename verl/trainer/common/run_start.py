@@ -19,9 +19,8 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.problems import Problem, Report
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
-from verl.utils.checkpoint.locks import FolderOwnership, FolderTakenError
+from verl.utils.checkpoint.folders import FolderOwnership, FolderTakenError, bytes_of_all, move_aside, newest_first
 from verl.utils.checkpoint.manifest import read_manifest
-from verl.utils.checkpoint.steps import bytes_of_all, move_aside, newest_first
 from verl.utils.disk import describe_disk, format_bytes
 from verl.utils.fs import expand_path, resolve_model_path
 from verl.utils.tracking import tracking_folders, tracking_problems

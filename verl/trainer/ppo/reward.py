@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl.config.layout import uses_custom_agent_loop
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
-from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
+from verl.config.roles import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
 from verl.config.trainer import SandboxConfig, SandboxFusionConfig
 from verl.sandbox.code_runner import CodeSettings
 from verl.trainer.ppo.scoring import compute_reward

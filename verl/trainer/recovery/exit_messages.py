@@ -25,7 +25,7 @@ from verl.config import ConfigError
 from verl.trainer.recovery.ray_monitor import RayLostError
 from verl.trainer.recovery.signals import StopSignal, stop_signals_raise
 from verl.trainer.recovery.supervised_process import is_supervised, previous_attempts, report_to_supervisor
-from verl.utils.checkpoint.steps import has_expected_sizes, newest_first, step_of
+from verl.utils.checkpoint.folders import has_expected_sizes, newest_first, step_of
 from verl.utils.exceptions import RemoteTraceback, annotate_error, cause_chain
 from verl.utils.fs import expand_path
 from verl.utils.logging_setup import set_fallback_file

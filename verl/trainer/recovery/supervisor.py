@@ -22,8 +22,8 @@ from verl.config.trainer import RecordConfig
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.trainer.recovery.signals import SignalForwarder
 from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
+from verl.utils.checkpoint.folders import RECORD_FOLDER, has_expected_sizes, newest_first, step_of
 from verl.utils.checkpoint.manifest import MANIFEST
-from verl.utils.checkpoint.steps import RECORD_FOLDER, has_expected_sizes, newest_first, step_of
 from verl.utils.disk import JsonLines
 from verl.utils.fs import expand_path
 from verl.utils.process_tree import adopt_orphans, children, with_descendants

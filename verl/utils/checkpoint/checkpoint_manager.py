@@ -15,7 +15,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from verl.utils.checkpoint.locks import deleter_lock, reader_lock, writer_lock
+from verl.utils.checkpoint.folders import (
+    FETCHED,
+    ITERATION,
+    LOCK,
+    STEP_FORMAT,
+    clean_up,
+    deleter_lock,
+    fetched_steps,
+    last_serial,
+    manifest_of,
+    newest_first,
+    reader_lock,
+    serial_of,
+    step_of,
+    temporary_path,
+    writer_lock,
+)
 from verl.utils.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -29,20 +45,6 @@ from verl.utils.checkpoint.manifest import (
 )
 from verl.utils.checkpoint.remote import KEY as REMOTE_KEY
 from verl.utils.checkpoint.remote import Uploader, read_remote_manifest, remote_steps
-from verl.utils.checkpoint.steps import (
-    FETCHED,
-    ITERATION,
-    LOCK,
-    STEP_FORMAT,
-    clean_up,
-    fetched_steps,
-    last_serial,
-    manifest_of,
-    newest_first,
-    serial_of,
-    step_of,
-    temporary_path,
-)
 from verl.utils.disk import sync_folder, write_durably
 from verl.utils.fs import copy_to_local, expand_path, filesystem_of
 

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from verl.utils.checkpoint.locks import reader_lock
+from verl.utils.checkpoint.folders import ITERATION, manifest_of, newest_first, reader_lock, step_of
 from verl.utils.checkpoint.manifest import LATEST, MANIFEST, Manifest, decode_manifest, read_manifest
-from verl.utils.checkpoint.steps import ITERATION, manifest_of, newest_first, step_of
 from verl.utils.fs import filesystem_of
 from verl.utils.progress import pulse
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.config.load import as_config
-from verl.config.reward import OverlongBufferConfig
+from verl.config.roles import OverlongBufferConfig
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager, response_lengths
 from verl.workers.reward_manager.registry import register_reward_manager

@@ -12,14 +12,14 @@ import pytest
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.ppo.state import check_run_start
-from verl.utils.checkpoint import locks, remote
+from verl.utils.checkpoint import folders, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
-from verl.utils.checkpoint.steps import move_aside
+from verl.utils.checkpoint.folders import move_aside
 from verl.utils.fs import filesystem_of
 
 HOLDER = """
 import sys, time
-from verl.utils.checkpoint.locks import FolderOwnership
+from verl.utils.checkpoint.folders import FolderOwnership
 owned = FolderOwnership(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -50,7 +50,7 @@ def save_copied_step(root: Path, step: int, copies: str) -> None:
 
 
 def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(locks.FolderOwnership.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(folders.FolderOwnership.__init__, "__defaults__", (0,))
     root = tmp_path / "checkpoints"
     held = subprocess.Popen([sys.executable, "-c", HOLDER, str(root)], stdout=subprocess.PIPE, text=True)
     try:
@@ -60,7 +60,7 @@ def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task,
             check_run_start(load_config(None, command(task, tmp_path)), {})
         (problem,) = caught.value.problems
         assert problem.key == "trainer.default_local_dir"
-        assert f"another run is writing there: host {locks.socket.gethostname()}, pid {held.pid}" in problem.why
+        assert f"another run is writing there: host {folders.socket.gethostname()}, pid {held.pid}" in problem.why
         only_reads = command(task, tmp_path, "trainer.val_only=True", f"data.val_files={task['val']}")
         check_run_start(load_config(None, only_reads), {}).close()
     finally:
@@ -72,8 +72,8 @@ def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task,
 def test_a_trainer_holds_its_folder_to_the_end_and_no_longer(task, tmp_path):
     root = tmp_path / "checkpoints"
     run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
-    assert (root / locks.OWNER_FILE).read_bytes() == b"", "given back"
-    assert root.resolve() not in locks.FolderOwnership._held
+    assert (root / folders.OWNER_FILE).read_bytes() == b"", "given back"
+    assert root.resolve() not in folders.FolderOwnership._held
 
 
 def test_disable_starts_from_scratch_in_a_used_folder_and_logs_where_its_steps_are(task, tmp_path, caplog):

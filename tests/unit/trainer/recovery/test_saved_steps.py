@@ -10,7 +10,7 @@ import pytest
 
 from verl.trainer.recovery.supervisor import SavedSteps
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
-from verl.utils.checkpoint.steps import move_aside
+from verl.utils.checkpoint.folders import move_aside
 
 
 def config(root: Path, mode: str, path: str | None = None) -> Any:

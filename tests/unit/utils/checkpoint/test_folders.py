@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.checkpoint import locks
-from verl.utils.checkpoint.locks import OWNER_FILE, FolderOwnership, FolderTakenError
+from verl.utils.checkpoint import folders
+from verl.utils.checkpoint.folders import OWNER_FILE, FolderOwnership, FolderTakenError
 
 HOLDER = """
     import os, sys, time
-    from verl.utils.checkpoint.locks import FolderOwnership
+    from verl.utils.checkpoint.folders import FolderOwnership
     owned = FolderOwnership(sys.argv[1])
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(60)  # a data loader's worker that outlives its parent
@@ -67,7 +67,7 @@ def test_what_is_given_back_can_be_taken_and_two_in_one_process_share(tmp_path, 
     first, second = FolderOwnership(tmp_path), FolderOwnership(tmp_path / "." / "")
     first.close()
     first.close()
-    probe = f"from verl.utils.checkpoint.locks import FolderOwnership; FolderOwnership({str(tmp_path)!r}, timeout=0)"
+    probe = f"from verl.utils.checkpoint.folders import FolderOwnership; FolderOwnership({str(tmp_path)!r}, timeout=0)"
     held = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert "FolderTakenError" in held.stderr, "the second still holds it"
     second.close()
@@ -81,7 +81,7 @@ def test_without_locks_an_owner_of_this_machine_is_found_by_its_process(tmp_path
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locks.fcntl, "lockf", unsupported)
+    monkeypatch.setattr(folders.fcntl, "lockf", unsupported)
     with pytest.raises(FolderTakenError, match=f"pid {ended[0].pid}"):
         FolderOwnership(tmp_path, timeout=0)
     ended[0].kill()
