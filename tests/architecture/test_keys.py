@@ -15,7 +15,7 @@ from verl.config.schema import Block, Entry, key, walk
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 # Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
-WORKING = {f"config/{name}.py" for name in ("algorithm", "layout", "ppo", "resolve")}
+WORKING = {f"config/{name}.py" for name in ("algorithm", "layout", "resolve")}
 # Free-form: read by users' own code.
 FOR_USERS = ("custom",)
 # Read whole, whatever keys they have: where their names are looked up.
@@ -71,7 +71,7 @@ def is_read(path: str, entry: Entry, root: type) -> bool:
     if block in READ_WHOLE:
         return any(block.rpartition(".")[2] in looked_up for looked_up, _ in sources().values())
     cls = dict(walk(root))[block].block if block else root
-    owner = {block.rpartition(".")[2], *(base.__name__ for base in cls.__mro__)} - {"object", "Block"}
+    owner = {block.rpartition(".")[2], *(base.__name__ for base in cls.__mro__ if base not in Block.__mro__)}
     sure = not block or ("_" in name and len(owners(root)[name]) == 1)
     if any(name in looked_up and (sure or owner & named) for looked_up, named in sources().values()):
         return True

@@ -6,8 +6,8 @@ from collections import Counter
 
 from verl.config import names
 from verl.config.algorithm import parse_bounds, parse_rejections
-from verl.config.layout import ACTOR, ROLLOUT, async_settings, layout_of
-from verl.config.ppo import PPOConfig, old_log_prob_conflicts
+from verl.config.layout import ACTOR, ROLLOUT, async_settings, layout_of, old_log_prob_conflicts
+from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
 

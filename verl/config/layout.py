@@ -1,4 +1,4 @@
-"""What follows from a PPO configuration: active roles, their layout (pool, ranks, parallel sizes), async mode."""
+"""What follows from a PPO configuration: active roles and their layout, async mode, the source of old log-probs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from verl.config.trainer import TrainerConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 ROUTER_REPLAY = f"{ACTOR}.router_replay.mode"
 BLOCK_OF_ROLE = {
     "actor": ACTOR,
@@ -191,3 +192,41 @@ def check_loop_capacity(config: PPOConfig, report: Report) -> None:
             f" workers run {max_conversations} conversations concurrently; the engines could decode {usable}. Set it to"
             " null (automatic), or raise it."
         )
+
+
+# ---------------------------------------------------------------- old log-probs
+
+
+def old_log_probs_from_update(config: PPOConfig) -> bool:
+    """Whether the update's first forward pass provides old log-probs: as set; null: if there are no conflicts."""
+    value = config.actor_rollout_ref.actor.old_log_prob_from_update
+    return not old_log_prob_conflicts(config) if value is None else value
+
+
+def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
+    """Return the reasons why the update cannot provide old log-probs.
+
+    With one optimizer step per batch the policy is the old one during the whole update, so the ratio is 1, and the
+    update can compute importance weights from its own log-probs. The remaining conflicts are consumers of old log-probs
+    before the update.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    steps = actor.ppo_epochs * max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
+    reasons = []
+    if steps > 1:
+        reasons.append(
+            f"{ACTOR}.ppo_mini_batch_size = {actor.ppo_mini_batch_size} and {ACTOR}.ppo_epochs = {actor.ppo_epochs}"
+            f" take {steps} optimizer steps per batch, and only the first starts from the old policy"
+        )
+    if algorithm.use_kl_in_reward:
+        reasons.append("algorithm.use_kl_in_reward = True reads them before the update")
+    if config.distillation.enabled and config.distillation.distillation_loss.as_reward:
+        reasons.append("distillation.distillation_loss.as_reward = True reads them before the update")
+    if correction.bypass_mode:
+        reasons.append(f"{CORRECTION}.bypass_mode = True uses the rollout's")
+    if correction.rollout_rs is not None:
+        reasons.append(f"{CORRECTION}.rollout_rs = {correction.rollout_rs} masks tokens before the update")
+    if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+        reasons.append(f"{CORRECTION}.rollout_is_batch_normalize = True needs the weights of the whole batch")
+    return reasons

@@ -12,9 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.config.engine import PREFIX_MIN_SAVING
-from verl.config.layout import BLOCK_OF_ROLE, actor_is_reference, layout_of, serves_reward_model, shares_devices
+from verl.config.layout import (
+    BLOCK_OF_ROLE,
+    actor_is_reference,
+    layout_of,
+    old_log_probs_from_update,
+    serves_reward_model,
+    shares_devices,
+)
 from verl.config.names import TRAINING_ENGINES
-from verl.config.ppo import PPOConfig, old_log_probs_from_update
+from verl.config.ppo import PPOConfig
 from verl.config.schema import get_path
 from verl.config.supervised import SupervisedConfig
 from verl.planning.engines import BYTES, engine_footprint

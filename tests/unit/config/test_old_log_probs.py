@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.ppo import old_log_probs_from_update
+from verl.config.layout import old_log_probs_from_update
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 ACTOR = "actor_rollout_ref.actor"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import names
-from verl.config.layout import async_settings, shares_devices
-from verl.config.ppo import old_log_prob_conflicts
+from verl.config.layout import async_settings, old_log_prob_conflicts, shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.group_stream import GroupStream

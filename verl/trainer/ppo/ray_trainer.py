@@ -11,8 +11,13 @@ from typing import Any
 
 from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
-from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
-from verl.config.ppo import old_log_probs_from_update
+from verl.config.layout import (
+    actor_is_reference,
+    judge_shares_devices,
+    needs_reference,
+    old_log_probs_from_update,
+    serves_reward_model,
+)
 from verl.planning.gpus import peak_flops
 from verl.planning.phases import MemoryPlan
 from verl.protocol import DataProto
