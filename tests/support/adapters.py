@@ -11,14 +11,28 @@ from tests.support.tiny import tiny_model
 
 
 def peft_model(
-    family: str, seed: int, rank: int = 4, alpha: float = 6.0, targets: Any = "all-linear", **changes: Any
+    family: str,
+    seed: int,
+    rank: int = 4,
+    alpha: float = 6.0,
+    targets: Any = "all-linear",
+    use_rslora: bool = False,
+    layers: list[int] | None = None,
+    **changes: Any,
 ) -> Any:
-    """The tiny model of a family, the same for every seed, with an adapter that depends on the seed."""
+    """The tiny model of a family, the same for every seed, with an adapter that depends on the seed. `layers`: decoder
+    layers with adapters (None: all)."""
     from peft import LoraConfig, get_peft_model
 
     fan_in_fan_out = family == "gpt2"
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=fan_in_fan_out, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        use_rslora=use_rslora,
+        layers_to_transform=layers,
+        fan_in_fan_out=fan_in_fan_out,
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(tiny_model(family, **changes), config)
     dice = torch.Generator().manual_seed(seed)
@@ -38,7 +52,7 @@ def save_adapter(folder: Path, model: Any) -> str:
 def engine_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The adapter of `peft_model` by the engine's names, scale included."""
     settings = model.peft_config["default"]
-    scale = settings.lora_alpha / settings.r
+    scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
     tensors = {}
     for name, value in model.named_parameters():
         if "lora_" in name:

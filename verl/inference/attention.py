@@ -62,7 +62,7 @@ class AttentionStep:
     """[D] int32: KV length of each decoded sequence, including its input token."""
     decode_tables: torch.Tensor
     """[D, W] int32: block tables of the decoded sequences."""
-    adapters: torch.Tensor | None = None
+    unused_adapters: torch.Tensor | None = None
     """[T, adapter slots, 1]: see `AdapterGroup.add_`."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a backend computes once for all layers of this pass."""

@@ -182,7 +182,7 @@ class ModelRunner:
             prefill_tables=empty,
             decode_lengths=(positions + 1).int(),
             decode_tables=tables,
-            adapters=self._selected_adapters(rows),
+            unused_adapters=self._unused_adapters(rows),
         )
         return self.model.hidden(self._last_tokens[rows], positions, step)
 
@@ -211,16 +211,16 @@ class ModelRunner:
             prefill_tables=tables[:num_prefills],
             decode_lengths=lengths[num_prefills:],
             decode_tables=tables[num_prefills:],
-            adapters=self._selected_adapters(rows),
+            unused_adapters=self._unused_adapters(rows),
         )
         return self.model.hidden(token_ids, positions, step)
 
-    def _selected_adapters(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """`AttentionStep.adapters` of tokens of the sequences in these slots."""
+    def _unused_adapters(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """`AttentionStep.unused_adapters` of tokens of the sequences in these slots."""
         adapters = self.model.adapters
         if adapters is None or adapters.options.shared:
             return None
-        return adapters.selection(self._adapter_slots[rows])
+        return adapters.unused_by(self._adapter_slots[rows])
 
     def _kv_slots(self, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of tokens [T] at `positions` of the sequences with block tables `tables[rows]`."""

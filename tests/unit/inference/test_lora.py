@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.adapters import engine_tensors, peft_model
 from tests.support.tiny import tiny_model
@@ -53,9 +55,7 @@ def make_model(name: str, options: AdapterOptions | None, dtype: torch.dtype = t
 def load(model: Any, slot: int, adapter: Any) -> None:
     model.adapters.clear(slot)
     places = model.adapters.weights(slot, adapter.peft_config["default"].r)
-    tensors = engine_tensors(adapter)
-    assert places.keys() == tensors.keys()
-    for name, tensor in tensors.items():
+    for name, tensor in engine_tensors(adapter).items():
         places[name].copy_(tensor)
 
 
@@ -63,8 +63,8 @@ def make_engine(model: Any, **changes: Any) -> Engine:
     kv = KVCache(model, 80, 4)
     runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
     selects = model.adapters is not None and not model.adapters.options.shared
-    settings = {"chunked_prefill": True, "max_num_batched_tokens": 24, **changes}
-    scheduler = Scheduler(BlockManager(80, 4), 8, max_model_len=MAX_LENGTH, selects_adapters=selects, **settings)
+    keys = {"chunked_prefill": True, "max_num_batched_tokens": 24, **changes}
+    scheduler = Scheduler(BlockManager(80, 4), 8, max_model_len=MAX_LENGTH, selects_adapters=selects, **keys)
     return Engine(scheduler, runner)
 
 
@@ -90,6 +90,8 @@ def expected(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 def assert_follows(sequence: Sequence, reference: Any) -> None:
     """The sequence is the reference's greedy answer, with its log-probs."""
     prompt, answer = sequence.prompt_ids, sequence.output.token_ids
+    assert sequence.error is None
+    assert len(answer) == NEW
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == answer
@@ -103,6 +105,7 @@ def test_one_adapter_for_all_rows_equals_peft_and_merged_weights(name):
     family, changes = CASES[name]
     adapter = peft_model(family, 1, RANK, **changes).double()
     model = make_model(name, AdapterOptions(RANK))
+    assert model.adapters.weights(0).keys() == engine_tensors(adapter).keys()
     load(model, 0, adapter)
     answers = generate(make_engine(model), [(prompt, NO_ADAPTER) for prompt in prompts()])
     merged = copy.deepcopy(adapter).merge_and_unload()
@@ -124,11 +127,76 @@ def test_rows_of_a_batch_have_their_own_adapters_in_any_order(name, order):
     model = make_model(name, AdapterOptions(8, slots=3, shared=False))
     for adapter, reference in references.items():
         if adapter is not NO_ADAPTER:
-            places = model.adapters.weights(adapter.slot, reference.peft_config["default"].r)
-            for tensor, value in engine_tensors(reference).items():
-                places[tensor].copy_(value)
+            load(model, adapter.slot, reference)
     rows = [(prompt, adapter) for prompt in prompts(4) for adapter in references]
     random.Random(order).shuffle(rows)
     # One group: rows with equal prompts and different adapters must not share their prefill.
     for sequence in generate(make_engine(model), rows, group="g"):
         assert_follows(sequence, references[sequence.adapter])
+
+
+@pytest.mark.parametrize("name", ["qwen2-fused", "qwen2"])
+def test_an_adapter_whose_products_overflow_does_not_affect_other_rows(name):
+    model = make_model(name, AdapterOptions(RANK, slots=2, shared=False))
+    huge = peft_model("qwen2", 1, RANK).double()
+    for parameter, value in huge.named_parameters():
+        if "lora_A" in parameter:
+            value.data.mul_(1e308)
+    load(model, 0, huge)
+    load(model, 1, peft_model("qwen2", 2, RANK).double())
+    references = {NO_ADAPTER: tiny_model("qwen2").double(), Adapter(2, 1): peft_model("qwen2", 2, RANK).double()}
+    rows = [(prompt, adapter) for prompt in prompts(2) for adapter in (Adapter(1, 0), *references)]
+    for sequence in generate(make_engine(model), rows):
+        if sequence.adapter in references:
+            assert_follows(sequence, references[sequence.adapter])
+        else:
+            assert isinstance(sequence.error, FloatingPointError)
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER = st.fixed_dictionaries(
+    {
+        "rank": st.integers(1, 9),
+        "alpha": st.sampled_from([0.5, 4.0, 16.0]),
+        "targets": st.lists(st.sampled_from(PROJECTIONS), min_size=1, max_size=7, unique=True),
+        "layers": st.sampled_from([None, [0], [1]]),
+        "use_rslora": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["qwen2-fused", "qwen3-fused", "gemma"]),
+    adapters=st.lists(ADAPTER, min_size=1, max_size=3),
+    rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=10),
+    chunked=st.booleans(),
+    group=st.sampled_from(["", "g"]),
+)
+def test_any_batch_of_any_adapters_equals_peft_and_merged_weights(name, adapters, rows, chunked, group):
+    """`rows`: (prompt, adapter), the last adapters being none. An adapter only covers some projections and layers."""
+    family, changes = CASES[name]
+    model = make_model(name, AdapterOptions(9, slots=3, shared=False))
+    references = [peft_model(family, seed, **keys, **changes) for seed, keys in enumerate(adapters)]
+    for slot, reference in enumerate(references):
+        load(model, slot, reference.double())
+    places = [Adapter(1 + slot, slot) for slot in range(len(references))] + [NO_ADAPTER] * (4 - len(references))
+    merged = [copy.deepcopy(reference).merge_and_unload() for reference in references]
+    plain = tiny_model(family, **changes).double()
+    texts = prompts()
+    batch = [(texts[prompt], places[adapter]) for prompt, adapter in rows]
+    for sequence in generate(make_engine(model, chunked_prefill=chunked), batch, group):
+        slot = sequence.adapter.slot
+        for reference in (plain,) if slot < 0 else (references[slot], merged[slot]):
+            assert_follows(sequence, reference)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_the_policys_adapter_may_cover_one_projection(projection):
+    adapter = peft_model("qwen2", 1, RANK, targets=[projection]).double()
+    layers = frozenset(name.rpartition(".lora_")[0] for name in engine_tensors(adapter))
+    model = make_model("qwen2-fused", AdapterOptions(RANK, layers=layers))
+    assert model.adapters.weights().keys() == engine_tensors(adapter).keys()
+    load(model, 0, adapter)
+    for sequence in generate(make_engine(model), [(prompt, NO_ADAPTER) for prompt in prompts(3)]):
+        assert_follows(sequence, adapter)

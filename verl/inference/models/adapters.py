@@ -8,7 +8,7 @@ scale of an adapter is part of its B.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -84,29 +84,31 @@ class AdapterGroup:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add_(self, output: torch.Tensor, inner: torch.Tensor, selection: torch.Tensor | None) -> torch.Tensor:
+    def add_(self, output: torch.Tensor, inner: torch.Tensor, unused: torch.Tensor | None) -> torch.Tensor:
         """Add the adapters' part to `output` [T, outputs], in place. `inner` [T, slots * layers * rank]: x A^T.
 
-        `selection` [T, slots, 1]: 1 for the slot of each token, else 0; None: every token uses slot 0.
+        `unused` [T, slots, 1]: whether a token does not use a slot; None: every token uses slot 0.
         """
-        if selection is not None:
-            inner.unflatten(1, (self._slots, -1)).mul_(selection)
+        if unused is not None:
+            # Not multiplied by 0: an adapter whose products overflow would make the rows of others NaN.
+            inner.unflatten(1, (self._slots, -1)).masked_fill_(unused, 0.0)
         return output.addmm_(inner, self.up.t())
 
 
 class ModelAdapters:
     """All adapter slots of a model."""
 
-    def __init__(self, groups: Iterable[AdapterGroup], options: AdapterOptions, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Iterable[AdapterGroup], options: AdapterOptions) -> None:
         self.options = options
-        self._groups, self._dtype = list(groups), dtype
+        self._groups = list(groups)
         names = {layer.name for group in self._groups for layer in group.layers}
         missing = sorted((options.layers or frozenset()) - names)
         if missing:
             raise ValueError(f"LoRA: this model has no linear layer {missing[0]!r} below its output head.")
         if not self._groups:
             raise ValueError("LoRA: this model has no linear layers.")
-        self._slots = torch.arange(options.slots, device=self._groups[0].up.device)
+        self.device = self._groups[0].up.device
+        self._slots = torch.arange(options.slots, device=self.device)
 
     def weights(self, slot: int = 0, rank: int | None = None) -> dict[str, torch.Tensor]:
         """The matrices of a slot by name, as views: `<layer>.lora_A.weight` [rank, inputs], `<layer>.lora_B.weight`
@@ -123,7 +125,7 @@ class ModelAdapters:
         """Shards of these matrices on this tensor-parallel rank."""
         layers = [layer for group in self._groups for layer in group.layers if layer.shard is not None]
         return {
-            (down_name if layer.shard.dim else up_name)(layer.name): replace(layer.shard)
+            (down_name if layer.shard.dim else up_name)(layer.name): layer.shard
             for layer in layers
             if layer.shard is not None
         }
@@ -139,9 +141,9 @@ class ModelAdapters:
                 for matrix in group.matrices(slot, index):
                     matrix.zero_()
 
-    def selection(self, slots: torch.Tensor) -> torch.Tensor:
-        """The argument of `AdapterGroup.add_` for tokens with these slots [T] (-1: none)."""
-        return (slots.unsqueeze(1) == self._slots).to(self._dtype).unsqueeze(2)
+    def unused_by(self, slots: torch.Tensor) -> torch.Tensor:
+        """The argument `unused` of `AdapterGroup.add_` for tokens with these slots [T] (-1: none)."""
+        return (slots.unsqueeze(1) != self._slots).unsqueeze(2)
 
 
 def down_name(layer: str) -> str:

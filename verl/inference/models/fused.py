@@ -89,7 +89,7 @@ class FusedModel:
         transpose_below = torch_ops.LARGE_WEIGHT if self.device.type == "cpu" else 0
         self._weights, merged = self.layout.split_buffer(self.region.bytes, dtype, transpose_below)
         groups = self.layout.adapter_groups(merged)
-        self.adapters = None if adapters is None else ModelAdapters(groups.values(), adapters, dtype)
+        self.adapters = None if adapters is None else ModelAdapters(groups.values(), adapters)
         self._layers = [self._layer(merged, index, groups) for index in range(self.num_layers)]
         self._embedding = merged["model.embed_tokens.weight"]
         self._head = merged.get("lm_head.weight", self._embedding)
@@ -130,7 +130,7 @@ class FusedModel:
         if adapters is None:
             return output
         outputs = adapters.outputs
-        return adapters.add_(output[:, :outputs], output[:, outputs:], step.adapters)
+        return adapters.add_(output[:, :outputs], output[:, outputs:], step.unused_adapters)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # float32 for weights of any dtype: the trainer's logits are not rounded either.

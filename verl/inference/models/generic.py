@@ -57,11 +57,11 @@ class GenericModel:
         hf.set_attn_implementation(_ATTENTION)
         _reject(hf, trial.difference(self, config))
         self.num_heads, self.num_kv_heads, self.head_dim = trial.attention_shape
-        self._selection: torch.Tensor | None = None
+        self._unused_slots: torch.Tensor | None = None
         self.adapters = None if adapters is None else self._add_adapters(adapters)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        self._slots, self._selection = step.slots, step.adapters
+        self._slots, self._unused_slots = step.slots, step.unused_adapters
         output = self._hf.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_step=step
         )
@@ -80,19 +80,19 @@ class GenericModel:
                 )
                 groups.append(AdapterGroup([AdaptedLayer(name, 0, outputs)], down, up, options))
                 layer.register_forward_hook(partial(self._add_adapter, groups[-1]))
-        return ModelAdapters(groups, options, self.dtype)
+        return ModelAdapters(groups, options)
 
     def _add_adapter(
         self, group: AdapterGroup, _layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
     ) -> torch.Tensor:
         """Forward hook of a linear layer: [..., inputs] → [..., outputs]."""
         x = inputs[0].flatten(0, -2)
-        if self._selection is not None and len(x) != len(self._selection):
+        if self._unused_slots is not None and len(x) != len(self._unused_slots):
             raise ValueError(
                 f"LoRA: {group.layers[0].name} computes only some of the tokens; this model can have one adapter for"
                 " all sequences, not one per request."
             )
-        group.add_(output.view(-1, group.outputs), linear(x, group.down), self._selection)
+        group.add_(output.view(-1, group.outputs), linear(x, group.down), self._unused_slots)
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
