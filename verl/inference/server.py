@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -108,7 +109,8 @@ def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> Se
         with startup_phase("model and engine"):
             model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
         engine = model.engine
-        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers, model.loras)
+        root = None if options.lora_root is None else Path(options.lora_root)
+        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers, model.loras, root)
         served = ServedApp(
             server.app(max_body_bytes, options.api_key),
             model.description,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import time
@@ -16,17 +18,23 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import peft_model, save_adapter
+from tests.support.engine_cases import make_batch
+from tests.support.lora_cases import lora_engine, train_steps
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import build_engine
-from verl.inference.lora_files import read_adapter
-from verl.inference.lora_registry import LoraRegistry
+from verl.inference.lora import LoraError, LoraRegistry, UnknownAdapterError, read_adapter
 from verl.inference.models.adapters import AdapterOptions
 from verl.inference.server import load_app, options_parser
+from verl.inference.serving.api_errors import openai_error
+from verl.inference.serving.lora_routes import lora_routes
+from verl.inference.serving.model import ModelLoader
 from verl.types.request import Request, SamplingParams
+from verl.utils.http_server.app import create_app
 
 RANK = 4
 PROMPT = list(range(30, 60))
@@ -48,7 +56,7 @@ def registry(folders) -> Iterator[tuple[AsyncEngine, LoraRegistry]]:
     config = as_config(RolloutConfig, {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 8})
     built = build_engine(folders["base"], model, config, adapters=AdapterOptions(RANK, slots=2, shared=False))
     with contextlib.closing(AsyncEngine(built.engine)) as engine:
-        yield engine, LoraRegistry(engine, built.model.adapters, built.device)
+        yield engine, LoraRegistry(engine, built.model.adapters, ["base"])
 
 
 def submit(engine: AsyncEngine, adapter: str | None, new: int = 8, name: str = "r") -> Any:
@@ -120,14 +128,37 @@ def change_tensors(folder: Path, change: Any) -> None:
     save_file(change(tensors), path)
 
 
+def huge_file(folder: Path) -> None:
+    """A file of 16 GB (sparse) whose first matrix has another shape."""
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    size = 2**34
+    header = json.dumps({name: {"dtype": "F32", "shape": [RANK, size // 4 // RANK], "data_offsets": [0, size]}})
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + size)
+
+
 LM_HEAD = {
     "base_model.model.lm_head.lora_A.weight": torch.zeros(RANK, 64),
     "base_model.model.lm_head.lora_B.weight": torch.zeros(264, RANK),
 }
 WRONG: dict[str, tuple[Any, str]] = {
     "rank": (lambda folder: save_adapter(folder, peft_model("qwen2", 1, RANK + 1)), "rank 5, more than"),
-    "config rank": (lambda folder: change_config(folder, r=3), "r = 3"),
+    "config rank": (lambda folder: change_config(folder, r=3), r"need \[3, 128\]"),
     "dora": (lambda folder: change_config(folder, use_dora=True), "use_dora"),
+    "huge rank": (lambda folder: change_config(folder, r=10**400), "more than"),
+    "rank true": (lambda folder: change_config(folder, r=True), "no valid rank"),
+    "huge alpha": (lambda folder: change_config(folder, lora_alpha=10**400), "lora_alpha"),
+    "no alpha": (lambda folder: change_config(folder, lora_alpha=None), "lora_alpha"),
+    "activated adapter": (lambda folder: change_config(folder, alora_invocation_tokens=[1]), "alora_invocation"),
+    "changed base weights": (lambda folder: change_config(folder, init_lora_weights="pissa_niter_4"), "pissa"),
+    "quantised groups": (lambda folder: change_config(folder, use_qalora=True), "use_qalora"),
+    "block diagonal": (lambda folder: change_config(folder, use_bdlora={"a": 1}), "use_bdlora"),
+    "singular values": (lambda folder: change_config(folder, kasa_config={"a": 1}), "kasa_config"),
+    "deep json": (lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000), "cannot be read"),
+    "long number": (lambda folder: (folder / "adapter_config.json").write_text("1" * 5000), "cannot be read"),
+    "long json": (lambda folder: (folder / "adapter_config.json").write_text(" " * 2**21), "more than"),
+    "not utf-8": (lambda folder: (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
     "kind": (lambda folder: change_config(folder, peft_type="IA3"), "peft_type"),
     "saved modules": (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "modules_to_save"),
     "no json": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
@@ -140,6 +171,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "half": (lambda folder: change_tensors(folder, lambda t: dict(list(t.items())[1:])), "is missing"),
     "nan": (lambda folder: change_tensors(folder, lambda t: {n: v / 0 for n, v in t.items()}), "not finite"),
+    "overflow by the scale": (
+        lambda folder: (
+            change_config(folder, lora_alpha=1e38),
+            change_tensors(folder, lambda t: {n: v * 100 for n, v in t.items()}),
+        ),
+        "not finite",
+    ),
+    "integers": (lambda folder: change_tensors(folder, lambda t: {n: v.int() for n, v in t.items()}), "dtype I32"),
+    "8-bit floats": (
+        lambda folder: change_tensors(folder, lambda t: {n: v.to(torch.float8_e4m3fn) for n, v in t.items()}),
+        "dtype F8",
+    ),
+    "huge file": (huge_file, r"model and rank need \[4, 64\]"),
     "no folder": (lambda folder: (folder / "adapter_config.json").unlink(), "is not a folder"),
 }
 
@@ -159,18 +203,106 @@ def test_adapters_that_do_not_fit_are_rejected_and_change_nothing(case, tmp_path
 def test_adapters_of_another_model_are_rejected(tmp_path, registry):
     _, loras = registry
     folder = save_adapter(tmp_path, peft_model("qwen2", 1, RANK, intermediate_size=160))
-    with pytest.raises(ValueError, match="this model needs"):
+    with pytest.raises(ValueError, match="this model and rank need"):
         loras.load("wrong", folder)
 
 
-def test_the_adapter_of_a_checkpoint_is_found_and_scaled_like_peft(tmp_path):
+def test_the_adapter_of_a_checkpoint_is_found_and_scaled_like_peft(tmp_path, registry):
     save_adapter(tmp_path / "actor" / "lora_adapter", adapted(1))
     change_config(tmp_path / "actor" / "lora_adapter", use_rslora=True, lora_alpha=6)
     plain = load_file(tmp_path / "actor" / "lora_adapter" / "adapter_model.safetensors")
     name = "model.layers.0.mlp.up_proj.lora_B.weight"
     torch.testing.assert_close(
-        read_adapter(str(tmp_path)).tensors[name], plain[f"base_model.model.{name}"] * 6 / RANK**0.5
+        read_adapter(str(tmp_path), registry[1]._adapters).tensors[name],
+        plain[f"base_model.model.{name}"] * 6 / RANK**0.5,
     )
+
+
+def test_the_adapter_that_training_saves_equals_its_merged_model(tmp_path, folders, registry):
+    engine, loras = registry
+    trainer = lora_engine(folders["base"], target_modules=["q_proj", "up_proj"])
+    train_steps(trainer, make_batch(), 3)
+    trainer.save(tmp_path / "actor")
+    trainer.export_hf(tmp_path / "merged")
+    loras.load("trained", str(tmp_path))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert submit(engine, "trained").result(60).token_ids == greedy(merged) != greedy(tiny_model("qwen2"))
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/a", "a" * 5000, "a/" * 5000, "nul\0", "\ud800", "", "/proc/self/mem"])
+def test_paths_that_are_not_folders_are_rejected(path, registry):
+    with pytest.raises(LoraError) as raised:
+        registry[1].load("new", path)
+    assert raised.value.field == "lora_path"
+
+
+def test_adapters_cannot_have_a_name_of_the_model(folders, registry):
+    with pytest.raises(LoraError, match="is the name of the model"):
+        registry[1].load("base", folders["a1"])
+
+
+def test_only_folders_below_the_root_are_loaded(tmp_path, folders, registry):
+    loras, root, outside = registry[1], tmp_path / "root", Path(folders["a1"])
+    inside = root / "inside"
+    shutil.copytree(outside, inside)
+    (root / "link").symlink_to(outside)
+    (root / "files").mkdir()
+    for file in outside.iterdir():
+        (root / "files" / file.name).symlink_to(file)
+    for folder in (outside, root / "link", root / "files", root / ".." / ".." / outside.relative_to(tmp_path.parent)):
+        with pytest.raises(LoraError, match="--lora-root"):
+            loras.load("new", str(folder), root)
+    loras.load("new", str(root / "inside" / ".." / "inside"), root)
+    assert loras.names() == ("new",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora-modules", "a=b"], "--enable-lora"),
+        (["--lora-root", "/tmp"], "--enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "NAME=PATH"),
+        (["--enable-lora", "--lora-modules", "base={a1}"], "name of the model"),
+        (["--enable-lora", "--lora-modules", "a={a1}", "a={a2}"], "already loaded"),
+    ],
+)
+def test_wrong_options_are_rejected(options, message, folders):
+    model = ["--model", folders["base"], "--served-model-name", "base", "--device", "cpu", "--max-model-len", "128"]
+    parsed = options_parser().parse_args([*model, *(option.format(**folders) for option in options)])
+    with contextlib.ExitStack() as resources, pytest.raises(ValueError, match=message):
+        resources.enter_context(ModelLoader(parsed).load_engine(1, False))
+
+
+def test_waiting_loads_do_not_occupy_threads(folders):
+    """Loads are executed one at a time; the second of two unloads of one adapter is a 404."""
+    running, most = 0, 0
+
+    class Slow:
+        def __init__(self) -> None:
+            self.loaded = {"a"}
+
+        def load(self, name: str, folder: str, root: Path | None) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(0.05)
+            running -= 1
+
+        def unload(self, name: str) -> None:
+            if name not in self.loaded:
+                raise UnknownAdapterError(name)
+            self.loaded.discard(name)
+
+    async def run() -> list[int]:
+        app = create_app(lora_routes(Slow(), None), health=dict, max_body_bytes=2**20, error_content=openai_error)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            load = {"lora_name": "b", "lora_path": "c"}
+            requests = [client.post("/v1/load_lora_adapter", json=load) for _ in range(5)]
+            requests += [client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}) for _ in range(2)]
+            return sorted(response.status_code for response in await asyncio.gather(*requests))
+
+    assert asyncio.run(run()) == [200] * 6 + [404]
+    assert most == 1
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.lora_registry import LoraRegistry
+from verl.inference.lora import LoraRegistry
 from verl.inference.serving.api_app import create_model_app
 from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.lora_routes import lora_routes
@@ -56,16 +57,18 @@ class OpenAIServer:
         tokenizer: Any,
         parsers: Parsers[ParsedRequest],
         loras: LoraRegistry | None = None,
+        lora_root: Path | None = None,
     ) -> None:
-        """`loras`: the LoRA adapters that requests select as their `model`; None: they cannot be loaded."""
-        self._loras = loras
+        """`loras`: the LoRA adapters that requests select as their `model`; None: they cannot be loaded. Clients load
+        adapters from folders below `lora_root` (None: from any folder)."""
+        self._loras, self._lora_root = loras, lora_root
         self._engine, self._check, self._model_info = engine, check, model_info
         self._tokenizer, self._parsers = tokenizer, parsers
 
     def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
         routes = [Route(path, self._generate, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         if self._loras is not None:
-            routes += lora_routes(self._loras, self._model_info.names)
+            routes += lora_routes(self._loras, self._lora_root)
         return create_model_app(routes, self._current_info, lambda: self._engine.unfinished, max_body_bytes, api_key)
 
     def _current_info(self) -> ModelInfo:

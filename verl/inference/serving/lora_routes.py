@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from verl.inference.lora_registry import LoraRegistry
+from verl.inference.lora import LoraError, LoraRegistry, UnknownAdapterError
 from verl.inference.serving.api_errors import ApiError
 from verl.utils.http_server.app import request_body
 from verl.utils.http_server.json_body import parse_json
@@ -23,27 +24,28 @@ _MAX_NAME = 200
 logger = logging.getLogger(__name__)
 
 
-def lora_routes(loras: LoraRegistry, model_names: Sequence[str]) -> list[Route]:
-    """Routes that load and unload adapters. `model_names`: names that adapters cannot have."""
+def lora_routes(loras: LoraRegistry, root: Path | None) -> list[Route]:
+    """Routes that load adapters from folders below `root` (None: any folder) and unload them."""
+    # One adapter at a time: requests that wait must not occupy the threads of other requests.
+    loading = asyncio.Lock()
 
     async def load(request: Request) -> Response:
         name, path = _read_fields(request, ("lora_name", "lora_path"))
-        if name in model_names:
-            raise ApiError(f"lora_name: {name!r} is the name of the model.", "lora_name")
-        if name in loras.names():
-            raise ApiError(f"lora_name: {name!r} is already loaded. Unload it first.", "lora_name")
         try:
-            await asyncio.to_thread(loras.load, name, path)
-        except ValueError as error:
-            raise ApiError(str(error), str(error).partition(":")[0]) from error
-        logger.info("loaded the LoRA adapter %r from %s", name, path)
+            async with loading:
+                await asyncio.to_thread(loras.load, name, path, root)
+        except LoraError as error:
+            raise ApiError(str(error), error.field) from error
+        logger.info("loaded the LoRA adapter %r from %r", name, path)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(request: Request) -> Response:
         (name,) = _read_fields(request, ("lora_name",))
-        if name not in loras.names():
-            raise ApiError(f"lora_name: {name!r} is not loaded.", "lora_name", 404, "model_not_found")
-        await asyncio.to_thread(loras.unload, name)
+        try:
+            async with loading:
+                await asyncio.to_thread(loras.unload, name)
+        except UnknownAdapterError as error:
+            raise ApiError(str(error), error.field, 404, "model_not_found") from error
         logger.info("unloaded the LoRA adapter %r", name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -63,6 +65,8 @@ def _read_fields(request: Request, names: Sequence[str]) -> list[str]:
         raise ApiError(f"{unknown[0][:_MAX_NAME]}: unknown field. Use {', '.join(names)}.", unknown[0][:_MAX_NAME])
     for name in names:
         value = fields.get(name)
-        if not isinstance(value, str) or not value or (name == "lora_name" and len(value) > _MAX_NAME):
+        if not isinstance(value, str) or not value:
             raise ApiError(f"{name}: should be a non-empty string.", name)
+        if name == "lora_name" and len(value) > _MAX_NAME:
+            raise ApiError(f"{name}: has {len(value)} characters; at most {_MAX_NAME} are allowed.", name)
     return [fields[name] for name in names]

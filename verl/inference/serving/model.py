@@ -22,7 +22,7 @@ from verl.utils.tokenizer import hf_tokenizer, longest_token
 if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
-    from verl.inference.lora_registry import LoraRegistry
+    from verl.inference.lora import LoraRegistry
 
 __all__ = ["LoadedModel", "ModelLoader"]
 
@@ -71,15 +71,15 @@ class ModelLoader:
     def load_engine(self, max_answers: int, client_templates: bool) -> Iterator[LoadedModel]:
         """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
-        from verl.inference.lora_registry import LoraRegistry
+        from verl.inference.lora import LoraRegistry
         from verl.inference.models.adapters import AdapterOptions
         from verl.utils.device import get_device_name, resolve_dtype
 
         options, max_model_len = self._options, self._max_model_len
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
-        adapters = None
-        if getattr(options, "enable_lora", False):
+        adapters, named_adapters = None, _named_adapters(options)
+        if named_adapters is not None:
             adapters = AdapterOptions(options.max_lora_rank, options.max_loras, shared=False)
         config = engine_config(options, max_model_len)
         built = build_engine(self._path, self._config, config, device, dtype, adapters)
@@ -100,8 +100,8 @@ class ModelLoader:
             offload, onload = partial(_offload, engine, built), partial(_onload, engine, built)
             loras = None
             if built.model.adapters is not None:
-                loras = LoraRegistry(engine, built.model.adapters, built.device)
-                for name, path in map(_named_path, options.lora_modules):
+                loras = LoraRegistry(engine, built.model.adapters, model_info.names)
+                for name, path in named_adapters or ():
                     loras.load(name, path)
             yield LoadedModel(engine, built.engine.check, model_info, tokenizer, description, offload, onload, loras)
 
@@ -112,6 +112,8 @@ class ModelLoader:
         from verl.models.loading import pretrained_model
         from verl.utils.device import get_device_name, resolve_dtype
 
+        if _named_adapters(self._options) is not None:
+            raise ValueError("--enable-lora: this model is a classifier, which has no adapters. Leave it out.")
         options, tokenizer = self._options, self.load_tokenizer()
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
@@ -167,12 +169,19 @@ def engine_config(options: Any, max_model_len: int) -> RolloutConfig:
     )
 
 
-def _named_path(text: str) -> tuple[str, str]:
-    """The parts of NAME=PATH."""
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise ValueError(f"--lora-modules: {text!r} is not NAME=PATH.")
-    return name, path
+def _named_adapters(options: argparse.Namespace) -> list[tuple[str, str]] | None:
+    """The names and folders of --lora-modules; None without --enable-lora, which the gateway does not have."""
+    if not getattr(options, "enable_lora", False):
+        if getattr(options, "lora_modules", None) or getattr(options, "lora_root", None):
+            raise ValueError("--lora-modules, --lora-root: LoRA is off. Add --enable-lora.")
+        return None
+    adapters = []
+    for text in options.lora_modules:
+        name, _, path = text.partition("=")
+        if not (name and path):
+            raise ValueError(f"--lora-modules: {text!r} is not NAME=PATH.")
+        adapters.append((name, path))
+    return adapters
 
 
 def _names(options: argparse.Namespace) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ def options_parser() -> argparse.ArgumentParser:
     add("--max-loras", type=positive, default=4, help="adapters loaded at the same time (default: %(default)s)")
     add("--max-lora-rank", type=positive, default=32, help="largest rank of an adapter (default: %(default)s)")
     add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters to load at the start")
+    add("--lora-root", metavar="DIR", help="clients load adapters only from below this folder (default: from any)")
     add("--max-answers", type=positive, default=1024, help="maximum prompts × n of one request (default: %(default)s)")
     seconds = "time limit for parsing one request (default: %(default)s)"
     add("--max-parse-seconds", type=float, default=10, help=seconds)

@@ -1,0 +1,243 @@
+"""LoRA adapters that requests of a serving engine select by name: read from files, loaded into slots, unloaded.
+
+Files have peft's format: adapter_config.json and adapter_model.safetensors. No code of an adapter is executed. Shapes
+are checked before tensors are read, so that the size of a slot limits the memory in use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.models.adapters import ModelAdapters, down_name, up_name
+from verl.inference.sequence import Adapter
+
+__all__ = ["AdapterFile", "LoraError", "LoraRegistry", "UnknownAdapterError", "read_adapter"]
+
+_HALT = "adapters"
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 2**20
+_PREFIX = "base_model.model."
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Settings of peft that change what an adapter computes, and their supported values.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    # Other initialisations (PiSSA, OLoRA, LoftQ …) also change the weights of the model.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": (None, []),
+    "alpha_pattern": ({}, None),
+    "rank_pattern": ({}, None),
+    "target_parameters": (None, []),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora"), (False, None)),
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens",
+            "arrow_config",
+            "kasa_config",
+            "layer_replication",
+            "monteclora_config",
+            "trainable_token_indices",
+            "use_bdlora",
+        ),
+        (None,),
+    ),
+}
+
+
+class LoraError(ValueError):
+    """An adapter cannot be loaded or unloaded."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        """`field`: lora_name or lora_path."""
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class UnknownAdapterError(LoraError):
+    """No adapter with this name is loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("lora_name", f"{name!r} is not loaded.")
+
+
+class LoraRegistry:
+    """The adapters of a serving engine. Thread-safe.
+
+    Requests of an unloaded adapter that are still running are completed; its slot is reused afterwards.
+    """
+
+    def __init__(self, engine: AsyncEngine, adapters: ModelAdapters, reserved_names: Collection[str] = ()) -> None:
+        """`reserved_names`: the names of the model, which adapters cannot have."""
+        self._engine, self._adapters, self._reserved_names = engine, adapters, frozenset(reserved_names)
+        self._lock = threading.Lock()
+        self._last_id = 0
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, in the order in which they were loaded."""
+        return tuple(self._engine.adapters)
+
+    def load(self, name: str, folder: str, root: Path | None = None) -> None:
+        """Load the adapter in a folder (see `read_adapter`). LoraError if it does not fit; nothing is changed then."""
+        with self._lock:
+            if name in self._reserved_names:
+                raise LoraError("lora_name", f"{name!r} is the name of the model.")
+            if name in self._engine.adapters:
+                raise LoraError("lora_name", f"{name!r} is already loaded. Unload it first.")
+            adapter = read_adapter(folder, self._adapters, root)
+            with self._halted():
+                slot = self._free_slot()
+                self._copy(slot, adapter)
+                self._last_id += 1
+                self._engine.adapters[name] = Adapter(self._last_id, slot)
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter: later requests cannot select it. UnknownAdapterError if it is not loaded."""
+        with self._lock:
+            if name not in self._engine.adapters:
+                raise UnknownAdapterError(name)
+            del self._engine.adapters[name]
+
+    def _free_slot(self) -> int:
+        occupied = {adapter.slot for adapter in (*self._engine.adapters.values(), *self._engine.used_adapters())}
+        free = [slot for slot in range(self._adapters.options.slots) if slot not in occupied]
+        if not free:
+            raise LoraError(
+                "lora_name",
+                f"all {self._adapters.options.slots} slots are in use. Unload an adapter, wait until its requests are"
+                " finished, or start the server with a larger --max-loras.",
+            )
+        return free[0]
+
+    @torch.no_grad()
+    def _copy(self, slot: int, adapter: AdapterFile) -> None:
+        self._adapters.clear(slot)
+        places = self._adapters.weights(slot, adapter.rank)
+        for name, tensor in adapter.tensors.items():
+            places[name].copy_(tensor)
+        if self._adapters.device.type == "cuda":
+            torch.cuda.synchronize(self._adapters.device)  # steps run on another stream
+
+    @contextmanager
+    def _halted(self) -> Iterator[None]:
+        self._engine.halt(_HALT)
+        try:
+            yield
+        finally:
+            self._engine.resume(_HALT)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter in host memory, in the dtype of the model."""
+
+    rank: int
+    tensors: dict[str, torch.Tensor]
+    """`<layer>.lora_A.weight` [rank, inputs] and `<layer>.lora_B.weight` [outputs, rank], which includes the scale."""
+
+
+def read_adapter(folder: str, slots: ModelAdapters, root: Path | None = None) -> AdapterFile:
+    """Read the adapter in `folder`, which may also be a checkpoint's step or role that contains `lora_adapter`.
+
+    LoraError if files are missing, are outside of `root`, do not fit `slots`, or use an unsupported feature of peft.
+    """
+    try:
+        path = _find_folder(folder, root)
+        rank, scale = _read_settings(path / _CONFIG, slots.options.rank)
+        return AdapterFile(rank, _read_tensors(path / _WEIGHTS, slots.weights(0, rank), scale))
+    except LoraError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # the path is not valid, or a file cannot be read
+        raise LoraError("lora_path", f"{folder[:200]!r} cannot be read: {error}") from error
+
+
+def _find_folder(folder: str, root: Path | None) -> Path:
+    path = Path(folder).expanduser().absolute()
+    for candidate in (path, path / "lora_adapter", path / "actor" / "lora_adapter"):
+        files = [(candidate / name).resolve() for name in (_CONFIG, _WEIGHTS)]
+        if root is not None and not all(file.is_relative_to(root.resolve()) for file in files):
+            raise LoraError("lora_path", f"{folder[:200]!r} is not below --lora-root {str(root)!r}.")
+        if files[0].is_file():
+            if not files[1].is_file():
+                raise LoraError("lora_path", f"{str(candidate)!r} has no {_WEIGHTS}; other formats are not loaded.")
+            return candidate
+    raise LoraError("lora_path", f"{folder[:200]!r} is not a folder with {_CONFIG} on this machine.")
+
+
+def _read_settings(path: Path, max_rank: int) -> tuple[int, float]:
+    """Return the rank and the scale of an adapter_config.json."""
+    with path.open("rb") as file:
+        text = file.read(_MAX_CONFIG_BYTES + 1)
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise LoraError("lora_path", f"{str(path)!r} has more than {_MAX_CONFIG_BYTES} bytes.")
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoraError("lora_path", f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise LoraError("lora_path", f"{str(path)!r} is not an object.")
+    for key, allowed in _SUPPORTED.items():
+        if key in settings and settings[key] not in allowed:
+            value = repr(settings[key])[:200]
+            raise LoraError("lora_path", f"{str(path)!r} has {key} = {value}, which is not supported.")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise LoraError("lora_path", f"{str(path)!r} has no valid rank r.")
+    if rank > max_rank:
+        raise LoraError("lora_path", f"the adapter has rank {str(rank)[:20]}, more than --max-lora-rank {max_rank}.")
+    if (
+        isinstance(alpha, bool)
+        or not isinstance(alpha, int | float)
+        or not abs(alpha) <= torch.finfo(torch.float32).max
+    ):
+        raise LoraError("lora_path", f"{str(path)!r} has no finite lora_alpha.")
+    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _read_tensors(path: Path, places: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Read matrices with the names, shapes and dtype of `places`; those of some layers may be missing."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = {name.removeprefix(_PREFIX): name for name in file.keys()}
+            for name, stored in names.items():
+                _check_stored(name, file.get_slice(stored), places)
+            for name, stored in names.items():
+                tensor = file.get_tensor(stored).float()
+                tensor = (tensor * scale if name.endswith(".lora_B.weight") else tensor).to(places[name].dtype)
+                if not tensor.isfinite().all():
+                    raise LoraError("lora_path", f"{name!r} has values that are not finite in {tensor.dtype}.")
+                tensors[name] = tensor
+    except SafetensorError as error:
+        raise LoraError("lora_path", f"{str(path)!r} cannot be read: {error}") from error
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    if not layers:
+        raise LoraError("lora_path", f"{str(path)!r} has no tensors.")
+    for name in (of(layer) for layer in sorted(layers) for of in (down_name, up_name)):
+        if name not in tensors:
+            raise LoraError("lora_path", f"{name!r} is missing; both matrices of a layer are needed.")
+    return tensors
+
+
+def _check_stored(name: str, stored: Any, places: Mapping[str, torch.Tensor]) -> None:
+    """Check the name, shape and dtype of a tensor that is not read yet."""
+    if name not in places:
+        raise LoraError(
+            "lora_path", f"{name[:200]!r} is not a matrix of a linear layer of this model below its output head."
+        )
+    shape, expected = list(stored.get_shape()), list(places[name].shape)
+    if shape != expected:
+        raise LoraError("lora_path", f"{name!r} is {shape}; this model and rank need {expected}.")
+    if stored.get_dtype() not in _FLOATS:
+        raise LoraError("lora_path", f"{name!r} has dtype {stored.get_dtype()}. Use one of {', '.join(_FLOATS)}.")
