@@ -38,6 +38,21 @@ def test_grpo_with_lora_starts_at_its_reference_raises_the_reward_and_generates_
     assert {path.name for path in saved.iterdir()} == {"model", "model.json", "optimizer", "extra.pt", "lora_adapter"}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("trainer.mode=async", "trainer.max_staleness=0"),
+        ("actor_rollout_ref.rollout.free_weights=True", "actor_rollout_ref.model.target_modules=[q_proj,down_proj]"),
+    ],
+)
+def test_responses_have_the_log_probs_of_training_in_other_modes(task, tmp_path, more):
+    steps = ("trainer.total_training_steps=3", "data.train_batch_size=4")
+    run = run_training(overrides(task, tmp_path, *GRPO, *LORA, *steps, *more))
+    assert len(run.history) == 3
+    assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in run.history)
+    assert run.history[-1]["kl/mean"] != 0
+
+
 @pytest.mark.slow
 def test_ppo_with_lora_resumes_bit_for_bit_and_leaves_files_that_load(task, tmp_path):
     both = ("critic.model.lora_rank=4", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")

@@ -50,22 +50,39 @@ def test_an_engine_is_proved_once_and_again_when_it_was_started_anew(groups, mon
     for version in (0, 1):
         sync.sync(version)
     assert len(asked) == 1
-    assert 0 < asked[0] < 1e-5, "two ways to compute the same log-probs, to rounding"
+    assert 0 < asked[0].difference < 1e-5, "two ways to compute the same log-probs, to rounding"
     groups.engine_starts += 1
     sync.sync(2)
     assert len(asked) == 2
 
 
-def test_adapters_are_checked_when_they_are_new_and_when_they_have_changed_the_model(tmp_path, monkeypatch):
+def test_adapters_are_checked_until_their_effect_is_measurable(tmp_path, monkeypatch):
     with started(tmp_path, "actor_rollout_ref.model.lora_rank=4") as (groups, probe):
-        worker, differences, measure = policy_worker(groups.actor), [], probe.measure
-        monkeypatch.setattr(probe, "measure", lambda: differences.append(measure()) or differences[-1])
-        sync = WeightSync(groups, probe)
-        for version in (0, 0, 1, 2):
+        worker, results, measure = policy_worker(groups.actor), {}, probe.measure
+        sync, version = WeightSync(groups, probe), 0
+        monkeypatch.setattr(probe, "measure", lambda: results.setdefault(version, measure()))
+        for version in range(12):
+            if version in (6, 9):
+                perturb_lora_b(worker.engine)
             sync.sync(version)
-            perturb_lora_b(worker.engine)
-        assert len(differences) == 2
-        assert max(differences) < 1e-5
+            sync.sync(version)
+        assert list(results) == [0, 1, 3, 7], "the first, second, fourth and eighth version"
+        assert all(result.difference < 1e-5 for result in results.values())
+        assert [result.adapter_share for result in results.values()][:3] == [None] * 3
+        assert results[7].adapter_share == pytest.approx(1, abs=0.01)
+
+        groups.engine_starts += 1
+        version = 12
+        sync.sync(version)
+        assert results[12].adapter_share == pytest.approx(1, abs=0.01), "again after a start"
+
+
+@pytest.mark.parametrize("size", [0.003, 1.0])
+def test_an_engine_that_ignores_its_adapters_ends_the_run_however_small_their_effect(tmp_path, monkeypatch, size):
+    """The smaller effect on log-probs is below the limit for rounding."""
+    with started(tmp_path, "actor_rollout_ref.model.lora_rank=4", f"{ROLLOUT}.temperature=1") as (groups, probe):
+        worker, results, measure = policy_worker(groups.actor), [], probe.measure
+        monkeypatch.setattr(probe, "measure", lambda: results.append(measure()) or results[-1])
         finish = worker.rollout.finish_update
 
         def ignore_adapters(fingerprint):
@@ -73,9 +90,13 @@ def test_adapters_are_checked_when_they_are_new_and_when_they_have_changed_the_m
             worker.rollout.model.adapters.clear()
 
         monkeypatch.setattr(worker.rollout, "finish_update", ignore_adapters)
-        groups.engine_starts += 1
-        with pytest.raises(EngineMismatchError):
-            sync.sync(3)
+        perturb_lora_b(worker.engine)
+        for name, value in worker.engine.model.hf.named_parameters():
+            if "lora_B" in name:
+                value.data.mul_(size)
+        with pytest.raises(EngineMismatchError, match="0% of the effect of the LoRA"):
+            WeightSync(groups, probe).sync(0)
+        assert (results[0].difference < probe.limit) == (size < 1)
 
 
 def at_another_temperature(rollout, monkeypatch) -> None:

@@ -3,12 +3,14 @@
 ReplicaWeights: whether all rollout replicas have verified weights of the trainer's version. `WorkerRecovery` restarts
 and readmits a lost replica; `RolloutHosts` routes rows, `EngineClient` requests of agents.
 
-EngineProbe checks after a sync that a third-party engine computes the same log-probs as training.
+EngineProbe checks after a sync that a third-party engine, or one with LoRA adapters, computes the same log-probs as
+training.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +45,9 @@ _NEW_TOKENS = 16
 # float32. A wrong temperature, layer or weight changes the mean by some tenths; the bounds are in between.
 _ROUNDING = {"bfloat16": 0.1, "bf16": 0.1, "float16": 0.02, "fp16": 0.02, "float32": 1e-3, "fp32": 1e-3}
 _QUANTIZED = 0.3
+# The share of the adapters' effect that an engine must show, and the largest standard error with which it is compared.
+_MIN_ADAPTER_SHARE = 0.5
+_MAX_SHARE_ERROR = 0.1
 
 
 class UnverifiedWeightsError(RuntimeError):
@@ -179,6 +184,31 @@ class EngineMismatchError(TrainingStoppedError):
     """The engine's log-probs differ from the policy's by more than rounding."""
 
 
+@dataclass(frozen=True)
+class ProbeResult:
+    """Log-probs of the engine compared with those of training."""
+
+    difference: float
+    """Mean absolute difference per token."""
+    adapter_share: float | None = None
+    """Share of the effect of the LoRA adapters on log-probs that the engine shows: 1 if it applies them, 0 if it does
+    not. None: rounding exceeds the effect, or there are no adapters."""
+
+
+def _shown_share(engine: torch.Tensor, training: torch.Tensor, base: torch.Tensor) -> float | None:
+    """Return `ProbeResult.adapter_share`. Log-probs [tokens]; `base`: those of training without adapters.
+
+    It is the coefficient of a regression through the origin, None if its standard error is too large.
+    """
+    shown, effect = (engine - base).double(), (training - base).double()
+    size = float(effect.norm())
+    if size == 0 or len(effect) < 2:
+        return None
+    share = float(shown @ effect) / size**2
+    error = float((shown - share * effect).norm()) / (size * math.sqrt(len(effect) - 1))
+    return share if error < _MAX_SHARE_ERROR else None
+
+
 class EngineProbe:
     """Checks that the engine computes the same distribution as training, at the training temperature. Fingerprints of
     the weights cannot show that."""
@@ -199,18 +229,27 @@ class EngineProbe:
         third_party = names.rollout_traits(self._rollout.name).third_party
         self._enabled = third_party or self._has_adapters if enabled is None else enabled
         self._checked_starts = 0
-        self._checked_versions: set[int] = set()
+        self._version: int | None = None
+        self._versions_since_start = 0
+        self._adapters_verified = False
 
     def __call__(self, version: int) -> None:
         """After a sync of weights of this version: check the engines if any of them was started since the last call.
         Raises EngineMismatchError, which ends the run.
 
-        LoRA adapters are checked with two versions: new adapters do not change the model, so that the first check
-        cannot show that they are applied.
+        New LoRA adapters do not change the model, so that the first check cannot show that they are applied: versions
+        2, 4, 8 … since the start are checked too, until the effect of the adapters exceeds rounding.
         """
         if not self._enabled or not self._is_due(version):
             return
-        difference, limit = self.measure(), self.limit
+        result, limit = self.measure(), self.limit
+        difference, share = result.difference, result.adapter_share
+        if share is not None and not share >= _MIN_ADAPTER_SHARE:
+            raise EngineMismatchError(
+                f"{ROLLOUT}.name = {self._rollout.name}: its log-probs show {share:.0%} of the effect of the LoRA"
+                " adapters. The engine does not apply them, or applies others than training. Set"
+                f" {ROLLOUT}.engine_kwargs.native.merge_lora=true to generate with merged weights."
+            )
         if not difference <= limit:
             raise EngineMismatchError(
                 f"{ROLLOUT}.name = {self._rollout.name}: its log-probs differ from those of training by"
@@ -222,28 +261,40 @@ class EngineProbe:
                 f" engine, or {ROLLOUT}.name=native."
             )
         self._checked_starts = self._groups.engine_starts
-        self._checked_versions.add(version)
+        self._adapters_verified = share is not None
         logger.info(
-            "%s: log-probs of %s and of training differ by %.2g per token (rounding: up to %.2g).",
+            "%s: log-probs of %s and of training differ by %.2g per token (rounding: up to %.2g).%s",
             *(ROLLOUT, self._rollout.name, difference, limit),
+            "" if share is None else f" They show {share:.0%} of the effect of the LoRA adapters.",
         )
 
     def _is_due(self, version: int) -> bool:
         if self._checked_starts != self._groups.engine_starts:
-            self._checked_versions.clear()
-            return True
-        return self._has_adapters and version not in self._checked_versions and len(self._checked_versions) < 2
+            self._version, self._versions_since_start, self._adapters_verified = None, 0, False
+        if version == self._version:
+            return False
+        self._version = version
+        self._versions_since_start += 1
+        count = self._versions_since_start
+        is_power_of_two = count & (count - 1) == 0
+        return count == 1 or (self._has_adapters and not self._adapters_verified and is_power_of_two)
 
-    def measure(self) -> float:
-        """Return the mean absolute difference between the log-probs of engine and training, over the tokens of a few
-        responses of every replica."""
+    def measure(self) -> ProbeResult:
+        """Compare the log-probs of engine and training over the tokens of a few responses of every replica."""
         prompts = self._prompts()
-        generated = self._rollouts.generate(prompts, prompts.meta_info)
-        computed = self._groups.infer(self._groups.actor.compute_log_prob, generated, "actor")
-        columns_read = ("rollout_log_probs", "old_log_probs", "response_mask")
-        columns = local_columns(generated.union(computed), columns_read, ()).batch
-        difference = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs()
-        return float(difference[columns["response_mask"].bool()].mean())
+        batch = self._rollouts.generate(prompts, prompts.meta_info)
+        columns_read = ["rollout_log_probs", "old_log_probs", "response_mask"]
+        batch = batch.union(self._groups.infer(self._groups.actor.compute_log_prob, batch, "actor"))
+        if self._has_adapters:
+            batch = batch.union(self._groups.infer(self._groups.actor.compute_ref_log_prob, batch, "ref"))
+            columns_read.append("ref_log_prob")
+        columns = local_columns(batch, columns_read, ()).batch
+        mask = columns["response_mask"].bool()
+        engine, training = columns["rollout_log_probs"][mask], columns["old_log_probs"][mask]
+        difference = float((engine - training).abs().mean())
+        if not self._has_adapters:
+            return ProbeResult(difference)
+        return ProbeResult(difference, _shown_share(engine, training, columns["ref_log_prob"][mask]))
 
     @property
     def limit(self) -> float:
