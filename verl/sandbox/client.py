@@ -23,6 +23,7 @@ _CONNECTION_ERRORS = (
     httpx.WriteError,
 )
 _MAX_PAUSE_S = 30.0
+_QUEUE_S = 120.0
 
 
 class SandboxUnavailable(RuntimeError):
@@ -33,8 +34,8 @@ class SandboxClient:
     """Runs code on the server at `url` (`http://host:8080`, with or without `/run_code`).
 
     Connection errors, 5xx and 429 are retried, up to `attempts` attempts in all, after pauses that double from
-    `pause_s`, with jitter. At most `max_concurrent` requests are in flight; a request may wait `queue_s` seconds in the
-    server in addition to its own time limit. `run` may be called from any thread.
+    `pause_s`, with jitter. At most `max_concurrent` requests are in flight; a request may wait two minutes in
+    the server in addition to its own time limit. `run` may be called from any thread.
     """
 
     def __init__(
@@ -42,13 +43,11 @@ class SandboxClient:
         url: str,
         *,
         max_concurrent: int = 64,
-        memory_mb: int | None = None,
         attempts: int = 4,
         pause_s: float = 0.5,
-        queue_s: float = 120.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix(RUN)
-        self._memory_mb, self._attempts, self._pause_s, self._queue_s = memory_mb, attempts, pause_s, queue_s
+        self._attempts, self._pause_s = attempts, pause_s
         self._slots = threading.BoundedSemaphore(max_concurrent)
         self._client: httpx.Client | None = None
         self._lock = threading.Lock()
@@ -63,10 +62,10 @@ class SandboxClient:
         limits: Limits | None = None,
     ) -> Result:
         """Run a program. SandboxUnavailable: the server did not run it. ValueError: it rejected the request."""
-        memory = self._memory_mb if limits is None else limits.memory_mb
+        memory = None if limits is None else limits.memory_mb
         request = run_request(code, language, stdin, files or {}, fetch, limits, memory)
         seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
-        timeout = httpx.Timeout(seconds + self._queue_s, connect=5.0)
+        timeout = httpx.Timeout(seconds + _QUEUE_S, connect=5.0)
         with self._lock:
             self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
         with self._slots:

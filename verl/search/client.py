@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = 0.2
 _MAX_BATCH = 32
+_MAX_ATTEMPTS, _MAX_CONCURRENT_REQUESTS = 3, 8
 _Key = tuple[str, int | None]
 
 
@@ -53,10 +54,10 @@ class RetrieverClient:
     """Client of a retriever service; use one per event loop. Queries that wait at the same time are batched into one
     request.
 
-    At most `max_concurrent_requests` run at a time, each for at most `timeout_s`. A request is sent up to
-    `max_attempts` times if the connection or the service fails; after a timeout it is not repeated. The results of
-    `cache_size` queries are cached. `counts`: requests, retries, failures (queries without a result) and cached
-    (queries that needed no request of their own).
+    At most eight requests run at a time, each for at most `timeout_s`. A request is sent up to three times if the
+    connection or the service fails; after a timeout it is not repeated. The results of `cache_size` queries
+    are cached. `counts`: requests, retries, failures (queries without a result) and cached (queries that needed no
+    request of their own).
     """
 
     def __init__(
@@ -64,15 +65,12 @@ class RetrieverClient:
         url: str,
         *,
         timeout_s: float = 30.0,
-        max_attempts: int = 3,
-        max_concurrent_requests: int = 8,
         cache_size: int = 4096,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self.url = url
         self.counts: Counter[str] = Counter()
         self.breaker = breaker or CircuitBreaker()
-        self._max_attempts, self._max_concurrent_requests = max_attempts, max_concurrent_requests
         self._cache_size = cache_size
         self._cache: OrderedDict[_Key, list[Hit]] = OrderedDict()
         self._futures: dict[_Key, asyncio.Future[list[Hit]]] = {}  # of queries without a result so far
@@ -117,7 +115,7 @@ class RetrieverClient:
         if future is None:
             future = self._futures[key] = asyncio.get_running_loop().create_future()
             self._queue.append(key)
-            if len(self._senders) < self._max_concurrent_requests:
+            if len(self._senders) < _MAX_CONCURRENT_REQUESTS:
                 sender = asyncio.create_task(self._send())
                 self._senders.add(sender)
                 sender.add_done_callback(self._senders.discard)
@@ -160,7 +158,7 @@ class RetrieverClient:
             self._cache.popitem(last=False)
 
     async def _request_with_retries(self, queries: list[str], topk: int | None) -> list[list[Hit]]:
-        for attempt in range(1, self._max_attempts + 1):
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
             if not self.breaker.allow():
                 raise RetrieverError(
                     f"{self.url}: circuit breaker open after repeated failures;"
@@ -170,7 +168,7 @@ class RetrieverClient:
                 results = await self._request(queries, topk)
             except httpx.HTTPError as error:
                 self.breaker.failed()
-                if attempt == self._max_attempts or isinstance(error, httpx.TimeoutException):
+                if attempt == _MAX_ATTEMPTS or isinstance(error, httpx.TimeoutException):
                     raise RetrieverError(f"{self.url}: {_describe(error)}") from error
             except RetrieverError:
                 self.breaker.succeeded()  # the service responded, so it is up, although it rejected this request

@@ -90,14 +90,14 @@ class Retriever:
         return [[Hit(self.corpus[row], score) for row, score in rows] for rows in results]
 
 
-def check_queries(queries: Sequence[str], topk: int | None = None, max_queries: int = MAX_QUERIES) -> None:
+def check_queries(queries: Sequence[str], topk: int | None = None) -> None:
     """Raise QueryLimit for a request beyond the limits: its queries, their lengths and words, and `topk`.
 
     Takes time proportional to the text, up to the first query that is too long.
     """
     _check_topk(topk)
-    if len(queries) > max_queries:
-        raise QueryLimit(f"queries: {len(queries)} in one request; at most {max_queries} are answered.")
+    if len(queries) > MAX_QUERIES:
+        raise QueryLimit(f"queries: {len(queries)} in one request; at most {MAX_QUERIES} are answered.")
     words = sum(_check_query(query) for query in queries)
     if words > MAX_REQUEST_WORDS:
         raise QueryLimit(f"queries: {words} words in one request; at most {MAX_REQUEST_WORDS} are answered.")

@@ -202,7 +202,7 @@ class HubRepo:
         return f"hf download {'' if self.kind == 'model' else f'--repo-type {self.kind} '}{self.name}"
 
 
-def find_hub_problems(repos: Collection[HubRepo], timeout: float | None = None) -> dict[HubRepo, str]:
+def find_hub_problems(repos: Collection[HubRepo]) -> dict[HubRepo, str]:
     """Return cause and remedy for each repository that cannot be obtained.
 
     All are requested concurrently, once. Repositories in the local cache can be used without the hub: if it is
@@ -222,7 +222,7 @@ def find_hub_problems(repos: Collection[HubRepo], timeout: float | None = None) 
             for repo in repos
             if repo not in cached
         }
-    errors = _request_all(repos, HUB_TIMEOUT_S if timeout is None else timeout)
+    errors = _request_all(repos, HUB_TIMEOUT_S)
     hub_responds = any(isinstance(error, HfHubHTTPError) for error in errors.values())
     if cached and len(errors) == len(repos) and not hub_responds:
         logger.warning("the hub (%s) cannot be reached: using the copies in the local cache", constants.ENDPOINT)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
+_TRACKER_SECONDS = 2.0
 
 
 def children(pid: int) -> list[int]:
@@ -98,10 +99,10 @@ def kill_tree_but_trackers(pid: int) -> None:
     _kill_but_trackers([*members - {pid}, pid])  # itself last: it may be the caller
 
 
-def kill_group(pid: int, timeout: float = 2.0) -> None:
-    """Send SIGKILL to the process group that `pid` leads or led; resource trackers get `timeout` seconds to end."""
+def kill_group(pid: int) -> None:
+    """Send SIGKILL to the process group that `pid` leads or led; resource trackers get two seconds to end."""
     _kill_but_trackers(_group_members(pid))
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _TRACKER_SECONDS
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(pid, 0)

@@ -38,13 +38,13 @@ class TransferAddress:
 class TransferHost:
     """The store of a transfer group, kept by the first trainer rank. It binds a free port itself, so none can clash."""
 
-    def __init__(self, host: str | None = None, timeout_s: float = _JOIN_S) -> None:
+    def __init__(self, host: str | None = None) -> None:
         self.store = dist.TCPStore(
             host or _host_address(),
             0,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=_JOIN_S),
         )
         self.address = TransferAddress(self.store.host, self.store.port)
 

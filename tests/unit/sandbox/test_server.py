@@ -168,7 +168,7 @@ def test_a_full_queue_is_told_and_the_client_comes_back(url):
 
 
 def test_the_client_gives_the_results_of_a_local_sandbox(url):
-    client = SandboxClient(f"{url}/run_code", memory_mb=512)
+    client = SandboxClient(f"{url}/run_code")
     done = client.run("print(open('a').read())", files={"a": b"x"}, fetch=["a"], limits=Limits(wall_s=5))
     assert (done.status, done.return_code, done.stdout, done.files) == ("finished", 0, "x\n", {"a": b"x"})
     assert client.run("1/0").status == "error"
