@@ -16,6 +16,18 @@ def apply_mask(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def at_last_token(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return float32 [batch, response]: each of `values` [batch] at the last position where `mask` is 1; 0 in rows
+    without one."""
+    width = mask.shape[1]
+    placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    positions = torch.arange(1, width + 1, device=mask.device)
+    last = (mask.bool() * positions).amax(dim=-1) - 1 if width else mask.new_full((len(mask),), -1)
+    rows = torch.nonzero(last >= 0).squeeze(-1)
+    placed[rows, last[rows]] = values.to(placed)[rows]
+    return placed
+
+
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
     """Return the sum of rewards from each model token on, discounted per model token; 0 where `mask` is 0.
 

@@ -27,7 +27,7 @@ _COLLECTIVES = "all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|barrie
 _COLLECTIVE_NAME = re.compile(rf"(?:^|_)({_COLLECTIVES})(?:$|_)|(init_process_group|rendezvous)")
 # FSDP functions that wait for a collective without naming it.
 _FSDP_COLLECTIVES = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "foreach_reduce": "reduce_scatter"}
-_COLLECTIVE_FILES = (f"torch{os.sep}distributed{os.sep}", f"sharding_manager{os.sep}transfer_group.py")
+_COLLECTIVE_FILES = (f"torch{os.sep}distributed{os.sep}", f"utils{os.sep}transfer_group.py")
 _MAX_STACKS = 4
 
 

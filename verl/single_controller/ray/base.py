@@ -1,4 +1,4 @@
-"""Face: `verl.single_controller.ray` under the name users import."""
+"""Alias module of `verl.single_controller.ray`."""
 
 from verl.single_controller.ray import *  # noqa: F403
 from verl.single_controller.ray import __all__ as __all__

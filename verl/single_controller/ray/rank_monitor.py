@@ -101,7 +101,7 @@ class RankReports:
 
     def __init__(self) -> None:
         self._last: dict[RankProcess, tuple[float, Heartbeat]] = {}
-        self._nodes = NodeInspector()
+        self.nodes = NodeInspector()
 
     def collect(self, group: Any, since: float, all_threads: bool, timeout: float) -> list[RankReport]:
         """A report on every rank of a group. Heartbeats from before `since` belong to an earlier call: not used.
@@ -117,14 +117,6 @@ class RankReports:
             report = RankReport(group.role, rank, process.host, process.pid, "runs")
             reports.append(self._report(report, process, heartbeat, state, since, all_threads))
         return reports
-
-    def find_stopped_worker(self) -> tuple[str, int, str] | None:
-        """(host, pid, state) of a stopped or traced worker process of Ray on any node, or None."""
-        return self._nodes.find_stopped_worker()
-
-    def kill(self, process: RankProcess) -> None:
-        """Send SIGKILL, the only signal that ends a stopped process."""
-        self._nodes.kill(process)
 
     def _report(
         self,
@@ -145,7 +137,7 @@ class RankReports:
             state = "gone"
         stacks: dict[int, Stack] = {}
         if state is None:
-            inspection = self._nodes.inspect(process, with_stacks)
+            inspection = self.nodes.inspect(process, with_stacks)
             if inspection is None:
                 return replace(report, state="unreachable")
             state, stacks = inspection
@@ -175,7 +167,7 @@ class NodeInspector:
         return self._call(process.node, "inspect", process.pid)
 
     def kill(self, process: RankProcess) -> None:
-        """Send SIGKILL to a process on any node."""
+        """Send SIGKILL, the only signal that ends a stopped process, to a process on any node."""
         if process.node == ray.get_runtime_context().get_node_id():
             _kill(process.pid)
         else:

@@ -280,7 +280,7 @@ class HangDetector:
     def _diagnose(self, calls: Sequence[OpenCall], reports: Sequence[RankReport]) -> HangDiagnosis:
         controller = diagnose_controller(self._controller_stack())
         if starting := [call.group.role for call in calls if not call.group.processes]:
-            blocked = self._reports.find_stopped_worker() if self._suspects_hang(time.monotonic()) else None
+            blocked = self._reports.nodes.find_stopped_worker() if self._suspects_hang(time.monotonic()) else None
             return diagnose_start(starting[0], blocked)
         is_other_thread = bool(calls) and calls[0].thread != self._watched_thread
         if not reports or (controller.kind in ("user", "debugged") and is_other_thread):
@@ -294,7 +294,7 @@ class HangDetector:
         """Kill these ranks; where a rank has a helper process in `helpers`, kill that instead."""
         for (group, rank), helper in zip(ranks, helpers or [None] * len(ranks), strict=True):
             process = group.processes[rank]
-            self._reports.kill(process if helper is None else replace(process, pid=helper))
+            self._reports.nodes.kill(process if helper is None else replace(process, pid=helper))
 
     def _location(self, phase: Phase) -> str:
         if not self._status.total:

@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
+from verl.algos.masked_ops import at_last_token
 from verl.protocol import DataProto
 from verl.utils.progress import count_futures
 from verl.utils.resources import available_cores
@@ -291,16 +292,9 @@ def response_lengths(data: DataProto) -> torch.Tensor:
 
 def _reward_tensor(data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
     """[batch, response]: each score on the last token that the model sampled; rows without one are 0."""
-    responses = data.batch["responses"]
-    width = responses.shape[1]
+    width = data.batch["responses"].shape[1]
     mask = (data.batch["response_mask"] if "response_mask" in data.batch else data.batch["attention_mask"])[:, -width:]
-    reward = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-    positions = torch.arange(1, width + 1, device=responses.device)
-    last = (mask.bool() * positions).amax(-1) - 1 if width else mask.new_full((len(scores),), -1)
-    rows = torch.nonzero(last >= 0).squeeze(-1)
-    values = torch.tensor([score.value for score in scores], dtype=torch.float32, device=responses.device)
-    reward[rows, last[rows]] = values[rows]
-    return reward
+    return at_last_token(torch.tensor([score.value for score in scores], dtype=torch.float32), mask)
 
 
 def _extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from verl.algos.masked_ops import at_last_token
 from verl.config import RewardModelConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -59,18 +58,8 @@ class RewardModelWorker(Worker):
         with self.engine.on_device(optimizer=False):
             result = infer_columns(self.engine, texts, {"scores": "rm_scores"}, 1.0, micro)
         if self.engine.collects:
-            result.batch["rm_scores"] = on_last_token(result.batch["rm_scores"], data.batch["response_mask"])
+            result.batch["rm_scores"] = at_last_token(result.batch["rm_scores"], data.batch["response_mask"])
         return result
-
-
-def on_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Return [batch, response]: each score [batch] at the last position with mask 1; 0 in rows without mask 1."""
-    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
-    positions = torch.arange(response_mask.shape[1]).expand_as(response_mask)
-    last = torch.where(response_mask.bool(), positions, -1).max(dim=1).values
-    rows = torch.nonzero(last >= 0).flatten()
-    placed[rows, last[rows]] = scores.float()[rows]
-    return placed
 
 
 def _same_tokenizer(a: Any, b: Any) -> bool:

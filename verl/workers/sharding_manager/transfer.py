@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,7 +35,6 @@ class InProcessTransfer:
 
         A collective: a rank whose rollout engine fails still provides its part of every bucket to the others.
         """
-        start = time.perf_counter()
         rollout, manifest = self._rollout, self._source.manifest()
         if rollout.applies_adapters:
             self._requested_rows = self._gather_requests()  # frozen weights are requested until they are verified
@@ -59,7 +57,7 @@ class InProcessTransfer:
                 rollout.fail_update(steps.error)
             raise steps.error
         rollout.finish_update(sent.fingerprint)
-        return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
+        return SyncStats(len(sent.fingerprint), sent.bytes)
 
 
 class BroadcastSender:
@@ -81,7 +79,6 @@ class BroadcastSender:
 
     def send(self, engine: WeightSource, version: int) -> SyncStats:
         """Send one version. A collective of all training ranks; raises on rank 0 if a rollout refused the weights."""
-        start = time.perf_counter()
         manifest, sent, lost = engine.manifest(), SentWeights(self.dtype), None
         try:
             names = self._begin(engine, version, manifest)
@@ -91,7 +88,7 @@ class BroadcastSender:
         if self.group is None:
             for _ in buckets:
                 pass  # this rank only takes part in gathering
-            return SyncStats(0, 0, time.perf_counter() - start)
+            return SyncStats(0, 0)
         group = self.group
         try:
             if lost is not None:
@@ -114,7 +111,7 @@ class BroadcastSender:
                 f"weights: version {version} was refused by rollout rank(s) {[rank - 1 for rank in refused]};"
                 " the error there names the tensor."
             )
-        return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
+        return SyncStats(len(sent.fingerprint), sent.bytes)
 
     def _begin(self, engine: WeightSource, version: int, manifest: Manifest) -> frozenset[str]:
         """Announce the version; return the names of the weights to send: only those that training changes, if every
@@ -156,7 +153,6 @@ class BroadcastReceiver:
 
     def receive(self, rollout: BaseRollout) -> SyncStats:
         """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits."""
-        start = time.perf_counter()
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
             tensors, size = self._receive(steps, loader)
@@ -166,7 +162,7 @@ class BroadcastReceiver:
             if loader.begun:
                 rollout.fail_update(steps.error)
             raise steps.error
-        return SyncStats(tensors, size, time.perf_counter() - start)
+        return SyncStats(tensors, size)
 
     def _receive(self, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
         """Receive one version, executing each load by `steps`; return (number of tensors, bytes)."""
@@ -260,7 +256,6 @@ class SyncStats:
 
     tensors: int
     bytes: int
-    seconds: float
 
 
 @dataclass

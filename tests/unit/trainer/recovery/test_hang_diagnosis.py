@@ -210,7 +210,7 @@ def test_the_table_has_a_line_and_the_stacks_of_every_rank():
         (f"{TORCH}/distributed_c10d.py", "_object_to_tensor", None),
         (f"{TORCH}/distributed_c10d.py", "init_process_group", "init_process_group"),
         (f"{TORCH}/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard", "all_gather"),
-        ("/x/verl/workers/sharding_manager/transfer_group.py", "broadcast", "broadcast"),
+        ("/x/verl/utils/transfer_group.py", "broadcast", "broadcast"),
         ("/home/me/my.py", "broadcast", None),
     ],
 )

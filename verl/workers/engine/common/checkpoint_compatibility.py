@@ -82,6 +82,12 @@ def checkpoint_differences(folder: Path, contents: Collection[str], expected: Mo
     return problems
 
 
+def require_fit(folder: Path, contents: Collection[str], expected: ModelDescription) -> None:
+    """Raise ValueError if the `contents` of a checkpoint do not fit a model."""
+    if problems := checkpoint_differences(folder, contents, expected):
+        raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}.")
+
+
 def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the settings in which two models differ; fields that only one version of transformers has are ignored."""
     kinds = []

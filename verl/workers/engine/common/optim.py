@@ -90,6 +90,15 @@ def _require_steps(steps: int | None, key: str) -> int:
     return steps
 
 
+def sum_of_squares(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """Return the sum of squares of the tensors that are not None, float64; not finite if an element or its square is
+    not finite."""
+    present = [value.detach() for value in tensors if value is not None]
+    if not present:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(present)).double().square().sum()
+
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state per parameter, beside `step`."""
 

@@ -104,22 +104,8 @@ class FSDPEngine(BaseTrainEngine):
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
-        if self._sharing is not None and not self._packs:
-            raise ValueError(
-                "ulysses_sequence_parallel_size: requires packed tokens, but this model runs with padding. Set it to 1,"
-                " or model.use_remove_padding=True if that is off."
-            )
-        if router_replay and not self._packs:
-            raise ValueError(
-                "router_replay.mode: requires packed tokens, but this model runs with padding. Set it to disabled, or "
-                "model.use_remove_padding=True if that is off."
-            )
-        if prefix_sharing == "true" and not self._packs:
-            raise ValueError(
-                "use_prefix_grouper: requires packed tokens, but this model runs with padding. Set it to False, or "
-                "model.use_remove_padding=True if that is off."
-            )
         if not self._packs:
+            self._require_no_packing(router_replay, prefix_sharing)
             self._routers = None
         replays = self._routers is not None and self._routers.replay
         mode, expands_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
@@ -143,6 +129,20 @@ class FSDPEngine(BaseTrainEngine):
             self._source,
         )
         self._init_storage(self.model, engine_config, self.mesh, background_save, save_contents)
+
+    def _require_no_packing(self, router_replay: bool, prefix_sharing: str) -> None:
+        """Raise ValueError for a feature that requires packed tokens."""
+        requirements = {
+            "ulysses_sequence_parallel_size": (self._sharing is not None, "1"),
+            "router_replay.mode": (router_replay, "disabled"),
+            "use_prefix_grouper": (prefix_sharing == "true", "False"),
+        }
+        for key, (required, off) in requirements.items():
+            if required:
+                raise ValueError(
+                    f"{key}: requires packed tokens, but this model runs with padding. Set it to {off}, or "
+                    "model.use_remove_padding=True if that is off."
+                )
 
     @classmethod
     def _backend_arguments(cls, block: Any) -> dict[str, Any]:

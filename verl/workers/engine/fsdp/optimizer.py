@@ -18,7 +18,7 @@ from verl.config.engine import OptimConfig
 from verl.types.weights import bucketed
 from verl.utils.buffer_sizes import PORTION
 from verl.workers.engine.common.offload import local_shard, sharded_like
-from verl.workers.engine.common.optim import MOMENTS, Float32Moments, build_optimizer, build_schedule
+from verl.workers.engine.common.optim import MOMENTS, Float32Moments, build_optimizer, build_schedule, sum_of_squares
 
 
 class ShardedAdamW:
@@ -51,14 +51,16 @@ class ShardedAdamW:
 
     def norms(self) -> tuple[float, float]:
         """Return the norms of gradients and weights over all ranks. A collective, with one host synchronisation."""
-        squares = torch.stack([_square(self.gradients()), _square(map(local_shard, self._named.values()))])
+        squares = torch.stack(
+            [sum_of_squares(self.gradients()), sum_of_squares(map(local_shard, self._named.values()))]
+        )
         dist.all_reduce(squares, group=self._group)
         gradients, weights = squares.sqrt().float().tolist()
         return gradients, weights
 
     def weight_norm(self) -> float:
         """Return the norm of the weights over all ranks. A collective."""
-        square = _square(map(local_shard, self._named.values()))
+        square = sum_of_squares(map(local_shard, self._named.values()))
         dist.all_reduce(square, group=self._group)
         return float(square.sqrt())
 
@@ -142,8 +144,3 @@ class ShardedAdamW:
             key: torch.zeros_like(local, dtype=torch.bfloat16 if self._bf16_moments else local.dtype) for key in MOMENTS
         }
         self.adamw.state[self._shards[name]] = {"step": torch.zeros((), device=local.device), **moments}
-
-
-def _square(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares as a tensor; not finite if an element or its square is not finite."""
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()

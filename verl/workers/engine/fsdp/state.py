@@ -15,7 +15,7 @@ from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import ADAPTER_FOLDER, Adapters
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, checkpoint_differences, model_info
+from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, model_info, require_fit
 from verl.workers.engine.common.engine_checkpoint import StateSnapshot, extra_state, restore_extra
 from verl.workers.engine.common.hf_export import HFExport
 from verl.workers.engine.common.offload import local_shard
@@ -80,9 +80,7 @@ class FSDPState:
 
     def check_fits(self, folder: Path, contents: Collection[str]) -> None:
         """See `CheckpointState.check_fits`."""
-        problems = checkpoint_differences(folder, contents, self._description())
-        if problems:
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}.")
+        require_fit(folder, contents, self._description())
 
     def load(self, folder: Path, contents: Collection[str]) -> None:
         """See `CheckpointState.load`."""

@@ -30,6 +30,7 @@ from verl.types.weights import (
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.hf_export import write_safetensors
+from verl.workers.engine.common.offload import sharded_like
 
 
 class ModelWeights:
@@ -379,9 +380,7 @@ def full_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     local = value.to_local().to(device, dtype)
     if value.device_mesh.size() == 1:
         return local
-    moved = DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    moved: Any = sharded_like(value, local)
     return moved.full_tensor()
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.config.engine import OptimConfig
-from verl.workers.engine.common.optim import MOMENTS, build_schedule
+from verl.workers.engine.common.optim import MOMENTS, build_schedule, sum_of_squares
 
 
 class CoreAdamW:
@@ -88,12 +88,15 @@ class CoreAdamW:
     def norms(self) -> tuple[float, float]:
         """Return the norms of gathered gradients and of weights, equal on every rank."""
         gradients, weights = self._summed(
-            lambda part: [_square(param.grad for param in _unique_parameters(part)), _square(_unique_parameters(part))]
+            lambda part: [
+                sum_of_squares(param.grad for param in _unique_parameters(part)),
+                sum_of_squares(_unique_parameters(part)),
+            ]
         )
         return gradients**0.5, weights**0.5
 
     def weight_norm(self) -> float:
-        return self._summed(lambda part: [_square(_unique_parameters(part))])[0] ** 0.5
+        return self._summed(lambda part: [sum_of_squares(_unique_parameters(part))])[0] ** 0.5
 
     def scale_gradients(self, factor: float) -> None:
         gradients = [param.grad for part in self._parts for param in part.get_parameters() if param.grad is not None]
@@ -154,14 +157,6 @@ def _unique_parameters(part: Any) -> list[torch.Tensor]:
 
 def _count(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(float(sum(value.numel() for value in tensors)), dtype=torch.float64)
-
-
-def _square(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of squares; not finite if an element or its square is not finite."""
-    present = [value.detach() for value in tensors if value is not None]
-    if not present:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(present)).double().square().sum()
 
 
 @dataclass(frozen=True, eq=False)

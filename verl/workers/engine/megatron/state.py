@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, checkpoint_differences
+from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, require_fit
 from verl.workers.engine.common.engine_checkpoint import StateSnapshot, extra_state, restore_extra
 from verl.workers.engine.common.hf_export import HFExport
 from verl.workers.engine.common.optim import MOMENTS, LossScale, restore_schedule
@@ -140,9 +140,7 @@ class MegatronState:
 
     def check_fits(self, folder: Path, contents: Collection[str]) -> None:
         """See `CheckpointState.check_fits`."""
-        problems = checkpoint_differences(folder, contents, self._description)
-        if problems:
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}.")
+        require_fit(folder, contents, self._description)
 
     @torch.no_grad()
     def load(self, folder: Path, contents: Collection[str]) -> None:

@@ -11,11 +11,12 @@ import logging
 import socket
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -26,7 +27,7 @@ from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence as TokenSequence
 from verl.types.request import EngineDiedError
 from verl.utils.concurrency import run_in_thread
-from verl.utils.transfer_group import TransferLostError
+from verl.utils.transfer_group import TransferGroup, TransferHost, TransferLostError
 from verl.workers.rollout.streaming_server import StreamEvent
 from verl.workers.rollout.weights import CheckpointWeights
 
@@ -197,6 +198,14 @@ class ServerAPI(ABC):
     def weight_label(self) -> str | None:
         """The label of the server's current weights; None: unknown."""
 
+    def set_weight_label(self, label: str) -> None:
+        """Label the server's current weights."""
+        self._post_label(label)
+        self.expected_label = label
+
+    @abstractmethod
+    def _post_label(self, label: str) -> None: ...
+
     @abstractmethod
     def _server_command(self, url: SplitResult, model_path: str) -> str:
         """The command line that starts a suitable server at `url`."""
@@ -282,19 +291,49 @@ class HTTPTokenSource:
 # ---------------------------------------------------------------- weights
 
 
-class WeightTransport(Protocol):
-    """Transfers tensors to one kind of server."""
+class WeightTransport(ABC):
+    """Transfers tensors to one kind of server. This process and the server form a transfer group, which is created at
+    the first update."""
 
-    def begin(self) -> None: ...
+    def __init__(self, api: ServerAPI, device: torch.device) -> None:
+        """`device`: that of the tensors."""
+        self._device = device
+        self._server = api
+        self._group: TransferGroup | None = None
+        self._group_name = ""
+        self._updates = 0
+        """Number of updates by this group."""
 
+    def begin(self) -> None:
+        if self._group is None:
+            self._group_name, self._updates = uuid.uuid4().hex[:8], 0
+            self._create_group(TransferHost(local_address(self._server.client)))
+        self._begin_update()
+
+    @abstractmethod
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Transfer tensors; return when they have arrived."""
 
     def finish(self) -> None:
         """All tensors were sent: the server uses them from now on."""
+        self._finish_update()
+        self._updates += 1
+        self._server.set_weight_label(f"verl-{self._group_name}-{self._updates}")
 
     def reset(self) -> None:
         """Discard the transfer group, whose other members are lost or out of step; `begin` creates a new one."""
+        self._group = None
+
+    @abstractmethod
+    def _create_group(self, host: TransferHost) -> None:
+        """Create `_group` of this process, at `host`, and the server."""
+
+    @abstractmethod
+    def _begin_update(self) -> None: ...
+
+    @abstractmethod
+    def _finish_update(self) -> None:
+        """End an update and verify it as far as the server supports it."""
 
 
 class ServerWeights(CheckpointWeights):

@@ -25,7 +25,7 @@ from verl.workers.rollout.url_rollout.server import (
     ControlClient,
     ServerAPI,
     ServerError,
-    local_address,
+    WeightTransport,
     run_both_sides,
 )
 from verl.workers.rollout.weights import dtype_name
@@ -139,9 +139,8 @@ class SGLangServerAPI(ServerAPI):
     def weight_label(self) -> str | None:
         return str(self.client.get("/model_info")["weight_version"])
 
-    def set_weight_label(self, label: str) -> None:
+    def _post_label(self, label: str) -> None:
         self.command("/update_weight_version", new_version=label, abort_all_requests=False)
-        self.expected_label = label
 
     def command(self, path: str, **body: Any) -> Any:
         """Post a command; ServerError unless the server reports success."""
@@ -158,26 +157,19 @@ class SGLangServerAPI(ServerAPI):
         return f"SGLANG_RETURN_ORIGINAL_LOGPROB=0 {shlex.join(words)}"
 
 
-class SGLangTransport:
-    """A `WeightTransport`: this process joins SGLang's weight update group, which is created at the first update."""
+class SGLangTransport(WeightTransport):
+    """A transport by SGLang's weight update group, which this process joins."""
 
     def __init__(self, api: SGLangServerAPI, device: torch.device) -> None:
-        self._api, self._device = api, device
-        self._group: TransferGroup | None = None
-        self._group_name = ""
-        self._updates = 0
+        super().__init__(api, device)
+        self._api = api
         self._checksums: dict[str, str] = {}
         """SHA-256 of sent tensors, by name."""
         self._large: set[str] = set()
         self._comparable = True
         """Whether SGLang's checksums are SHA-256 of tensors; set to False if none matches at the first update."""
 
-    def reset(self) -> None:
-        self._group = None
-
-    def begin(self) -> None:
-        if self._group is None:
-            self._create_group()
+    def _begin_update(self) -> None:
         self._checksums = {}
         self._api.command("/begin_weight_update")
 
@@ -203,16 +195,12 @@ class SGLangTransport:
             flush_cache=False,
         )
 
-    def finish(self) -> None:
+    def _finish_update(self) -> None:
         self._api.command("/end_weight_update")
         if self._comparable and self._api.ranks == 1:
             self._compare_checksums()
-        self._updates += 1
-        self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
 
-    def _create_group(self) -> None:
-        self._group_name, self._updates = uuid.uuid4().hex[:8], 0
-        host = TransferHost(local_address(self._api.client))
+    def _create_group(self, host: TransferHost) -> None:
         size = 1 + self._api.ranks
         both_cuda = self._device.type == self._api.device.type == "cuda"
         backend, device = ("nccl", "cuda") if both_cuda else ("gloo", "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +17,7 @@ from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.streaming_server import StreamEvent, params_after
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
-from verl.workers.rollout.url_rollout.server import ServerAPI, ServerError, local_address, run_both_sides
+from verl.workers.rollout.url_rollout.server import ServerAPI, ServerError, WeightTransport, run_both_sides
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, device_name
 from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
@@ -125,9 +124,8 @@ class VllmServerAPI(ServerAPI):
     def weight_label(self) -> str | None:
         return str(self.client.get("/weight_info")["weight_version"])
 
-    def set_weight_label(self, label: str) -> None:
+    def _post_label(self, label: str) -> None:
         self.client.post("/update_weight_version", {"new_version": label})
-        self.expected_label = label
 
     def rpc(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
         """Call a method of the server's workers; return one result per worker."""
@@ -154,22 +152,14 @@ class VllmServerAPI(ServerAPI):
         return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
 
 
-class VllmTransport:
-    """A `WeightTransport` by gloo or NCCL: this process and the server's workers form a transfer group, which is
-    created at the first update. The workers return fingerprints of the received tensors."""
+class VllmTransport(WeightTransport):
+    """A transport by gloo or NCCL; the server's workers return fingerprints of the received tensors."""
 
     def __init__(self, api: VllmServerAPI, device: torch.device) -> None:
-        self._api, self._device = api, device
-        self._group: TransferGroup | None = None
-        self._group_name = ""
-        self._updates = 0
+        super().__init__(api, device)
+        self._api = api
 
-    def reset(self) -> None:
-        self._group = None
-
-    def begin(self) -> None:
-        if self._group is None:
-            self._create_group()
+    def _begin_update(self) -> None:
         self._api.rpc("verl_begin_update")
 
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -193,19 +183,15 @@ class VllmTransport:
                         f" {received.get(name)} there, {total} here). The weight sync lost or changed data."
                     )
 
-    def finish(self) -> None:
+    def _finish_update(self) -> None:
         missing = sorted({name for names in self._api.rpc("verl_finish_update") for name in names})
         if missing and self._api.model["quantization"] is None:  # scales are computed, not sent
             raise WeightMismatchError(
                 f"weights: {missing[0]!r} of {self._api.client.url} got no value ({len(missing)} did not). vLLM uses"
                 " other names for this model than transformers."
             )
-        self._updates += 1
-        self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
 
-    def _create_group(self) -> None:
-        self._group_name, self._updates = uuid.uuid4().hex[:8], 0
-        host = TransferHost(local_address(self._api.client))
+    def _create_group(self, host: TransferHost) -> None:
         size = 1 + len(self._api.workers)
         our_device = device_name(self._device)
         worker_devices = {worker["device"] for worker in self._api.workers}
