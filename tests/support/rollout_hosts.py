@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.types.request import Output
+from verl.types.request import Output, join_outputs
 from verl.types.trajectory import HostReply
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.loop_host import LoopHost
-from verl.workers.rollout.partial_outputs import join_outputs
 
 MANY_TOKENS = 120
 

@@ -17,14 +17,13 @@ from verl.agent.outputs import RowLimits, build_trajectory, failed_trajectory
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.layout import serves_reward_model
 from verl.single_controller.base.worker_group import RankHandle
-from verl.types.request import Output
+from verl.types.request import Output, output_since
 from verl.types.trajectory import Row, Trajectory
 from verl.utils.end_tokens import EndTokens
 from verl.utils.progress import pulse
 from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.loop_host import LoopHost
-from verl.workers.rollout.partial_outputs import output_since
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
 
 __all__ = ["AgentHost", "LoopContext", "derive_messages"]

@@ -28,8 +28,8 @@ from tests.support.training_harness import make_task
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import WorkerCallError
+from verl.types.request import join_outputs
 from verl.workers.rollout import engine_client, loop_host
-from verl.workers.rollout.partial_outputs import join_outputs
 
 HERE = "tests.support.agents"
 TOKENS = 40

@@ -23,9 +23,8 @@ from verl.single_controller.ray.column_store import (
     take_rows,
 )
 from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState
-from verl.types.request import Output
+from verl.types.request import Output, join_outputs
 from verl.types.trajectory import Headers, HostReply, Status, Trajectory
-from verl.workers.rollout.partial_outputs import join_outputs
 from verl.workers.rollout.prompts import RolloutJob, sampling_params
 from verl.workers.rollout.training_rows import empty_experts, trajectories_from_rows
 

@@ -39,10 +39,9 @@ from verl.trainer.ppo.rollout_jobs import (
 )
 from verl.trainer.ppo.row_balancing import select_read_by
 from verl.trainer.ppo.worker_groups import WorkerGroups
-from verl.types.request import Output
+from verl.types.request import Output, resumable
 from verl.types.trajectory import HostReply
 from verl.utils.progress import expect, pulse, tick
-from verl.workers.rollout.partial_outputs import resumable
 from verl.workers.rollout.prompts import with_row_names
 
 __all__ = ["RolloutManager"]

@@ -23,12 +23,20 @@ from typing import Any
 
 from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker_group import RankHandle
-from verl.types.request import EngineLostError, Output, Request, SamplingParams, TokenOutput
+from verl.types.request import (
+    EngineLostError,
+    Output,
+    Request,
+    SamplingParams,
+    TokenOutput,
+    join_outputs,
+    output_to_resume,
+    unfinished_part,
+)
 from verl.utils.counter_noise import sample_keys
 from verl.utils.progress import StoppedProcess, add_peer, pulse, remove_peer
 from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
-from verl.workers.rollout.partial_outputs import join_outputs, output_to_resume, unfinished_part
 from verl.workers.rollout.prompts import parse_sampling_params
 
 logger = logging.getLogger(__name__)

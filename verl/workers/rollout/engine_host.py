@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.config import RolloutConfig
-from verl.types.request import EngineDiedError, Output, Request
+from verl.types.request import EngineDiedError, Output, Request, unfinished_part
 from verl.types.trajectory import Trajectory, Turn
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.progress import GENERATING, BusySpans, StoppedProcess, pulse_count, stopped_helper
 from verl.workers.rollout.loop_host import LoopHost
-from verl.workers.rollout.partial_outputs import unfinished_part
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask
 
 # `num_turns` of a single-turn row: prompt and response, as SingleTurnAgentLoop counts them.

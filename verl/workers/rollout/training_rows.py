@@ -24,7 +24,6 @@ def rows_from_trajectories(
     pad_token_id: int,
     prompt_length: int | None = None,
     response_length: int | None = None,
-    max_model_len: int | None = None,
     with_drawn: bool = False,
     with_experts: bool = True,
     no_experts: np.ndarray | None = None,
@@ -44,7 +43,6 @@ def rows_from_trajectories(
     owners = [trajectory for trajectory in trajectories for _ in trajectory.rows]
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     prompt_sizes, sizes = [len(row.prompt_ids) for row in rows], [row.response_length for row in rows]
-    _check_lengths(owners, np.add(prompt_sizes, sizes), max_model_len)
     in_prompt = np.flip(_valid_columns("prompt_length", prompt_sizes, prompt_length), axis=1)
     in_response = _valid_columns("response_length", sizes, response_length)
     turns = [turn for row in rows for turn in row.turns]
@@ -238,14 +236,6 @@ def _agent_columns(owners: Sequence[Trajectory], rows: Sequence[Row]) -> dict[st
             for row in rows
         ],
     }
-
-
-def _check_lengths(owners: Sequence[Trajectory], lengths: np.ndarray, max_model_len: int | None) -> None:
-    if max_model_len is not None and len(lengths) and lengths.max() > max_model_len:
-        name = owners[int(lengths.argmax())].name
-        raise ValueError(
-            f"trajectory {name!r}: a row of {lengths.max()} tokens is longer than max_model_len={max_model_len}."
-        )
 
 
 def _valid_columns(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:

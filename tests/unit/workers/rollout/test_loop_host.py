@@ -22,10 +22,10 @@ from tests.support.rollout_hosts import (
 )
 from verl.single_controller.base.errors import CallCancelled
 from verl.single_controller.base.heartbeat import ComputeTracker
+from verl.types.request import resumable
 from verl.utils import progress
 from verl.workers.rollout import loop_host
 from verl.workers.rollout.engine_host import EngineHost
-from verl.workers.rollout.partial_outputs import resumable
 
 
 @pytest.fixture(params=["native", pytest.param("hf", marks=pytest.mark.slow)])

@@ -9,8 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from verl.types.request import Output
-from verl.workers.rollout.partial_outputs import join_outputs, resumable
+from verl.types.request import Output, join_outputs, resumable
 
 PROMPT = 5
 

@@ -109,7 +109,7 @@ def test_what_a_sampled_token_lacks_is_marked_so_that_rows_with_and_without_it_c
     mixed = rows_from_trajectories(
         [Trajectory("a", 0, [Row([1], [said, environment([9]), silent])])], PAD, None, 5, None, True
     )
-    alone = rows_from_trajectories([Trajectory("a", 1, [Row([1], [silent])])], PAD, None, 5, None, True)
+    alone = rows_from_trajectories([Trajectory("a", 1, [Row([1], [silent])])], PAD, None, 5, True)
     rows = DataProto.concat([mixed, alone])
     for name, first in (("rollout_log_probs", -0.05), ("rollout_drawn_log_probs", -0.5)):
         expected = torch.tensor([[first, 0, math.nan, math.nan, 0], [math.nan, math.nan, 0, 0, 0]])
@@ -159,14 +159,12 @@ def test_what_did_not_go_through_to_its_end_is_not_learned_from(status):
 
 def test_widths_are_kept_and_what_does_not_fit_is_refused():
     one = [Trajectory("a", 0, [Row([1, 2], [model([5, 6, 7])])])]
-    rows = rows_from_trajectories(one, PAD, prompt_length=3, response_length=4, max_model_len=5)
+    rows = rows_from_trajectories(one, PAD, prompt_length=3, response_length=4)
     assert column(rows, "input_ids") == [[0, 1, 2, 5, 6, 7, 0]]
     with pytest.raises(ValueError, match=r"response_length"):
         rows_from_trajectories(one, PAD, response_length=2)
     with pytest.raises(ValueError, match=r"prompt_length"):
         rows_from_trajectories(one, PAD, prompt_length=1)
-    with pytest.raises(ValueError, match=r"max_model_len=4"):
-        rows_from_trajectories(one, PAD, max_model_len=4)
 
 
 def test_no_trajectories_are_no_rows():

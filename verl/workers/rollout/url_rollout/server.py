@@ -297,8 +297,7 @@ class WeightTransport(ABC):
 
     def __init__(self, api: ServerAPI, device: torch.device) -> None:
         """`device`: that of the tensors."""
-        self._device = device
-        self._server = api
+        self._api, self._device = api, device
         self._group: TransferGroup | None = None
         self._group_name = ""
         self._updates = 0
@@ -307,7 +306,7 @@ class WeightTransport(ABC):
     def begin(self) -> None:
         if self._group is None:
             self._group_name, self._updates = uuid.uuid4().hex[:8], 0
-            self._create_group(TransferHost(local_address(self._server.client)))
+            self._create_group(TransferHost(local_address(self._api.client)))
         self._begin_update()
 
     @abstractmethod
@@ -318,7 +317,7 @@ class WeightTransport(ABC):
         """All tensors were sent: the server uses them from now on."""
         self._finish_update()
         self._updates += 1
-        self._server.set_weight_label(f"verl-{self._group_name}-{self._updates}")
+        self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
 
     def reset(self) -> None:
         """Discard the transfer group, whose other members are lost or out of step; `begin` creates a new one."""

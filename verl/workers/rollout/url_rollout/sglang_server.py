@@ -160,9 +160,10 @@ class SGLangServerAPI(ServerAPI):
 class SGLangTransport(WeightTransport):
     """A transport by SGLang's weight update group, which this process joins."""
 
+    _api: SGLangServerAPI
+
     def __init__(self, api: SGLangServerAPI, device: torch.device) -> None:
         super().__init__(api, device)
-        self._api = api
         self._checksums: dict[str, str] = {}
         """SHA-256 of sent tensors, by name."""
         self._large: set[str] = set()

@@ -22,6 +22,7 @@ from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, devic
 from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
 
+_RPC_TIMEOUT_S = 600.0
 _LOG_PROBS_MODE = "processed_logprobs"
 # Fields of the model configuration that must be equal in trainer and server.
 _MODEL_FIELDS = (
@@ -127,10 +128,10 @@ class VllmServerAPI(ServerAPI):
     def _post_label(self, label: str) -> None:
         self.client.post("/update_weight_version", {"new_version": label})
 
-    def rpc(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
+    def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the server's workers; return one result per worker."""
-        body = {"method": method, "args": list(args), "timeout": timeout_s}
-        return self.client.post("/collective_rpc", body, timeout_s=timeout_s)["results"]
+        body = {"method": method, "args": list(args), "timeout": _RPC_TIMEOUT_S}
+        return self.client.post("/collective_rpc", body, timeout_s=_RPC_TIMEOUT_S)["results"]
 
     # ---------------------------------------------------------------- requirements
 
@@ -155,9 +156,7 @@ class VllmServerAPI(ServerAPI):
 class VllmTransport(WeightTransport):
     """A transport by gloo or NCCL; the server's workers return fingerprints of the received tensors."""
 
-    def __init__(self, api: VllmServerAPI, device: torch.device) -> None:
-        super().__init__(api, device)
-        self._api = api
+    _api: VllmServerAPI
 
     def _begin_update(self) -> None:
         self._api.rpc("verl_begin_update")
