@@ -107,7 +107,7 @@ def test_what_was_drawn_from_is_a_column_on_request():
 def test_what_a_sampled_token_lacks_is_marked_so_that_rows_with_and_without_it_can_be_joined():
     said, silent = model([5], drawn_log_probs=[-0.5]), Turn("model", [6, 7])
     mixed = rows_from_trajectories(
-        [Trajectory("a", 0, [Row([1], [said, environment([9]), silent])])], PAD, None, 5, None, True
+        [Trajectory("a", 0, [Row([1], [said, environment([9]), silent])])], PAD, None, 5, True
     )
     alone = rows_from_trajectories([Trajectory("a", 1, [Row([1], [silent])])], PAD, None, 5, True)
     rows = DataProto.concat([mixed, alone])
