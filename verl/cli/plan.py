@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,8 @@ def _positive(text: str) -> int:
 def planned_run(options: argparse.Namespace) -> PlannedRun:
     """Return the run that the options describe. Raises ConfigError or ValueError with the messages of the run."""
     from verl.config.load import ROOTS, load_config
+    from verl.config.ppo import PPOConfig
+    from verl.planning.check import decide_partial_kv
     from verl.planning.report import PlannedRun
     from verl.planning.seconds import MeanLengths
 
@@ -94,7 +97,9 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
     shapes, missing = _shapes(config, folders)
     device, host = _memory(options, config, gpu)
     lengths = MeanLengths(options.prompt_tokens, options.response_tokens)
-    return PlannedRun(config, load, shapes, gpu, device, host, lengths, (*notes, *other_notes, *missing))
+    run = PlannedRun(config, load, shapes, gpu, device, host, lengths, (*notes, *other_notes, *missing))
+    decided = decide_partial_kv(config, run.plan) if isinstance(config, PPOConfig) else []
+    return replace(run, notes=(*run.notes, *decided))
 
 
 def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:

@@ -163,6 +163,32 @@ def engine_pauses_in_updates(config: PPOConfig) -> bool:
     return is_alternating and rollout.tensor_model_parallel_size == 1 and not is_third_party
 
 
+def continues_responses(config: PPOConfig) -> bool:
+    """Whether responses continue across weight syncs."""
+    return config.trainer.mode == "async" and config.trainer.partial_rollout and config.trainer.max_staleness > 0
+
+
+def can_free_partial_kv(config: PPOConfig) -> bool:
+    """Whether the KV cache of responses that continue after an update may be freed during it."""
+    is_native = config.actor_rollout_ref.rollout.name == "native"
+    return continues_responses(config) and is_native and shares_devices(config) and engine_pauses_in_updates(config)
+
+
+def frees_partial_kv(config: PPOConfig) -> bool:
+    """Whether the KV cache of responses that continue after an update is freed during it, and computed again."""
+    return can_free_partial_kv(config) and config.trainer.partial_kv == "recompute"
+
+
+def resolve_partial_kv(config: PPOConfig) -> None:
+    """Replace `trainer.partial_kv=auto` where memory does not matter. Where it does, the memory plan decides."""
+    trainer = config.trainer
+    if trainer.partial_kv != "auto" or can_free_partial_kv(config):
+        return
+    is_native = config.actor_rollout_ref.rollout.name == "native"
+    # A native engine that is not paused in updates keeps its KV memory anyway.
+    trainer.partial_kv = "keep" if continues_responses(config) and is_native else "recompute"
+
+
 def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
     """Set `rollout.mode=async` and the default of `trainer.overlap` for asynchronous modes."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout

@@ -15,10 +15,12 @@ from verl.config.layout import (
     MODEL_OF_ROLE,
     ROLLOUT,
     active_roles,
+    async_settings,
     check_loop_capacity,
     engine_pauses_in_updates,
     layout_of,
     resolve_asynchronous,
+    resolve_partial_kv,
     shares_devices,
 )
 from verl.config.ppo import PPOConfig
@@ -35,6 +37,8 @@ DEFAULT_MICRO_BATCH = 4
 # conversations spend up to half of their time in tools. A waiting conversation is a coroutine and costs little.
 CONVERSATIONS_PER_SLOT = 2
 MIN_CONCURRENT_REQUESTS = 128  # per loop worker: slow tools need many conversations even with a small engine
+# Default of `max_num_seqs`, if one generation does not need fewer.
+MAX_SEQUENCES = 1024
 # Validation responses to log.
 TRACKED_RESPONSES, CONSOLE_RESPONSES = 20, 5
 
@@ -56,6 +60,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     )
     _expert_sizes(config)
     _pools(config, report)
+    resolve_partial_kv(config)
     _critic(config)
     _micro_batches(config, report)
     _resolve_follows(config)
@@ -63,6 +68,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
+    _concurrent_sequences(config)
     check_loop_capacity(config, report)
     # Reward models with another chat template and agents need the messages of a prompt.
     has_reward_model = config.reward_model.enable or config.reward_model.url is not None
@@ -120,9 +126,25 @@ def _agents(config: PPOConfig) -> None:
         with_tools = "tool_agent" if rollout.multi_turn.enable else names.SINGLE_TURN
         rollout.agent.default_agent_loop = "search_agent" if config.do_search else with_tools
     if rollout.agent.max_concurrent_requests is None:
-        slots = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
+        slots = layout_of(config, "rollout").dp_size * (rollout.max_num_seqs or MAX_SEQUENCES)
         per_worker = math.ceil(CONVERSATIONS_PER_SLOT * slots / rollout.agent.num_workers)
         rollout.agent.max_concurrent_requests = max(MIN_CONCURRENT_REQUESTS, per_worker)
+
+
+def _concurrent_sequences(config: PPOConfig) -> None:
+    """Size the engine for the responses of training, if nothing else generates: KV memory for more is never used."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_num_seqs is not None:
+        return
+    rollout.max_num_seqs = MAX_SEQUENCES
+    # The size of validation sets is unknown here; agents may send several requests at a time.
+    if config.data.val_files or rollout.agent.default_agent_loop != names.SINGLE_TURN:
+        return
+    replicas = layout_of(config, "rollout").dp_size
+    batches = 1 if config.trainer.mode == "sync" else 1 + async_settings(config.trainer).max_staleness
+    responses = math.ceil(batches * config.data.gen_batch_size / replicas) * rollout.n
+    # Whole groups are routed to replicas by their load, which is not exactly even.
+    rollout.max_num_seqs = max(1, min(MAX_SEQUENCES, responses * (1 if replicas == 1 else 2)))
 
 
 def _clip_bounds(config: PPOConfig, report: Report) -> None:

@@ -130,6 +130,11 @@ class RolloutConfig(GeneratorConfig):
     max_new_tokens: int = key(
         "Largest response length in tokens.", follows="data.max_response_length", min=1, aliases=("response_length",)
     )
+    max_num_seqs: int = key(
+        "Largest number of sequences decoded concurrently.",
+        null="1024, without validation and agents the responses that a replica may have in flight",
+        min=1,
+    )
     mode: str = key("async: each trajectory proceeds independently (required for tools).", choices=("sync", "async"))
     n: int = key(
         "Responses per prompt.", null="4 if the estimator compares responses, else 1", min=1, aliases=("n_agent",)

@@ -59,7 +59,10 @@ class RunConfig(Block):
     max_restarts: int = key(
         "Restarts of a failed run from its newest checkpoint; new checkpoints reset the count.", min=0
     )
-    auto_memory: bool = key("If the memory plan does not fit, apply and log the cheapest changes that make it fit.")
+    auto_memory: bool | None = key(
+        "If the memory plan does not fit, apply and log the cheapest changes that make it fit.",
+        null="only changes of unset keys that select where state is kept, which do not affect results",
+    )
     max_nonfinite_steps: int = key(
         "Stop after this many consecutive steps without update (non-finite gradient, no scored sample).", min=1
     )
@@ -101,8 +104,8 @@ class TrainerConfig(RunConfig):
         aliases=("../async_training.partial_rollout",),
     )
     partial_kv: str = key(
-        "KV cache of continued responses: recompute with the new weights, or keep (cheaper, but approximate).",
-        choices=("recompute", "keep"),
+        "KV of continued responses: recompute with the new weights, keep (cheaper, inexact), or auto: keep if it fits.",
+        choices=("auto", "recompute", "keep"),
     )
     overlap: bool = key(
         "On shared devices: continue generation during updates (slows them down); else pause it.",

@@ -14,6 +14,7 @@ from verl.config.layout import (
     ROLLOUT,
     active_roles,
     actor_is_reference,
+    continues_responses,
     engine_pauses_in_updates,
     needs_reference,
     serves_reward_model,
@@ -241,8 +242,9 @@ RULES: tuple[ReadRule, ...] = (
     ),
     ReadRule(
         ("trainer.partial_kv",),
-        lambda config: config.trainer.mode == "async" and config.trainer.partial_rollout,
-        "no response continues across weight syncs; trainer.mode=async with partial_rollout=True enables that",
+        continues_responses,
+        "no response continues across weight syncs; trainer.mode=async with partial_rollout=True and max_staleness > 0"
+        " enables that",
     ),
     ReadRule(
         ("trainer.overlap",),

@@ -79,12 +79,28 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
 
-def apply_cheapest_changes(config: Block, plan_of: Planner) -> list[MemoryChange]:
+def apply_memory_settings(config: Block, plan_of: Planner) -> list[MemoryChange]:
+    """Apply the changes that `trainer.auto_memory` allows to `config`, if they make the plan fit; return them."""
+    auto_memory = get_path(config, "trainer.auto_memory")
+    if auto_memory is False:
+        return []
+    return apply_cheapest_changes(config, plan_of, placement_only=auto_memory is None)
+
+
+def apply_cheapest_changes(config: Block, plan_of: Planner, placement_only: bool = False) -> list[MemoryChange]:
     """Apply the cheapest changes that make the plan fit to `config`, and return them.
 
     If it cannot fit without changing the results of training, nothing is changed, and the list is empty.
+    `placement_only`: change only where state is kept, and no key that was set.
     """
-    changes, fits = cheapest_changes(config, plan_of, lambda remedy: not remedy.changes_training)
+    is_set = getattr(config, "changed", {})
+
+    def allowed(remedy: Remedy) -> bool:
+        if placement_only and (not remedy.places_state or remedy.key in is_set):
+            return False
+        return not remedy.changes_training
+
+    changes, fits = cheapest_changes(config, plan_of, allowed)
     for change in changes if fits else ():
         set_path(config, change.key, change.value)
     return changes if fits else []

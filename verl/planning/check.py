@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from verl.config.problems import Report
 from verl.config.schema import get_path, set_path
 from verl.config.trainer import RunConfig
 from verl.models.megatron_core import CoreArchitecture
-from verl.planning.advice import apply_cheapest_changes, check_fits
+from verl.planning.advice import apply_memory_settings, check_fits
 from verl.planning.host import HostMemory, is_in_memory
 from verl.planning.known_shapes import known_name, known_shape, model_shape
 from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
@@ -46,12 +47,44 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     check_megatron_support(config, folders or {})
     shapes, missing = model_shapes(config, folders or {})
     if "actor" not in shapes:
+        _log(decide_partial_kv(config, None))
         return None
     for role in missing:
         logger.info("memory plan: without the %s, because its model is not on this machine", role)
     exclude_shared_prefixes(config, shapes)
     device, host = available_memory(config.trainer)
-    return _check(config, lambda changed: memory_plan(changed, shapes, device, host))
+
+    def plan_of(changed: PPOConfig) -> MemoryPlan:
+        return memory_plan(changed, shapes, device, host)
+
+    _log(decide_partial_kv(config, plan_of))
+    return _check(config, plan_of)
+
+
+def decide_partial_kv(config: PPOConfig, plan_of: Callable[[PPOConfig], MemoryPlan] | None) -> list[str]:
+    """Replace `trainer.partial_kv=auto`: keep the KV cache of unfinished responses during updates if it fits. Return
+    the decision with its reason as text; [] if there is none. `plan_of`: None if there is no plan."""
+    if config.trainer.partial_kv != "auto":
+        return []
+    obstacle = "the memory of the run is unknown" if plan_of is None else _excess_with_kept_kv(config, plan_of)
+    config.trainer.partial_kv = "keep" if obstacle is None else "recompute"
+    reason = obstacle or "the KV cache of unfinished responses fits during updates"
+    return [f"trainer.partial_kv=auto: {config.trainer.partial_kv}, because {reason}."]
+
+
+def _log(messages: Sequence[str]) -> None:
+    for message in messages:
+        logger.info(message)
+
+
+def _excess_with_kept_kv(config: PPOConfig, plan_of: Callable[[PPOConfig], MemoryPlan]) -> str | None:
+    """Return which phase does not fit with a kept KV cache; None if all do that fit without it."""
+    kept, freed = copy.deepcopy(config), copy.deepcopy(config)
+    kept.trainer.partial_kv, freed.trainer.partial_kv = "keep", "recompute"
+    for phase in plan_of(kept).phases:
+        if phase.excess and plan_of(freed).phase(phase.phase).total < phase.total:
+            return f"with the KV cache {phase.phase} takes {phase.total / GB:.1f} GB of {phase.location}"
+    return None
 
 
 def model_shapes(config: PPOConfig, folders: Mapping[str, str]) -> tuple[dict[str, ModelShape], list[str]]:
@@ -132,9 +165,8 @@ def supervised_shape(config: SupervisedConfig, folder: str | None) -> ModelShape
 
 
 def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
-    if config.trainer.auto_memory:
-        for change in apply_cheapest_changes(config, plan_of):
-            logger.warning("trainer.auto_memory set %s", change.log_text())
+    for change in apply_memory_settings(config, plan_of):
+        logger.warning("trainer.auto_memory set %s", change.log_text())
     plan = plan_of(config)
     logger.info(plan.render() if config.trainer.console == FULL else plan.summary())
     for block, missing in plan.no_snapshot.items():

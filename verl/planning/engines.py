@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.config import names
-from verl.config.layout import async_settings, judge_shares_devices, layout_of, serves_reward_model, shares_devices
+from verl.config.layout import (
+    async_settings,
+    frees_partial_kv,
+    judge_shares_devices,
+    layout_of,
+    serves_reward_model,
+    shares_devices,
+)
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import GeneratorConfig, NativeOptions, RolloutConfig
 from verl.planning.fsdp import FSDPModelMemory
@@ -64,6 +71,8 @@ def rollout_bytes(
     if phase != "gen" and not overlaps_training:
         frees_kv = rollout.free_cache_engine and rollout.name == "native"
         return weights + parts.graphs + (0.0 if frees_kv else parts.kv)
+    if phase not in _WITH_WEIGHTS and frees_partial_kv(config):
+        return weights + parts.graphs
     return weights + parts.graphs + parts.kv + parts.step
 
 

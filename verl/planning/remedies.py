@@ -39,6 +39,11 @@ _COSTS = (
     ("save_contents", "no Hugging Face model in the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )
+# Keys that select where state is kept and for how long: no bit of the results changes.
+_PLACEMENT = (
+    *("reshard_after_forward", "param_offload", "optimizer_offload", "grad_offload"),
+    *("gpu_memory_utilization", "free_cache_engine", "free_weights"),
+)
 # Keys of a role that only the fsdp engine reads.
 _FSDP_ONLY = ("ulysses_sequence_parallel_size", "optim.state_dtype")
 # With a smaller share, weights and a few sequences do not fit.
@@ -85,6 +90,11 @@ class Remedy:
         if self.action == "off" and "offload" in name:
             return "device memory"
         return next((cost for part, cost in _COSTS if part in name), "a little speed")
+
+    @property
+    def places_state(self) -> bool:
+        """Whether the change selects only where state is kept, or for how long."""
+        return self.key.endswith(_PLACEMENT)
 
     @property
     def changes_training(self) -> bool:

@@ -15,6 +15,7 @@ from verl.planning.advice import (
     LargestValue,
     Load,
     MemoryChange,
+    apply_memory_settings,
     cheapest_changes,
     largest_batch,
     largest_length,
@@ -89,6 +90,8 @@ class PlanReport:
 
     run: PlannedRun
     plan: MemoryPlan
+    automatic: tuple[MemoryChange, ...]
+    """Changes that the run makes by itself (`trainer.auto_memory`); all other values are those with them."""
     changes: tuple[ChangeCost, ...]
     fits_with_changes: bool
     batch: LargestValue
@@ -109,10 +112,11 @@ class PlanReport:
 
 def plan_report(run: PlannedRun) -> PlanReport:
     """Compute the report of a run."""
+    automatic = apply_memory_settings(run.config, run.plan)
     plan = run.plan(run.config)
     changes, fits = cheapest_changes(run.config, run.plan) if plan.excess else ([], True)
     phases = run.seconds(run.config)
-    settings = [f"{change.key}={_override_value(change.value)}" for change in changes if fits]
+    settings = [f"{change.key}={_override_value(change.value)}" for change in (*automatic, *changes) if fits]
 
     def load(more: Sequence[str]) -> Any:
         return run.load([*settings, *more])
@@ -120,6 +124,7 @@ def plan_report(run: PlannedRun) -> PlanReport:
     return PlanReport(
         run=run,
         plan=plan,
+        automatic=tuple(automatic),
         changes=tuple(_with_costs(run, changes)),
         fits_with_changes=fits,
         batch=largest_batch(run.config, load, run.plan),
@@ -172,6 +177,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
             }
             for role in plan.roles
         ],
+        "automatic": {change.key: change.value for change in report.automatic},
         "changes": [_change_dict(cost) for cost in report.changes],
         "fits_with_changes": report.fits_with_changes,
         "largest": {
@@ -250,6 +256,7 @@ def _verdict_text(report: PlanReport) -> list[str]:
     capacity = "" if worst.capacity is None else f" of {worst.capacity / GB:.1f} GB"
     return [
         f"The run {verdict} on {hardware}: {worst.phase} takes {worst.total / GB:.1f}{capacity} of {worst.location}.",
+        *(f"Set by trainer.auto_memory: {change.log_text()}." for change in report.automatic),
         *(f"Note: {note}" for note in run.notes),
     ]
 

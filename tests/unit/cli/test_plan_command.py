@@ -69,7 +69,7 @@ def test_7b_on_two_4090s_does_not_fit_and_lists_what_would(capsys):
 
 
 def test_changes_make_a_run_fit_and_are_those_of_auto_memory(capsys):
-    arguments = [f"{MODEL}=Qwen/Qwen2.5-7B", "algorithm=grpo", "--gpu", "120"]
+    arguments = [f"{MODEL}=Qwen/Qwen2.5-7B", "algorithm=grpo", "trainer.auto_memory=False", "--gpu", "120"]
     report = report_of(capsys, *arguments, code=1)
     assert report["fits_with_changes"]
     changes = {change["key"]: change["value"] for change in report["changes"]}

@@ -38,7 +38,8 @@ SHAPE = ModelShape.from_config(
 
 def load(*overrides, device="cuda"):
     given = ["data.train_files=x", "actor_rollout_ref.model.path=y", f"trainer.device={device}"]
-    return load_config(None, [*given, "trainer.n_gpus_per_node=1", *overrides], check_files=False)
+    given += ["trainer.n_gpus_per_node=1", f"{ROLLOUT}.max_num_seqs=1024"]
+    return load_config(None, [*given, *overrides], check_files=False)
 
 
 def plan_of(config, gigabytes=None):

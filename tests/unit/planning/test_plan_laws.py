@@ -182,7 +182,7 @@ def test_auto_memory_never_changes_lengths():
 # ---------------------------------------------------------------- measured
 
 # Shape, keys, GB that torch allocated and the engine mapped by phase: benchmarks/memory_plan.py on one H200.
-STEPS = (*GRPO, *LENGTHS, f"{ROLLOUT}.free_weights=False")
+STEPS = (*GRPO, *LENGTHS, f"{ROLLOUT}.free_weights=False", f"{ROLLOUT}.max_num_seqs=1024")
 PLAIN_LAYERS = ("actor_rollout_ref.model.enable_gradient_checkpointing=False",)
 BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=")
 MEASURED = [

@@ -100,18 +100,22 @@ def test_a_running_request_continues_through_training_and_weight_syncs(trainer, 
     assert off < 1e-3 if kv == "recompute" else off > 1e-2, "its KV is recomputed with the new weights, or kept"
 
 
-def test_a_paused_request_stops_and_continues(trainer):
+@pytest.mark.parametrize("free_kv", [False, True])
+def test_a_paused_request_stops_and_continues(trainer, free_kv):
     trainer.rollouts.open()
     client = Client(trainer.groups.rollout.handle(0), "held")
     client.submit()
     client.collect(10)
-    trainer.groups.rollout.pause_rollout()
+    trainer.groups.rollout.pause_rollout(free_kv)
+    later = Client(trainer.groups.rollout.handle(0), "later")
+    later.submit()
     client.collect(LENGTH + 1, timeout=0.05)
     known = len(client.tokens)
     client.collect(LENGTH + 1, timeout=0.2)
     assert len(client.tokens) == known < LENGTH
     trainer.groups.rollout.resume_rollout()
-    client.collect(LENGTH + 1)
+    for request in (client, later):
+        request.collect(LENGTH + 1)
+        assert request.output is not None
+        assert len(request.output.token_ids) == LENGTH
     trainer.rollouts.close()
-    assert client.output is not None
-    assert len(client.output.token_ids) == LENGTH

@@ -134,7 +134,7 @@ class RayPPOTrainer(TrainerAttributes):
         )
         self.rollouts = RolloutManager(config, groups)
         probe = EngineProbe(config, tokenizer, groups, self.rollouts)
-        self.weight_sync = WeightSync(groups, probe, config.trainer.partial_kv)
+        self.weight_sync = WeightSync(groups, probe, "keep" if config.trainer.partial_kv == "keep" else "recompute")
         self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
         recorder = self.record.recorder
         self.recovery.on_restart, self.state.saver.on_end = partial(recorder.event, "recovery"), recorder.saved

@@ -101,13 +101,13 @@ class WeightSync:
     def release_weights(self) -> None:
         """After the rollout of a step: free the weights of engines that share devices with the trainer until `sync`.
 
-        An open generation continues during training and keeps the weights, unless it must be paused.
+        An open generation continues during training and keeps its memory, unless it must be paused.
         """
         is_open = self._groups.generation_open
         if is_open:
             self._paused = self._groups.pauses_for_training
             if self._paused:
-                self._groups.rollout.pause_rollout()
+                self._groups.rollout.pause_rollout(free_kv=self._groups.frees_partial_kv)
         if self._groups.frees_weights and (self._paused or not is_open):
             self._groups.actor.free_rollout_weights()
 

@@ -17,7 +17,7 @@ from verl.agent.loop import LoopSpec, imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, names
-from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
+from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, frees_partial_kv, layout_of
 from verl.config.schema import get_path
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
@@ -144,6 +144,11 @@ class WorkerGroups:
         """Whether engines free their weights during training; only engines in the trainer's processes do."""
         rollout = self._config.actor_rollout_ref.rollout
         return self.rollout is self.actor and rollout.free_weights and not rollout.server_urls
+
+    @property
+    def frees_partial_kv(self) -> bool:
+        """Whether a generation that is paused for training frees its KV cache."""
+        return self.rollout is self.actor and frees_partial_kv(self._config)
 
     @property
     def generation_groups(self) -> tuple[Any, ...]:

@@ -68,6 +68,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self._rollout_version = -1
         self._policy_version = 0
         self._actor_changed = False
+        self._kv_freed = False
         self._sender: BroadcastSender | None = None
         self._receiver: BroadcastReceiver | None = None
         self.host: EngineHost | None = None
@@ -240,15 +241,23 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return own or type(self.rollout).generate_sequences is not BaseRollout.generate_sequences
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pause_rollout(self) -> None:
-        """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run other
-        collectives."""
+    def pause_rollout(self, free_kv: bool = False) -> None:
+        """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run other collectives.
+
+        `free_kv`: free the KV cache, which is computed again afterwards.
+        """
         self.rollout.pause_generation("keep")
         self.rollout.wait_idle()
+        if free_kv:
+            self.rollout.release(["kv_cache"])
+            self._kv_freed = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def resume_rollout(self) -> None:
         """Resume the requests paused by `pause_rollout`."""
+        if self._kv_freed:
+            self.rollout.resume(["kv_cache"])
+            self._kv_freed = False
         self.rollout.resume_generation()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")

@@ -137,9 +137,9 @@ class EmbeddedRollout(BaseRollout):
             return  # the loop is halted: the request waits for the new weights, or fails if the update fails
         if self._unusable_reason:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unusable_reason}")
+        if self._released and isinstance(self._loop, AsyncEngine) and self._loop.paused:
+            return  # the request waits for the end of the pause, which follows a weight sync
         if "weights" in self._released and self.config.free_weights:
-            if isinstance(self._loop, AsyncEngine) and self._loop.paused:
-                return  # the request waits for the end of the pause, which follows a weight sync
             raise RuntimeError(
                 "rollout: the weights were discarded (rollout.free_weights). Update them before generating."
             )
