@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from verl.trainer.common.mode_estimate import ModeSettings
 from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
 from verl.utils.checkpoint.folders import RECORD_FOLDER
 
@@ -34,10 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     if not summary.step_seconds and not summary.curves:
         sys.stderr.write(f"verl summary: {file} contains no training steps.\n")
         return 2
+    stored_file = file.with_name(CONFIG_FILE)
+    stored = json.loads(stored_file.read_text()) if stored_file.is_file() else {}
+    settings = ModeSettings.from_config(stored)
     if options.json:
-        sys.stdout.write(json.dumps(as_dict(summary), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_dict(summary, settings), indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([summary.render(), *_next_commands(file.with_name(CONFIG_FILE))]) + "\n")
+        sys.stdout.write("\n".join([summary.render(settings), *_next_commands(stored)]) + "\n")
     return 0
 
 
@@ -50,8 +54,8 @@ def _metrics_file(folder: Path) -> Path:
     return recorded if recorded.is_file() and not tracked.is_file() else tracked
 
 
-def as_dict(summary: RunSummary) -> dict[str, Any]:
-    """Return the numbers of a summary."""
+def as_dict(summary: RunSummary, settings: ModeSettings | None = None) -> dict[str, Any]:
+    """Return the numbers of a summary; `settings`: those of an RL run."""
     curves = {
         name: {"first": curve.first, "last": curve.last, "best": curve.best, "best_step": curve.best_step}
         for name, curve in summary.curves.items()
@@ -62,16 +66,14 @@ def as_dict(summary: RunSummary) -> dict[str, Any]:
         "seconds": summary.by_duration(),
         "tokens": summary.tokens,
         "bottleneck": summary.bottleneck(),
+        "other_mode": summary.other_mode(settings),
     }
 
 
-def _next_commands(file: Path) -> list[str]:
-    """Return the next commands of a run with this stored configuration; [] without one."""
+def _next_commands(stored: Mapping[str, Any]) -> list[str]:
+    """Return the next commands of a run with this stored configuration; [] if it is not that of a training run."""
     from verl.trainer.recovery.exit_messages import describe_next_commands
 
-    if not file.is_file():
-        return []
-    stored = json.loads(file.read_text())
     trainer = stored.get("trainer", {})
     if any(key not in trainer for key in _KEYS):
         return []

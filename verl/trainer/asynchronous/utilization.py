@@ -121,7 +121,7 @@ def tuning_advice(idle: IdleShares, run: AsyncSetup) -> str:
         return f"{shares}: generation limits the run; what helps: {_faster_generation(run)}, or shorter responses"
     if run.evenness > _EVEN and not run.own_devices:
         lengths = f"the mean response is {run.evenness:.0%} as long as the longest of its batch"
-        return f"{shares}; {lengths}; what helps: trainer.mode=sync, which does not compute old log-probs separately"
+        return f"{shares}; {lengths}; so that generation in advance gains little; what helps: trainer.mode=sync"
     if not run.partial_rollout:
         key = "trainer.mode=async" if run.mode == "one_step_off" else "trainer.partial_rollout=True"
         return f"{shares}: both wait for the last responses before a weight sync; what helps: {key}"

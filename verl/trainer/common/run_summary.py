@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from verl.trainer.common.mode_estimate import ModeSettings, ModeTimes
 from verl.trainer.common.run_status import describe_bottleneck
 from verl.utils.console import (
     AFTER_STEP,
@@ -78,6 +79,8 @@ class RunSummary:
     tokens: float = 0.0
     waiting_for_one_rank: float = 0.0
     tool_shares: list[float] = field(default_factory=list)
+    mode_times: ModeTimes = field(default_factory=ModeTimes)
+    """For the estimate of the other mode of `trainer.mode`; without the first step."""
     last_time: float | None = None
     """Time at which the metrics of the last step were logged."""
 
@@ -104,6 +107,8 @@ class RunSummary:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if len(self.step_seconds) == 1:
             self.first_step = phases
+        else:
+            self.mode_times.add(metrics)
         self.tokens += float(metrics.get("perf/total_num_tokens", 0.0))
         self.waiting_for_one_rank += float(metrics.get("timing_s/waiting_for_one_rank", 0.0))
         if TOOL_SHARE in metrics:
@@ -123,8 +128,15 @@ class RunSummary:
         text = describe_bottleneck(seconds, sum(self.tool_shares) / max(1, len(self.tool_shares)), names)
         return f"after the first step, {text}" if first else text
 
-    def render(self) -> str:
-        """Return the lines of the summary."""
+    def other_mode(self, settings: ModeSettings | None) -> str | None:
+        """Return a line with the estimated step of the other `trainer.mode`; None without an estimate.
+
+        The lengths of responses do not indicate the time of agents with tools.
+        """
+        return None if settings is None or any(self.tool_shares) else self.mode_times.render(settings)
+
+    def render(self, settings: ModeSettings | None = None) -> str:
+        """Return the lines of the summary; `settings`: those of an RL run."""
         total, count = sum(self.seconds.values()), len(self.step_seconds)
         lines = [f"Summary: {count} step{'s' * (count != 1)} in {format_duration(total)}"]
         width = max(map(len, [*self.curves, "tokens/s"]))
@@ -132,7 +144,10 @@ class RunSummary:
         in_steps = sum(self.step_seconds.values())
         if self.tokens and in_steps:
             lines.append(f"  {'tokens/s':<{width}}  {self.tokens / in_steps:.0f} in steps")
-        return "\n".join([*lines, *self._time_lines(total)])
+        lines += self._time_lines(total)
+        if (estimate := self.other_mode(settings)) is not None:
+            lines.append(f"  {estimate}")
+        return "\n".join(lines)
 
     def _time_lines(self, total: float) -> list[str]:
         if not self.step_seconds or total <= 0:

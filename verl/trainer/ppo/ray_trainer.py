@@ -23,6 +23,7 @@ from verl.planning.phases import MemoryPlan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
+from verl.trainer.common.mode_estimate import ModeSettings
 from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
 from verl.trainer.common.training_health import UpdateCheck, WeightCheck, add_memory_advice, update_remedies
 from verl.trainer.ppo.advantage import (
@@ -453,11 +454,14 @@ class RayPPOTrainer(TrainerAttributes):
         self.state.load(self.groups)
 
     def _log_summary(self) -> None:
-        """Log what improved, and where the time went."""
+        """Log what improved, where the time went, and the estimate for the other `trainer.mode`."""
+        summary, settings = self.record.summary, ModeSettings.from_config(self.config)
         if self.config.trainer.console == LINE:
-            logger.info("%s", self.record.summary.render())
-        else:
-            logger.info("Where the time went: %s.", self.record.summary.bottleneck())
+            logger.info("%s", summary.render(settings))
+            return
+        logger.info("Where the time went: %s.", summary.bottleneck())
+        if (estimate := summary.other_mode(settings)) is not None:
+            logger.info("%s.", estimate)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the metrics of a step to the trackers."""
