@@ -1,15 +1,19 @@
 """TRL's GRPO on the same workload, as a separate script that prints one line of JSON per step.
 
     python benchmarks/_trl_step.py FOLDER CASE --micro 32 [--beta 0.001] [--dtype float32] [--checkpointing]
+    python benchmarks/_trl_step.py FOLDER CASE --micro 32 --vllm [--lora-rank 32]
 
-Generation is transformers' `generate` (TRL's default without a server), all responses of a step in one batch. The
-length of every response is forced: the end token is masked before its position and the only choice there. The first
-step is a warm-up with short responses and is not counted.
+Without `--vllm`, generation is transformers' `generate` (TRL's default without a server), all responses of a step in
+one batch. The length of every response is forced: the end token is masked before its position and the only choice
+there. With `--vllm`, generation is a colocated vLLM with TRL's default share of memory, and every request has its own
+`max_tokens`; checkpointing and optimizer are TRL's defaults. The first step is a warm-up with short responses and is
+not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -78,12 +82,24 @@ class Clock:
 
 def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: Clock) -> Any:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     cuda = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, options.dtype))
     data = Dataset.from_parquet(str(folder / f"{work.case}.parquet")).select_columns(["prompt"])
+    # Without these keys, TRL checkpoints activations and uses the optimizer that transformers selects.
+    more: dict[str, Any] = {
+        "gradient_checkpointing": options.checkpointing,
+        "optim": "adamw_torch_fused" if cuda else "adamw_torch",
+    }
+    if options.vllm:
+        more = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.3,
+            "generation_kwargs": {"ignore_eos": True},
+        }
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
         bf16=cuda,
@@ -95,7 +111,6 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
         per_device_train_batch_size=options.micro,
         gradient_accumulation_steps=work.samples // options.micro,
         max_completion_length=work.longest,
-        gradient_checkpointing=options.checkpointing,
         shuffle_dataset=False,
         temperature=1.0,
         max_steps=options.steps,
@@ -103,7 +118,7 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        **more,
     )
 
     class Steps(TrainerCallback):
@@ -120,6 +135,7 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
                 "step": state.global_step - 1,
                 "seconds": {**clock.seconds, "step": seconds},
                 "peak_gb": clock.peak_gb,
+                "precision": precision(trainer.model, trainer.optimizer),
             }
             print("STEP " + json.dumps(step), flush=True)
 
@@ -130,20 +146,73 @@ def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: C
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         callbacks=[Steps()],
+        peft_config=lora_config(options.lora_rank) if options.lora_rank else None,
     )
+    force_lengths(trainer, work, clock, options.vllm)
+    trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
+    trainer._calculate_rewards = clock.timed("reward", trainer._calculate_rewards)
+    return trainer
+
+
+def lora_config(rank: int) -> Any:
+    """The adapters that verl trains with `model.lora_rank`."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def precision(model: Any, optimizer: Any) -> str:
+    """The dtypes of trained weights and of the optimizer's moments, as they are."""
+    weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    unwrapped = getattr(optimizer, "optimizer", optimizer)
+    moments = {
+        str(value.dtype).removeprefix("torch.")
+        for state in unwrapped.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    }
+    return f"weights {'+'.join(sorted(weights))}, moments {'+'.join(sorted(moments))}"
+
+
+def force_lengths(trainer: Any, work: Work, clock: Clock, vllm: bool) -> None:
+    """Give every response the length of the schedule, and time generation and weight sync."""
+    from transformers import LogitsProcessorList
+
+    def lengths_of_step() -> torch.Tensor:
+        lengths = torch.tensor(work.lengths(trainer.state.global_step).ravel())
+        return lengths.clamp(max=WARM_UP_TOKENS) if trainer.state.global_step == 0 else lengths
+
+    if vllm:
+        engine = trainer.vllm_generation
+        engine.llm.generate = clock.timed("generate", with_lengths(engine.llm.generate, lengths_of_step))
+        engine.sync_weights = clock.timed("update_weights", engine.sync_weights)
+        return
     generate = trainer.model.generate
 
     def generate_scheduled(*args: Any, **kwargs: Any) -> Any:
-        lengths = torch.tensor(work.lengths(trainer.state.global_step).ravel(), device=trainer.accelerator.device)
-        if trainer.state.global_step == 0:
-            lengths = lengths.clamp(max=WARM_UP_TOKENS)
+        lengths = lengths_of_step().to(trainer.accelerator.device)
         ends = ForcedEnds(lengths, trainer.processing_class.eos_token_id)
         return generate(*args, logits_processor=LogitsProcessorList([ends]), **kwargs)
 
     trainer.model.generate = clock.timed("generate", generate_scheduled)
-    trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
-    trainer._calculate_rewards = clock.timed("reward", trainer._calculate_rewards)
-    return trainer
+
+
+def with_lengths(generate: Callable[..., Any], lengths_of_step: Callable[[], torch.Tensor]) -> Callable[..., Any]:
+    """Return vLLM's `generate` with `max_tokens` of each prompt from `lengths_of_step()`."""
+
+    def generate_scheduled(prompts: Any, *args: Any, sampling_params: Any, **kwargs: Any) -> Any:
+        lengths = lengths_of_step().tolist()
+        if len(lengths) != len(prompts) or sampling_params.n != 1:
+            raise ValueError(
+                f"{len(prompts)} prompts with n={sampling_params.n}, but {len(lengths)} lengths. This version of TRL"
+                " groups requests in another way; adapt `with_lengths`."
+            )
+        params = [copy.copy(sampling_params) for _ in lengths]
+        for one, length in zip(params, lengths, strict=True):
+            one.max_tokens = length
+        return generate(prompts, *args, sampling_params=params, **kwargs)
+
+    return generate_scheduled
 
 
 def main() -> None:
@@ -154,6 +223,8 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     work = read_work(options.folder, options.case)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import tempfile
 import time
 from typing import Any
@@ -118,6 +119,33 @@ def decode_rows(
         "attention": f"{kv:.2f} read",
     }
     return rows_of(kernels, wall, lower_bounds)
+
+
+def decode_seconds(engine: BuiltEngine, sequences: int, context: int, steps: int, device: str) -> float:
+    """Median seconds of a decode step of `sequences` sequences, which begins with `context` tokens each.
+
+    The engine must allow sequences of `longest_measured(...)` tokens.
+    """
+    _add(engine, sequences, context, longest_measured(sequences, context, steps) - context)
+    for _ in range(_prefill_steps(sequences, context)):
+        engine.engine.step()
+    times = []
+    for _ in range(4):  # the first records the CUDA graph
+        engine.engine.drain()
+        synchronise(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            engine.engine.step()
+        engine.engine.drain()
+        synchronise(device)
+        times.append((time.perf_counter() - start) / steps)
+    engine.engine.clear()
+    return statistics.median(times[1:])
+
+
+def longest_measured(sequences: int, context: int, steps: int) -> int:
+    """Tokens of a sequence at the end of `decode_seconds`."""
+    return context + _prefill_steps(sequences, context) + 4 * steps + 1
 
 
 def prefill_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _ours_step import base, select_variants, variants
 from _training_work import Work
-from _trl_step import ForcedEnds
-from training_step import summary
+from _trl_step import ForcedEnds, with_lengths
+from training_step import comparison, summary
 
 from verl.config import load_config
 
@@ -76,3 +77,30 @@ def test_a_summary_compares_only_what_was_measured_and_the_last_of_it():
     failed = {**ours, "note": "cut off"}
     (target,) = summary([{**ours, "s": 9.0}, other, {**ours, "s": 2.0}, failed], "tiny")
     assert (target["found"], target["met"]) == (6.0, True)
+
+
+def test_repetitions_are_compared_by_their_medians():
+    row = {"case": "a", "shape": "tiny", "phase": "step", "note": "n"}
+    ours, other = {**row, "system": "verl", "variant": "all on"}, {**row, "system": "trl-vllm", "variant": "float32"}
+    rows = [{**ours, "s": seconds} for seconds in (2.0, 9.0, 1.0)] + [{**other, "s": s} for s in (8.0, 6.0, 6.0)]
+    adapters = [{**ours, "variant": "all on, LoRA 8", "s": 1.0}, {**other, "variant": "float32, LoRA 8", "s": 4.0}]
+    table = {(line["system"], line["variant"]): line for line in comparison([*rows, *adapters, {**ours, "note": "-"}])}
+    assert table["trl-vllm", "float32"]["s"] == 6.0
+    assert table["trl-vllm", "float32"]["× verl"] == 3.0
+    assert table["verl", "all on"]["runs"] == 3
+    assert table["trl-vllm", "float32, LoRA 8"]["× verl"] == 4.0
+
+
+def test_every_request_of_vllm_has_the_length_of_its_row():
+    @dataclass
+    class Params:
+        n: int = 1
+        max_tokens: int = 99
+
+    def generate(prompts, sampling_params, use_tqdm):
+        return [params.max_tokens for params in sampling_params]
+
+    scheduled = with_lengths(generate, lambda: torch.tensor([3, 5]))
+    assert scheduled(["x", "y"], sampling_params=Params(), use_tqdm=False) == [3, 5]
+    with pytest.raises(ValueError, match="3 prompts"):
+        scheduled(["x", "y", "z"], sampling_params=Params(), use_tqdm=False)

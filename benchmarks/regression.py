@@ -1,0 +1,178 @@
+"""Regression table of verl alone: training steps (a) and (b) of training_step.py, decoding, and SFT, in two minutes.
+
+    python benchmarks/regression.py                    # measure, compare, append to benchmarks/regression.jsonl
+    python benchmarks/regression.py --no-store         # measure and compare
+    python benchmarks/regression.py --runs 3           # medians of three runs of everything
+    python benchmarks/regression.py --show             # all entries of this machine
+
+An entry has the commit, the machine, versions and the values. It is compared with the last entry of the same machine;
+values that are worse by more than 3 % are marked, and then the exit code is 1. Models have random weights (0.5B, on a
+CPU a tiny one), so the values of GPUs and CPUs say nothing about each other. Commit the file together with the change
+that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _ours_step import base, run
+from _report import machine_info, report
+from _sft_systems import SFTWork
+from _shapes import matmul_rate, shape_config
+from decode_step import decode_seconds, longest_measured, random_engine
+from sft import measure_system
+from training_step import default_budget, work_of
+
+HERE = Path(__file__).parent
+FILE = HERE / "regression.jsonl"
+TOLERANCE = 0.03
+LARGER_IS_BETTER = "tokens/s"
+"""Suffix of the names of values that should grow; all others should shrink."""
+_PACKAGES = ("torch", "transformers", "ray", "triton")
+
+
+def measure_steps(shape: str, folder: Path, options: argparse.Namespace, rate: float) -> dict[str, float]:
+    """Seconds of a training step and its phases, and peak memory, in both cases."""
+    values: dict[str, float] = {}
+    for case in ("a", "b"):
+        work = work_of(case, shape, 3, small=not torch.cuda.is_available())
+        place = work.write(folder / shape)
+        overrides = base(work, default_budget(), checkpointing=False, compiled=torch.cuda.is_available())
+        for row in run(work, place, "all on", overrides, options.limit, rate):
+            if row["phase"] in ("step", "gen", "update_actor") and "s" in row:
+                values[f"({case}) {row['phase']}, s"] = row["s"]
+                if row["phase"] == "step" and row.get("peak GB"):
+                    values[f"({case}) peak, GB"] = row["peak GB"]
+            elif "s" not in row:
+                raise SystemExit(f"regression: step ({case}) was not measured: {row.get('note')}")
+    return values
+
+
+def measure_decoding(shape: str, device: str) -> dict[str, float]:
+    """Tokens per second of decoding, without prefill."""
+    sequences, context, steps = (256, 256, 32) if device == "cuda" else (4, 64, 16)
+    config = shape_config(shape, eos_token_id=None, bos_token_id=None)
+    engine = random_engine(config, device, sequences, longest_measured(sequences, context, steps))
+    seconds = decode_seconds(engine, sequences, context, steps, device)
+    return {f"decode, {LARGER_IS_BETTER}": sequences / seconds}
+
+
+def measure_sft(shape: str, folder: Path, options: argparse.Namespace, rate: float) -> dict[str, float]:
+    """Tokens per second of supervised fine-tuning."""
+    cuda = torch.cuda.is_available()
+    work = SFTWork(shape, *((128, 512, 2048, 4096) if cuda else (8, 48, 128, 256)), 6)
+    settings = argparse.Namespace(budget=16384 if cuda else 256, checkpointing=False, limit=options.limit)
+    row = measure_system(settings, work, work.write(folder / f"{shape}-sft"), rate, "ours", "packed")
+    if "tokens/s" not in row:
+        raise SystemExit(f"regression: SFT was not measured: {row['note']}")
+    return {f"SFT, {LARGER_IS_BETTER}": row["tokens/s"]}
+
+
+def new_entry(values: Mapping[str, float], runs: int) -> dict[str, Any]:
+    """The entry of these values, with what they depend on."""
+    return {
+        "commit": _git("rev-parse", "--short=8", "HEAD"),
+        "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "machine": machine_name(),
+        "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "runs": runs,
+        "values": {name: round(value, 5) for name, value in values.items()},
+    }
+
+
+def machine_name() -> str:
+    """GPU, or processor and cores: entries of the same name are compared."""
+    machine = machine_info()
+    return machine["gpu"] or f"{_processor()}, {machine['cores']} cores"
+
+
+def compare(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The values of an entry next to those of the last one of the same machine. `worse`: by more than TOLERANCE."""
+    earlier = next((other for other in reversed(entries) if other["machine"] == entry["machine"]), None)
+    before = {} if earlier is None else earlier["values"]
+    rows = []
+    for name, value in entry["values"].items():
+        row: dict[str, Any] = {"value": name, "now": value}
+        if earlier is not None and name in before:
+            change = value / before[name] - 1
+            worse = -change if name.endswith(LARGER_IS_BETTER) else change
+            row |= {earlier["commit"]: before[name], "change": f"{change:+.1%}", "worse": worse > TOLERANCE}
+        rows.append(row)
+    return rows
+
+
+def read_entries(file: Path) -> list[dict[str, Any]]:
+    """All entries of a file, the oldest first; [] if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> int:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1, help="runs of everything, of which medians are stored")
+    parser.add_argument("--no-store", action="store_true", help="do not append the entry to the file")
+    parser.add_argument("--show", action="store_true", help="print the entries of this machine and measure nothing")
+    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--limit", type=float, default=240.0, help="maximum seconds of a run")
+    parser.add_argument("--json", help="append every table to this file")
+    options = parser.parse_args()
+    entries = read_entries(options.file)
+    if options.show:
+        for entry in entries:
+            if entry["machine"] == machine_name():
+                report(f"{entry['date']}, commit {entry['commit']}", [entry["values"]], options.json)
+        return 0
+    shape, device = ("qwen2.5-0.5b", "cuda") if cuda else ("tiny", "cpu")
+    start, rate = time.monotonic(), matmul_rate(device)
+    measured: list[dict[str, float]] = []
+    for _ in range(options.runs):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch).resolve()
+            values = measure_steps(shape, folder, options, rate)
+            values |= measure_sft(shape, folder, options, rate)
+            measured.append(values | measure_decoding(shape, device))
+    medians = {key: statistics.median(values[key] for values in measured) for key in measured[0]}
+    entry = new_entry(medians, options.runs)
+    rows = compare(entry, entries)
+    title = f"{shape} on {entry['machine']}, commit {entry['commit']}, {time.monotonic() - start:.0f} s"
+    report(title, rows, options.json)
+    if not options.no_store:
+        with options.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(entry) + "\n")
+    return int(any(row.get("worse") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
