@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -153,7 +154,29 @@ def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
             _, variant, case, phase = key
             met = value >= limit if limit > 0 else value <= -limit
             target = f"{'≥' if limit > 0 else '≤'} {abs(limit)}"
-            line |= {"runs": len(measured), "peak GB": max(peaks, default=None), "note": measured[-1].get("note")}
+            table.append(
+                {"what": f"{phase} ({case}), {variant}: {column}", "found": value, "target": target, "met": met}
+            )
+    return table
+
+
+def comparison(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of complete steps by shape, case and system, and how many times the step of verl they take."""
+    steps: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["phase"] == "step" and "s" in row and row["system"] != ENGINE:
+            key = (row["shape"], row["case"], row["system"], row["variant"])
+            steps.setdefault(key, []).append(row)
+    table = []
+    for (shape, case, system, variant), measured in sorted(steps.items()):
+        seconds = statistics.median(row["s"] for row in measured)
+        adapters = variant.partition(", LoRA ")[2]
+        ours = steps.get((shape, case, "verl", f"all on, LoRA {adapters}" if adapters else "all on"), [])
+        times = seconds / statistics.median(row["s"] for row in ours) if ours else None
+        peaks = [row["peak GB"] for row in measured if row.get("peak GB")]
+        line = {"shape": shape, "case": case, "system": system, "variant": variant, "s": seconds, "× verl": times}
+        line |= {"min s": min(row["s"] for row in measured), "max s": max(row["s"] for row in measured)}
+        line |= {"runs": len(measured), "peak GB": max(peaks, default=None), "note": measured[-1].get("note")}
         table.append(line)
     return table
 

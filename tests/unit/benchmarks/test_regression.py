@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-from regression import compare, new_entry, read_entries
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from regression import FILE, compare, new_entry, read_entries
 
 
 def entry(machine: str, commit: str, **values: float) -> dict:
@@ -49,6 +48,6 @@ def test_an_entry_says_what_it_depends_on(tmp_path):
 
 
 def test_the_stored_table_is_readable():
-    for stored in read_entries(BENCHMARKS / "regression.jsonl"):
+    for stored in read_entries(FILE):
         assert set(stored) == {"commit", "changed_files", "date", "machine", "versions", "runs", "values"}
         assert all(value > 0 for value in stored["values"].values())
