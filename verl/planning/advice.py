@@ -79,9 +79,9 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
 
-def apply_memory_settings(config: Block, plan_of: Planner) -> list[MemoryChange]:
+def apply_memory_settings(config: Any, plan_of: Planner) -> list[MemoryChange]:
     """Apply the changes that `trainer.auto_memory` allows to `config`, if they make the plan fit; return them."""
-    auto_memory = get_path(config, "trainer.auto_memory")
+    auto_memory = config.trainer.auto_memory
     if auto_memory is False:
         return []
     return apply_cheapest_changes(config, plan_of, placement_only=auto_memory is None)
