@@ -29,10 +29,11 @@ class ModeSettings:
     @classmethod
     def from_config(cls, config: Any) -> ModeSettings | None:
         """Return the settings of a resolved configuration or its plain values; None if it has no `trainer.mode`."""
-        trainer, roles = config.get("trainer") or {}, config.get("role_mapping") or {}
-        if "mode" not in trainer:
+        if "trainer" not in config or "mode" not in config["trainer"]:
             return None
-        apart = roles.get("actor") != roles.get("rollout")
+        trainer = config["trainer"]
+        roles = config["role_mapping"] if "role_mapping" in config else {"actor": "", "rollout": ""}
+        apart = roles["actor"] != roles["rollout"]
         staleness = 1 if trainer["mode"] == "one_step_off" else int(trainer["max_staleness"])
         return cls(trainer["mode"], staleness, apart or bool(trainer["overlap"]))
 
