@@ -11,10 +11,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from verl.utils.console import PHASE_NAMES, current_startup_phase
@@ -210,46 +209,3 @@ def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
         memory for group in groups for memory in group.query_ranks("memory_gb", _MEMORY_TIMEOUT_S) if memory is not None
     ]
     return max((peak for peak, _ in ranks), default=0.0), max((now for _, now in ranks), default=0.0)
-
-
-# Remedies for a phase that takes most of the time.
-_REMEDIES = {
-    "gen": "shorter responses (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",
-    "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
-    "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
-    "teacher": "larger distillation.teacher.log_prob_micro_batch_size_per_gpu, a pool of their own (role_mapping)",
-    "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-    "values": "larger critic.forward_micro_batch_size_per_gpu",
-    "update_actor": (
-        "larger micro-batches (actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), no"
-        " gradient checkpointing if it is enabled"
-    ),
-    "update_critic": "larger critic.ppo_micro_batch_size_per_gpu, or an estimator without a critic (grpo)",
-    "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
-    "save_checkpoint": "a larger trainer.save_freq",
-}
-# Remedy for generation in which agents wait more for tools than for the model.
-_TOOL_REMEDY = (
-    "faster tools, more concurrent conversations (a larger actor_rollout_ref.rollout.agent.max_concurrent_requests), a"
-    " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
-)
-
-
-def describe_bottleneck(
-    seconds: Mapping[str, float], tool_share: float = 0.0, names: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """Return one line: the phase that takes most of the time, and remedies. `tool_share`: share of the agents' time
-    that they spend in tools. `names`: names of phases in the text where they differ from those in metrics."""
-    phases = {name: value for name, value in seconds.items() if name != "step"}
-    total = sum(phases.values())
-    if total <= 0:
-        return "no step was timed"
-    name = max(phases, key=lambda phase: phases[phase])
-    in_tools = name == "gen" and tool_share > 0.5
-    remedy = _TOOL_REMEDY if in_tools else _REMEDIES.get(name)
-    share = f"{names.get(name, name)} took {phases[name] / total:.0%} of the time"
-    return (
-        share
-        + (f", {tool_share:.0%} of it in tools" if in_tools else "")
-        + (f"; what helps: {remedy}" if remedy else "")
-    )

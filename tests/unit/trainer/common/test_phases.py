@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl.trainer.common.run_status import Phases, RunStatus, describe_bottleneck
+from verl.trainer.common.run_status import Phases, RunStatus
+from verl.trainer.common.run_summary import describe_bottleneck
 
 
 def test_memory_is_asked_of_the_working_groups_and_nested_peaks_count():
