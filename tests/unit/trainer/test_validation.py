@@ -27,9 +27,9 @@ def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str
     }
 
 
-def accuracies(samples: dict[str, list], scores_are_degrees: bool) -> dict[str, float]:
+def accuracies(samples: dict[str, list], scores_are_continuous: bool) -> dict[str, float]:
     return {
-        name: value for name, value in sample_metrics(samples, scores_are_degrees).items() if name.startswith("val/")
+        name: value for name, value in sample_metrics(samples, scores_are_continuous).items() if name.startswith("val/")
     }
 
 
@@ -38,7 +38,7 @@ def test_rewards_that_say_different_things_are_joined_with_gaps():
     samples = join_samples([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
     assert samples["acc"] == [True, None, None]
     assert samples["uid"] == ["a", "b", "c"]
-    metrics = sample_metrics(samples, scores_are_degrees=False)
+    metrics = sample_metrics(samples, scores_are_continuous=False)
     assert metrics["val-core/math/acc/mean@1"] == 1.0
     assert metrics["val-aux/math/reward/mean@1"] == 0.7, "where there is an accuracy, it is what to look at"
     assert metrics["val-core/chat/reward/mean@1"] == pytest.approx(0.3)
@@ -51,12 +51,12 @@ def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
     samples = join_samples(
         [part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])]
     )
-    assert accuracies(samples, scores_are_degrees=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+    assert accuracies(samples, scores_are_continuous=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
 
 
 def test_the_score_of_a_reward_model_is_neither_right_nor_wrong():
     samples = join_samples([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
-    assert accuracies(samples, scores_are_degrees=True) == {"val/math/accuracy": 1.0}
+    assert accuracies(samples, scores_are_continuous=True) == {"val/math/accuracy": 1.0}
 
 
 def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
@@ -64,7 +64,7 @@ def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
     assert known_scores(given, failed, SimpleNamespace(on_error="zero")) == given, "told to count it as 0"
     scores = known_scores(given, failed, SimpleNamespace(on_error="mask"))
     samples = join_samples([part(["a", "a", "b", "b"], "math", scores)])
-    metrics = sample_metrics(samples, scores_are_degrees=False)
+    metrics = sample_metrics(samples, scores_are_continuous=False)
     assert metrics["val/math/accuracy"] == 2 / 3
     assert metrics["val-core/math/reward/mean@2"] == 0.75
     assert metrics["val-core/math/reward/pass@1"] == 0.75
@@ -73,7 +73,7 @@ def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
 def test_scoring_errors_are_counted_by_kind_over_all_batches():
     """The second batch has no column of errors: it was scored by agents."""
     failed = part(["a", "b", "c"], "math", [0.0, 0.0, 1.0], scoring_error=["timeout", "raised", None])
-    metrics = sample_metrics(join_samples([failed, part(["d"], "math", [1.0])]), scores_are_degrees=False)
+    metrics = sample_metrics(join_samples([failed, part(["d"], "math", [1.0])]), scores_are_continuous=False)
     errors = {name: value for name, value in metrics.items() if name.startswith("val/reward/")}
     others = {f"val/reward/errors/{kind}": 0.0 for kind in ("invalid", "memory", "died")}
     assert errors == {

@@ -63,8 +63,8 @@ class Generator:
         self._uses_rewards = config.distillation.scores_responses
         self.reward_fn = reward_fn if self._uses_rewards else NoRewards()
         self._has_reward_model = Role.RewardModel in groups.roles and not serves_reward_model(config)
-        self._scores_are_degrees = scored_by_model(config) or not self._uses_rewards
-        """Scores are degrees, not right or wrong: a response counts as correct only by the value `acc`."""
+        self._scores_are_continuous = scored_by_model(config) or not self._uses_rewards
+        """Scores do not tell right from wrong: a response counts as correct only by the value `acc`."""
         self._needs_greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         devices_busy = self._has_reward_model or judge_shares_devices(config)
         self._overlap = RewardOverlap(config.reward_model.overlap and not devices_busy)
@@ -190,7 +190,7 @@ class Generator:
         trajectories = Trajectories.of(batch)
         if self._needs_greedy:
             metrics["reward/greedy/mean"] = float(trajectories.at_last_row(batch.batch["reward_baselines"]).mean())
-        log_step_accuracy(batch, extra, self._config.data.reward_fn_key, self._scores_are_degrees, step)
+        log_step_accuracy(batch, extra, self._config.data.reward_fn_key, self._scores_are_continuous, step)
         last_rows = trajectories.last_rows
         metrics |= reward_metrics({name: batch.non_tensor_batch[name][last_rows].tolist() for name in extra})
         return batch

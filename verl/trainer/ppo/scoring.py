@@ -181,17 +181,17 @@ def correct_responses(
     sources: Sequence[str],
     scores: Sequence[float | None],
     accuracies: Sequence[Any] | None,
-    scores_are_degrees: bool,
+    scores_are_continuous: bool,
     unfinished: Sequence[bool] | None = None,
 ) -> Correctness:
     """Return by data source whether each response is correct.
 
     A response is correct if its `acc` (`accuracies`) is at least 1; if that is not a number, if its score
-    (`response_scores`) is at least 1. Scores of a reward model are degrees (`scores_are_degrees`): without `acc`, the
-    response is left out. Responses that could not be scored (None) are left out, too. The response of an `unfinished`
-    agent counts as wrong; with `scores_are_degrees`, only if other responses of its source are counted.
+    (`response_scores`) is at least 1. Scores of a reward model are continuous (`scores_are_continuous`): without `acc`,
+    the response is left out. Responses that could not be scored (None) are left out, too. The response of an
+    `unfinished` agent counts as wrong; with `scores_are_continuous`, only if other responses of its source are counted.
     """
-    flags = correct_flags(sources, scores, accuracies, scores_are_degrees, unfinished)
+    flags = correct_flags(sources, scores, accuracies, scores_are_continuous, unfinished)
     correct: Correctness = defaultdict(list)
     for source, flag in zip(sources, flags, strict=True):
         if flag is not None:
@@ -203,7 +203,7 @@ def correct_flags(
     sources: Sequence[str],
     scores: Sequence[float | None],
     accuracies: Sequence[Any] | None,
-    scores_are_degrees: bool,
+    scores_are_continuous: bool,
     unfinished: Sequence[bool] | None = None,
 ) -> list[bool | None]:
     """Return whether each response is correct; None if it is left out. Arguments: see `correct_responses`."""
@@ -215,10 +215,10 @@ def correct_flags(
         elif isinstance(acc, bool | int | float | np.number | np.bool_):
             flags.append(bool(acc >= 1.0))
         else:
-            flags.append(None if scores_are_degrees or score is None else score >= 1.0)
+            flags.append(None if scores_are_continuous or score is None else score >= 1.0)
     counted = {source for source, flag in zip(sources, flags, strict=True) if flag is not None}
     return [
-        False if failed and (source in counted or not scores_are_degrees) else flag
+        False if failed and (source in counted or not scores_are_continuous) else flag
         for source, flag, failed in zip(sources, flags, is_failed, strict=True)
     ]
 
@@ -238,7 +238,7 @@ def log_accuracy(correct: Correctness, step: int | None = None) -> None:
 
 
 def log_step_accuracy(
-    batch: DataProto, extra: Mapping[str, Any], source_key: str, scores_are_degrees: bool, step: int
+    batch: DataProto, extra: Mapping[str, Any], source_key: str, scores_are_continuous: bool, step: int
 ) -> None:
     """Log the accuracy of a training batch with `answer_scores`; `extra` names the columns that the reward added."""
     columns, trajectories = batch.non_tensor_batch, Trajectories.of(batch)
@@ -247,4 +247,4 @@ def log_step_accuracy(
     accuracies = columns["acc"][rows].tolist() if "acc" in extra else None
     scores = response_scores(batch.batch["answer_scores"], trajectories, columns.get(FAILED_COLUMN))
     unfinished = unfinished_agents(batch, trajectories)
-    log_accuracy(correct_responses(sources, scores, accuracies, scores_are_degrees, unfinished), step)
+    log_accuracy(correct_responses(sources, scores, accuracies, scores_are_continuous, unfinished), step)

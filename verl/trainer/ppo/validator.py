@@ -84,9 +84,9 @@ class Validator:
         batches = (DataProto.from_single_dict(rows) for rows in loader)
         samples = join_samples([self._generate_and_score(batch, generate, reward_fn, status) for batch in batches])
         self.show(samples, step, tracking)
-        scores_are_degrees = scored_by_model(self._config)
-        self._record(samples | {"correct": sample_correctness(samples, scores_are_degrees)}, step)
-        return sample_metrics(samples, scores_are_degrees)
+        scores_are_continuous = scored_by_model(self._config)
+        self._record(samples | {"correct": sample_correctness(samples, scores_are_continuous)}, step)
+        return sample_metrics(samples, scores_are_continuous)
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
         """Log sampled responses to the trackers; write all of them to JSONL if a folder is set."""
@@ -155,13 +155,13 @@ def _rows(columns: Samples) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_degrees: bool) -> Samples:
+def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_continuous: bool) -> Samples:
     """Return the columns `reward` and `acc` with `unfinished` agents (failed or aborted) as wrong, and `agent_failed`.
 
-    The reward of an unfinished agent is 0; None with `scores_are_degrees`, since 0 has no meaning on the scale of a
+    The reward of an unfinished agent is 0; None with `scores_are_continuous`, since 0 has no meaning on the scale of a
     reward model.
     """
-    failed_reward = None if scores_are_degrees else 0.0
+    failed_reward = None if scores_are_continuous else 0.0
     rewards = [
         failed_reward if failed else reward for reward, failed in zip(samples["reward"], unfinished, strict=True)
     ]
@@ -185,7 +185,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     return {name: [v for part in parts for v in part.get(name, [None] * len(part["uid"]))] for name in names}
 
 
-def sample_metrics(samples: Samples, scores_are_degrees: bool) -> dict[str, float]:
+def sample_metrics(samples: Samples, scores_are_continuous: bool) -> dict[str, float]:
     """Return the statistics of every score per data source, the accuracy where responses are right or wrong, and the
     number of responses that could not be scored (`val/reward/errors/timeout`, …)."""
     metrics = error_metrics(samples, "val/")
@@ -197,15 +197,15 @@ def sample_metrics(samples: Samples, scores_are_degrees: bool) -> dict[str, floa
                 core = variable == main and name.startswith(_CORE) and not name.endswith(_BOUNDS)
                 metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
     correct: Correctness = defaultdict(list)
-    for source, flag in zip(samples["data_source"], sample_correctness(samples, scores_are_degrees), strict=True):
+    for source, flag in zip(samples["data_source"], sample_correctness(samples, scores_are_continuous), strict=True):
         if flag is not None:
             correct[source].append(flag)
     log_accuracy(correct)
     return metrics | {f"val/{source}/accuracy": sum(flags) / len(flags) for source, flags in correct.items()}
 
 
-def sample_correctness(samples: Samples, scores_are_degrees: bool) -> list[bool | None]:
+def sample_correctness(samples: Samples, scores_are_continuous: bool) -> list[bool | None]:
     """Return whether each response is correct; None if it does not count (see `correct_responses`)."""
     unfinished = [bool(failed) for failed in samples.get(_UNFINISHED, ())]
     scores = samples.get("answer_score", samples["reward"])
-    return correct_flags(samples["data_source"], scores, samples.get("acc"), scores_are_degrees, unfinished)
+    return correct_flags(samples["data_source"], scores, samples.get("acc"), scores_are_continuous, unfinished)
