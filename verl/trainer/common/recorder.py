@@ -28,6 +28,7 @@ from verl.recording.writer import RecordWriter
 from verl.trainer.common.checkpoint import SaveResult
 from verl.trainer.common.rank_poll import Groups, RankPoll
 from verl.trainer.common.run_status import RunStatus
+from verl.trainer.recovery.step_end import NonFatalFailures
 from verl.utils.fs import expand_path
 from verl.utils.py_functional import mask_secrets
 
@@ -49,7 +50,7 @@ _POST_TIMEOUT_S = 10.0
 class Recorder:
     """Open between `open` and `close`; otherwise, or with `trainer.record.enable=False`, nothing is recorded.
 
-    Its methods only put records into a queue. The seconds that they take are counted (`take_seconds`).
+    Its methods only put records into a queue. The seconds that they take are counted (`end_step`).
     """
 
     def __init__(self, config: RunConfig, program: str, status: RunStatus, subfolder: str = "") -> None:
@@ -66,11 +67,6 @@ class Recorder:
         """Planned memory of the run, if known; set before `open`."""
         self._seconds = 0.0
         self._totals: dict[str, float] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether records are written."""
-        return self._writer is not None
 
     def open(
         self,
@@ -152,11 +148,17 @@ class Recorder:
             self._totals = {name: value for name, value in data.items() if name.startswith("training/failed_")}
             self._record_phases(step)
 
-    def step_ended(self, step: int) -> None:
-        """Collect the calls of the ranks in this step, in the background."""
+    def end_step(self, step: int, failures: NonFatalFailures) -> dict[str, float]:
+        """Collect the calls of the ranks in this step, in the background; return the seconds that recording took in the
+        trainer's thread. An error of the writer's thread is a non-fatal failure."""
+        if self._writer is None:
+            return {}
         if self._poll is not None:
             with self.timed():
                 self._poll.step_ended(step)
+        failures.dump(KEY, str(self.folder), step, self._writer.raise_error)
+        seconds, self._seconds = self._seconds, 0.0
+        return {"timing_s/record": seconds}
 
     def submit(self, job: Callable[[RecordWriter], None], step: int) -> None:
         """Run `job(writer)` in the writer's thread. If it is busy with earlier jobs, the job is skipped, with an
@@ -164,19 +166,9 @@ class Recorder:
         if self._writer is not None and not self._writer.submit(partial(job, self._writer)):
             self.event("skipped", step)
 
-    def raise_error(self) -> None:
-        """Raise an error of the writer's thread that was not raised yet."""
-        if self._writer is not None:
-            self._writer.raise_error()
-
-    def take_seconds(self) -> float:
-        """Return the seconds that recording has taken in the trainer's thread since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time of the block to `take_seconds`."""
+        """Add the time of the block to the seconds that `end_step` returns."""
         start = time.perf_counter()
         try:
             yield

@@ -262,7 +262,7 @@ class RayPPOTrainer(TrainerAttributes):
         saving = metrics.get("actor/prefix_saving_flops", 0.0)
         metrics |= self.groups.mfu(self._last_batch, self.phases.seconds, saving) | self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
-        metrics |= self.record.end_step(step)
+        metrics |= self.record.recorder.end_step(step, self.failures)
         self._report_metrics(metrics, step)
         self.status.step_done()
         self._snapshot_state()

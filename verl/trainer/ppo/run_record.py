@@ -25,8 +25,6 @@ from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_vali
 from verl.trainer.recovery.step_end import FOLDER, NonFatalFailures
 from verl.utils.fs import expand_path
 
-__all__ = ["RunRecord"]
-
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "val_only"
@@ -97,14 +95,6 @@ class RunRecord:
         """Record the metrics of a step, and add them to the summary."""
         self.summary.add(step, metrics, time.monotonic())
         self.recorder.log(metrics, step)
-
-    def end_step(self, step: int) -> dict[str, float]:
-        """Collect the calls of the ranks in this step, in the background; return the seconds that recording took."""
-        if not self.recorder.is_open:
-            return {}
-        self.recorder.step_ended(step)
-        self._failures.dump(KEY, str(self.recorder.folder), step, self.recorder.raise_error)
-        return {"timing_s/record": self.recorder.take_seconds()}
 
 
 def validation_subfolder(run_folder: str) -> str:

@@ -21,11 +21,10 @@ from verl.config.rm import RMDataConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.supervised.preference_dataset import PreferenceDataset
-from verl.trainer.supervised.trainer import SupervisedTrainer
+from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
-from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.utils.scoring_tokens import SCORED_AT_END
 from verl.workers.engine.base import MicroBatching
@@ -128,11 +127,8 @@ def create_rm_dataset(config: RMDataConfig, tokenizer: Any, is_train: bool) -> A
     """Return the dataset of `data.train_files` or `data.val_files`: of `data.custom_cls`, or a PreferenceDataset."""
     files = config.train_files if is_train else config.val_files
     limit = config.train_max_samples if is_train else config.val_max_samples
-    custom = config.custom_cls
-    if custom.path is not None and custom.name is not None:
-        names = ("data_files", "tokenizer", "config", "max_samples")
-        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
-        return cls(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
+    if (dataset := custom_dataset(config, tokenizer, files, limit)) is not None:
+        return dataset
     return PreferenceDataset(files, tokenizer, config, limit, split="train" if is_train else "validation")
 
 

@@ -20,7 +20,7 @@ from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
-from verl.trainer.supervised.trainer import SupervisedTrainer
+from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.problems import DataError, chat_rule, raise_problems
 from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at
@@ -28,7 +28,6 @@ from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from verl.utils.dataset.tokens import encode_prompts
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
-from verl.utils.import_utils import load_user_object
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
@@ -79,11 +78,8 @@ def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) ->
     """Return the dataset of `data.train_files` or `data.val_files`: of `data.custom_cls`, or one of verl's classes."""
     files = config.train_files if is_train else config.val_files
     limit = config.train_max_samples if is_train else config.val_max_samples
-    custom = config.custom_cls
-    if custom.path is not None and custom.name is not None:
-        names = ("data_files", "tokenizer", "config", "max_samples")
-        user_class = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=names)
-        return user_class(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
+    if (dataset := custom_dataset(config, tokenizer, files, limit)) is not None:
+        return dataset
     cls: type[SFTDataset] = MultiTurnSFTDataset if config.multiturn else SFTDataset
     return cls(files, tokenizer, config.to_dict(), max_samples=limit, split="train" if is_train else "validation")
 
@@ -191,12 +187,12 @@ class GenerativeValidation:
             "gts": [sample.ground_truth for sample in samples],
             "sample_index": [index % val_n for index in range(len(texts))],
             "length": [len(ids) for ids in output.non_tensor_batch["answer"]],
-            "correct": sample_correctness(columns, scores_are_degrees=False),
+            "correct": sample_correctness(columns, scores_are_continuous=False),
         }
         record = recorder.settings
         options = RowOptions(None, recorder.redaction, record.texts, int(record.max_mb_per_step * 1e6))
         recorder.submit(partial(record_validation, described, step, options), step)
-        return sample_metrics(columns, scores_are_degrees=False)
+        return sample_metrics(columns, scores_are_continuous=False)
 
     @cached_property
     def _prompt_texts(self) -> list[str]:

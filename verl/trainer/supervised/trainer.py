@@ -39,6 +39,7 @@ from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.console import LINE
 from verl.utils.dataset.sampler import EpochSampler
 from verl.utils.fs import resolve_model_path
+from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.utils.tracking import Tracking
 
@@ -242,10 +243,7 @@ class SupervisedTrainer(Generic[Config]):
         metrics |= self.batch_metrics(batch)
         metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | end_metrics
         metrics |= self.hang_detector.step_done(seconds)
-        if self.recorder.is_open:
-            self.recorder.step_ended(step)
-            self.failures.dump(KEY, str(self.recorder.folder), step, self.recorder.raise_error)
-            metrics["timing_s/record"] = self.recorder.take_seconds()
+        metrics |= self.recorder.end_step(step, self.failures)
         self._log(metrics, step)
         self.status.step_done()
         self._check_finite(batch, metrics)
@@ -308,6 +306,16 @@ class SupervisedTrainer(Generic[Config]):
                 "(trainer.max_nonfinite_steps). None of these updates changed the weights. Lower optim.lr, then "
                 "optim.grad_clip; look at the dumped batches, and at the weights in model.path."
             )
+
+
+def custom_dataset(config: SupervisedDataConfig, tokenizer: Any, files: Sequence[str], limit: int) -> Any:
+    """Return the dataset of `data.custom_cls` with up to `limit` rows of the files; None if no class is set."""
+    custom = config.custom_cls
+    if custom.path is None or custom.name is None:
+        return None
+    parameters = ("data_files", "tokenizer", "config", "max_samples")
+    cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=parameters)
+    return cls(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
 
 
 def train_loader(
