@@ -17,8 +17,6 @@ import pyarrow.parquet as pq
 
 from verl.recording import schema
 
-__all__ = ["Attempt", "Recording", "RecordingError", "Stream", "read"]
-
 _ATTEMPT_EVENTS = ("start", "resume")
 _MAX_VALUES_WITHOUT_THREADS = 4096
 

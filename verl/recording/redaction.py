@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["REPLACEMENT", "Redaction"]
-
 REPLACEMENT = "[redacted]"
 
 

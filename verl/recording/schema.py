@@ -14,19 +14,6 @@ import pyarrow as pa
 
 from verl.utils.checkpoint.folders import RECORD_FOLDER
 
-__all__ = [
-    "EVENTS",
-    "FOLDER",
-    "FORMER_NAMES",
-    "STREAMS",
-    "VERSION",
-    "Field",
-    "StreamSpec",
-    "arrow_schema",
-    "step_file",
-    "step_of_file",
-]
-
 VERSION = 2
 FORMER_NAMES = {"track": "lane", "tracks": "lanes", "response": "answer"}
 """Names of fields in version 1, which is read, too."""

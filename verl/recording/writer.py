@@ -21,8 +21,6 @@ from verl.recording.retention import set_aside, size_of, step_to_drop
 from verl.utils.disk import JsonLines, atomic_write, to_json
 from verl.version import __version__
 
-__all__ = ["RecordWriter"]
-
 _Item: TypeAlias = Callable[[], None] | tuple[str, Mapping[str, Any]]
 """A job, or a record of a stream of JSON lines."""
 

@@ -23,8 +23,6 @@ from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.naive import RewardError, describe_failures
 from verl.workers.reward_manager.scorer import Sample, Score
 
-__all__ = ["evaluate", "reward_rules", "score_samples", "show_metrics"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN_METRICS = ("mean@", "pass@", "maj@")

@@ -43,8 +43,6 @@ from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.prompts import prompt_rows, response_end_tokens, trajectories_from_prompts
 
-__all__ = ["RESPONSES", "ResponseStore", "generate_responses"]
-
 logger = logging.getLogger(__name__)
 
 RESPONSES = "responses"

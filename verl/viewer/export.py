@@ -20,8 +20,6 @@ from verl.utils.disk import atomic_write
 from verl.viewer.run import QUERIES, ViewedRun
 from verl.viewer.server import STATIC, run_names
 
-__all__ = ["MAX_BYTES", "write_export"]
-
 MAX_BYTES = 20_000_000
 # Every file after those that it imports.
 _MODULES = (

@@ -22,8 +22,6 @@ from verl.recording import Recording, RecordingError, health, read, schema
 from verl.viewer import values
 from verl.viewer.values import column_lists, flatten, merge_responses, numbers
 
-__all__ = ["QUERIES", "ViewedRun"]
-
 _Result = TypeVar("_Result")
 
 _TOKEN_FIELDS = (

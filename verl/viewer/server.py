@@ -19,8 +19,6 @@ from verl.recording import RecordingError
 from verl.utils.http_server.app import GeneratorResponse, HttpError, create_app
 from verl.viewer.run import QUERIES, ViewedRun
 
-__all__ = ["CSP", "STATIC", "create_viewer_app", "run_names"]
-
 STATIC = Path(__file__).parent / "static"
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"

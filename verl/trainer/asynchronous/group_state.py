@@ -17,18 +17,6 @@ from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.nested import is_plain
 
-__all__ = [
-    "GroupState",
-    "from_plain",
-    "group_shape",
-    "join_prompts",
-    "load_buffer",
-    "oldest_step",
-    "save_buffer",
-    "saved_prompts",
-    "to_plain",
-]
-
 _BY_TOKEN = {
     "token_ids": np.int64,
     "log_probs": np.float64,

@@ -42,8 +42,6 @@ from verl.trainer.ppo.row_balancing import concat_prompts
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.worker_recovery import WorkerRecovery
 
-__all__ = ["GroupStream"]
-
 logger = logging.getLogger(__name__)
 
 # Interval in which a wait for trajectories checks the state of the hosts.

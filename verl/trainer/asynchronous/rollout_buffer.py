@@ -18,8 +18,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["PromptGroup", "RolloutBuffer"]
-
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
 """Why a group became too old: it did not finish; it finished, but batches were full; it was a surplus group."""
 TRAINED_STALE = "stale_samples"

@@ -17,8 +17,6 @@ from verl.trainer.asynchronous.group_stream import GroupStream
 from verl.trainer.asynchronous.utilization import AsyncSetup, tuning_advice
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-__all__ = ["AsyncPPOTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

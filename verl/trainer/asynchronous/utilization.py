@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from verl.config.layout import ACTOR, ROLLOUT
 
-__all__ = ["AsyncSetup", "IdleShares", "InFlight", "Utilization", "tuning_advice"]
-
 # Phases in which the trainer waits for scored responses.
 _WAITING = ("gen", "reward")
 # Smaller idle shares are not worth a change.

@@ -17,8 +17,6 @@ from verl.single_controller.base.worker import RankUsage
 from verl.utils.progress import GENERATING
 from verl.workers.rollout.base import Load
 
-__all__ = ["RankPoll"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds between records of the series: at least the first, at least this share of the run's time so far. The number of

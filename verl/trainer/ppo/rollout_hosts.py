@@ -17,8 +17,6 @@ from verl.single_controller.ray.column_store import StoredRows
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.trajectory import HostReply
 
-__all__ = ["HostKind", "HostLoss", "HostState", "RolloutHosts"]
-
 logger = logging.getLogger(__name__)
 
 # A `host.collect` call of a collector thread returns after this time at the latest.

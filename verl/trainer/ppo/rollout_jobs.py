@@ -28,18 +28,6 @@ from verl.types.trajectory import Headers, HostReply, Status, Trajectory
 from verl.workers.rollout.prompts import RolloutJob, sampling_params
 from verl.workers.rollout.training_rows import empty_experts, trajectories_from_rows
 
-__all__ = [
-    "FinishedTrajectory",
-    "ManagedJob",
-    "OnFinished",
-    "SubmittedRow",
-    "finished_trajectories",
-    "join_rows",
-    "read_trajectories",
-    "store_trajectories",
-    "trajectory_names",
-]
-
 # Columns of a host's reply that are ignored: they are taken from the prompts.
 _PROMPT_COLUMNS = ("uid", "sample_index")
 

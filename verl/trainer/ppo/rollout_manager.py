@@ -44,8 +44,6 @@ from verl.types.trajectory import HostReply
 from verl.utils.progress import expect, pulse, tick
 from verl.workers.rollout.prompts import with_row_names
 
-__all__ = ["RolloutManager"]
-
 logger = logging.getLogger(__name__)
 
 # Interval in which a wait for trajectories checks for cancellation and lost hosts.

@@ -20,8 +20,6 @@ from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transf
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.trainer.recovery.hang_detector import RESTART_PHASE
 
-__all__ = ["MAX_RESTARTS_PER_STEP", "WorkerRecovery"]
-
 logger = logging.getLogger(__name__)
 
 # A failure that recurs after every restart must end the run.
