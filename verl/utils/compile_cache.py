@@ -109,7 +109,7 @@ def _try_exclusive(lock: IO[bytes]) -> bool:
 def _check(folder: Path, max_bytes: int) -> None:
     """Remove the folder if it is too large, or if a file that the manifest lists has changed; then update the manifest.
 
-    New files are added: they are complete, also those of a process that was killed.
+    New files are added: Inductor and Triton write them atomically, so that those of a killed process are complete.
     """
     known = _read_manifest(folder)
     digests = {str(path.relative_to(folder)): _digest(path) for path in _files(folder)}
