@@ -253,10 +253,11 @@ class TaskRunner:
         checks models, data and rewards."""
         from verl.single_controller.ray.rank_start import start_early
 
-        modules = {worker.__module__ for worker in self.role_worker_mapping.values()}
+        names = {worker.__module__ for worker in self.role_worker_mapping.values()}
+        modules = [name for name in sorted(names) if name.startswith("verl.")]  # users' classes are sent by content
         resource_pool_manager.create_resource_pool()
         pools = list(resource_pool_manager.resource_pool_dict.values())
-        start_early(pools, [*sorted(modules), *_RANK_MODULES])
+        start_early(pools, [*modules, *_RANK_MODULES])
 
     def _train(self, config: PPOConfig, trainer_cls: Any, resource_pool_manager: Any) -> str | None:
         """Check models, data and rewards, then create the trainer, start the workers and train."""

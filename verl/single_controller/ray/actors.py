@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import time
@@ -26,6 +27,8 @@ from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
 from verl.utils.resources import WarmupGcFreeze
 from verl.utils.stacks import enable_stack_dumps
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "verl"
 _INLINE_BYTES = 64 * 1024
@@ -55,9 +58,12 @@ class RayRankHost(RankHost):
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def preload(self, modules: Sequence[str]) -> None:
-        """Import modules before `construct` needs them. One that cannot be imported raises its error there again."""
+        """Import modules before `construct` needs them."""
         for name in modules:
-            importlib.import_module(name)
+            try:
+                importlib.import_module(name)
+            except ImportError as error:  # raised again where the module is used
+                logger.debug("not imported in advance: %s", error)
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         quiet_warnings()
