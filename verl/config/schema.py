@@ -6,7 +6,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, Union
 
@@ -43,7 +43,7 @@ def key(doc: str, **rules: Any) -> Any:
     return field(metadata={_METADATA_KEY: Key(doc, **rules)})
 
 
-class Block(Mapping[str, Any]):
+class Block:
     """Base class of blocks: keys are attributes; `[]`, `.get`, `in` and iteration work as for a dict."""
 
     __slots__ = ()
@@ -72,6 +72,22 @@ class Block(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(entries(type(self)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of the key; `default` only if there is no such key."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def keys(self) -> KeysView[str]:
+        return entries(type(self)).keys()
+
+    def values(self) -> ValuesView[Any]:
+        return {name: getattr(self, name) for name in self}.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return {name: getattr(self, name) for name in self}.items()
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists; loading them gives an equal config."""
