@@ -96,7 +96,7 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
         context = max(lengths) * 8
         shape_config(shape, max_position_embeddings=context).save_pretrained(folder)
         given = ["algorithm=grpo", f"actor_rollout_ref.model.path={folder}", "data.train_batch_size=16", "--gpu", gpu]
-        given += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.rollout.n=1"]
+        given += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.rollout.n=4"]
         given += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
         run = planned_run(parse_arguments([*given, "--gpus", "1", "data.max_prompt_length=1024"]))
         limit = largest_length(run.config, context, run.load, run.plan)
