@@ -30,8 +30,8 @@ from verl.inference.build import build_engine
 from verl.inference.lora import LoraError, LoraRegistry, UnknownAdapterError, read_adapter
 from verl.inference.models.adapters import AdapterOptions
 from verl.inference.server import load_app, options_parser
-from verl.inference.serving.api_errors import openai_error
-from verl.inference.serving.lora_routes import lora_routes
+from verl.inference.serving.api import openai_error
+from verl.inference.serving.app import lora_routes
 from verl.inference.serving.model import ModelLoader
 from verl.types.request import Request, SamplingParams
 from verl.utils.http_server.app import create_app

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.tiny import tiny_tokenizer
 from verl.inference.constraints import OutputConstraints, json_grammar
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.app import api_errors
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, HeavyRequest, ModelInfo, parse
 from verl.types.request import SamplingParams

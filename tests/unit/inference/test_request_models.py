@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import tiny_tokenizer
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo, parse
 from verl.inference.serving.request_models import ChatRequest, CompletionRequest, ScoreRequest
 from verl.inference.serving.scoring_requests import REWARDS, parse_scoring

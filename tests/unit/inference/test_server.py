@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from verl.inference.server import main
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.app import in_options
 from verl.inference.serving.openai_requests import ModelInfo, parse
 from verl.protocol import DataProto

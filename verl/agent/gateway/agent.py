@@ -21,7 +21,7 @@ from verl.agent.gateway.session import GatewaySession, Generate, Model, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
 from verl.config import PPOConfig
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import ModelInfo
 from verl.types.request import Output, Request
 from verl.utils.concurrency import SharedEventLoop

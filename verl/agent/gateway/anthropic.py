@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from verl.agent.gateway.answer import Answer
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk
 from verl.utils.http_server.app import HttpError

@@ -20,7 +20,7 @@ from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.anthropic import AnthropicFormatter, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
-from verl.inference.serving.api_errors import ApiError, openai_error
+from verl.inference.serving.api import ApiError, openai_error
 from verl.inference.serving.openai_requests import CHAT, ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder
 from verl.utils.http_server.app import GeneratorResponse, HttpError, create_app, json_response, request_body

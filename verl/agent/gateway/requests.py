@@ -10,7 +10,7 @@ from typing import Any
 from verl.agent.chat import Chat, ChatSettings, cached_chat
 from verl.agent.gateway.anthropic import as_openai
 from verl.agent.gateway.tree import Message, prefix_digests, scope_key
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import (
     HeavyRequest,
     ModelInfo,

@@ -18,7 +18,7 @@ from verl.agent.chat import ChatSettings
 from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.requests import GatewayRequest, check_body, end_ids, prompt_ids, read_request, suffix_ids
 from verl.agent.gateway.tree import Message, RequestNode, ResponseNode, Tree
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo, ParsedChatRequest, check_length
 from verl.inference.serving.openai_responses import ResponseChunk
 from verl.inference.serving.parsers import text_work_error

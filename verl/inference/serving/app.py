@@ -1,4 +1,4 @@
-"""The OpenAI API of an engine: /v1/completions, /v1/chat/completions, /v1/models, /health."""
+"""The OpenAI API of an engine: /v1/completions, /v1/chat/completions, LoRA adapters, /v1/models, /health."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.lora import LoraRegistry
-from verl.inference.serving.api_app import create_model_app
-from verl.inference.serving.api_errors import ApiError
-from verl.inference.serving.lora_routes import lora_routes
+from verl.inference.lora import LoraError, LoraRegistry, UnknownAdapterError
+from verl.inference.serving.api import ApiError, create_model_app
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo, ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.parsers import Parsers
@@ -29,14 +27,17 @@ from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.exceptions import rename_fields
 from verl.utils.http_server.app import GeneratorResponse, request_body
+from verl.utils.http_server.json_body import parse_json
 
-__all__ = ["OpenAIServer", "api_errors", "in_options"]
+__all__ = ["OpenAIServer", "api_errors", "in_options", "lora_routes"]
 
 # Prompt tokens decoded with a response: decoders drop the space in front of the first word of a text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
 # Number of log-probs that are encoded in a few milliseconds.
 _SMALL_RESPONSE = 512
+# Characters of an adapter's name.
+_MAX_NAME = 200
 _NO_CACHE = {"Cache-Control": "no-cache"}
 
 logger = logging.getLogger(__name__)
@@ -240,3 +241,51 @@ def api_errors(param: str | None = None, status: int = 400) -> Iterator[None]:
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(f"the engine failed: {error}", status=500) from error
+
+
+def lora_routes(loras: LoraRegistry, root: Path | None) -> list[Route]:
+    """Routes that load and unload adapters, as in vLLM. Adapters are in folders below `root` (None: in any folder)."""
+    # One adapter at a time: requests that wait must not occupy the threads of other requests.
+    loading = asyncio.Lock()
+
+    async def load(request: HttpRequest) -> Response:
+        name, path = _read_fields(request, ("lora_name", "lora_path"))
+        try:
+            async with loading:
+                await asyncio.to_thread(loras.load, name, path, root)
+        except LoraError as error:
+            raise ApiError(str(error), error.field) from error
+        logger.info("loaded the LoRA adapter %r from %r", name, path)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: HttpRequest) -> Response:
+        (name,) = _read_fields(request, ("lora_name",))
+        try:
+            async with loading:
+                await asyncio.to_thread(loras.unload, name)
+        except UnknownAdapterError as error:
+            raise ApiError(str(error), error.field, 404, "model_not_found") from error
+        logger.info("unloaded the LoRA adapter %r", name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
+
+
+def _read_fields(request: HttpRequest, names: Sequence[str]) -> list[str]:
+    """The values of these fields of a JSON body, which may also have vLLM's `lora_int_id`."""
+    fields: Any = parse_json(bytes(request_body(request)))
+    if not isinstance(fields, dict):
+        raise ApiError("The body must be a JSON object.")
+    unknown = sorted(fields.keys() - {*names, "lora_int_id"})
+    if unknown:
+        raise ApiError(f"{unknown[0][:_MAX_NAME]}: unknown field. Use {', '.join(names)}.", unknown[0][:_MAX_NAME])
+    for name in names:
+        value = fields.get(name)
+        if not isinstance(value, str) or not value:
+            raise ApiError(f"{name}: should be a non-empty string.", name)
+        if name == "lora_name" and len(value) > _MAX_NAME:
+            raise ApiError(f"{name}: has {len(value)} characters; at most {_MAX_NAME} are allowed.", name)
+    return [fields[name] for name in names]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.inference.constraints import check_compiles
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.request_models import (
     ApiRequest,
     ChatRequest,

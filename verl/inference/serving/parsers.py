@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo
 from verl.utils.tokenizer import TextWorkers, TextWorkersBusy, TextWorkLimit
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.types.request import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from verl.utils.http_server.app import HttpError
 from verl.utils.http_server.json_body import RequestModel, parse_json

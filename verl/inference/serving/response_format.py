@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.inference.constraints import json_grammar
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.request_models import GenerationRequest
 
 __all__ = ["response_grammar"]

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl.inference.serving.api_errors import openai_error
+from verl.inference.serving.api import openai_error
 from verl.utils.http_server.app import HttpError, create_app, request_body
 
 __all__ = ["Router", "least_busy"]

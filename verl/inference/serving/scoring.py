@@ -14,8 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.inference.classifier import Classifier
-from verl.inference.serving.api_app import create_model_app
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError, create_model_app
 from verl.inference.serving.openai_requests import ModelInfo
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring_requests import CLASSIFY, REWARDS, ParsedScoreRequest

@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from verl.inference.constraints import text_grammar
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.request_models import ChatRequest, FunctionChoice
 from verl.utils.tool_calls import HERMES_CLOSE, HERMES_OPEN, parse_json_call
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.gateway_server import TEMPLATE, running_gateway
 from verl.agent.gateway.anthropic import as_openai
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 ASK = {"role": "user", "content": "How warm is it?"}

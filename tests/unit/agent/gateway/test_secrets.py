@@ -17,7 +17,7 @@ import pytest
 from tests.support.gateway_server import running_gateway
 from verl.agent.gateway.agent import _Gateway, describe_failure
 from verl.agent.gateway.session import GatewaySession, Sessions
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 
 ASK = {"messages": [{"role": "user", "content": "How warm is it?"}]}
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,7 @@ from tests.support.gateway_server import END, CountingTokenizer
 from verl.agent.gateway import session as session_module
 from verl.agent.gateway.requests import MESSAGES, check_body
 from verl.agent.gateway.session import GatewaySession, Model
-from verl.inference.serving.api_errors import ApiError
+from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import CHAT, ModelInfo
 from verl.utils.tool_calls import get_parser
 

@@ -1,26 +1,54 @@
-"""The application that all model servers share: /v1/models and /health."""
+"""The part of the OpenAI API that all model servers share: errors, /v1/models and /health."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from verl.inference.serving.api_errors import ApiError, openai_error
-from verl.inference.serving.openai_requests import ModelInfo
-from verl.utils.http_server.app import create_app
+from verl.utils.http_server.app import HttpError, create_app
 
-__all__ = ["create_model_app"]
+__all__ = ["ApiError", "create_model_app", "openai_error"]
+
+_TYPES = {401: "authentication_error", 404: "not_found_error"}
+
+
+class ApiError(HttpError):
+    """A rejected request; `param` is the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(status, message, param=param, code=code)
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The JSON body of the response, or of the event that ends a stream."""
+        return openai_error("", self)
+
+
+def openai_error(_path: str, error: HttpError) -> Mapping[str, Any]:
+    """The `error_content` (see `create_app`) of servers with the OpenAI API."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+class ServedModel(Protocol):
+    """The part of `ModelInfo` that /v1/models shows."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
 
 def create_model_app(
     routes: Sequence[Route],
-    model_info: Callable[[], ModelInfo],
+    model_info: Callable[[], ServedModel],
     unfinished: Callable[[], int],
     max_body_bytes: int,
     api_key: str | None,
