@@ -25,7 +25,7 @@ PHASES = {
     "_compute_old_log_prob": "old log-probs",
     "_compute_advantage": "advantages",
     "_update": "update",
-    "_after_step": "rollout dump",
+    "_record_step": "rollout dump",
     "_save_checkpoint": "save",
     "_validate": "validation",
     "_log_metrics": "log",

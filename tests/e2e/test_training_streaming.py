@@ -40,8 +40,8 @@ class Noting(PromptRecordingTrainer, AsyncPPOTrainer):
 
 
 class Killing(Noting):
-    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        super()._after_step(batch, metrics)
+    def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        super()._record_step(batch, metrics)
         victims = {1: self.groups.agents, 2: self.groups.rollout}
         if self.global_steps in victims:
             os.kill(victims[self.global_steps].processes[0].pid, signal.SIGKILL)

@@ -12,8 +12,8 @@ class PromptRecordingTrainer(RayPPOTrainer):
     trained: list[dict[str, set[int]]]
     last: int | None = None
 
-    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        super()._after_step(batch, metrics)
+    def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        super()._record_step(batch, metrics)
         versions, uids = batch.batch["rollout_versions"], batch.non_tensor_batch["uid"]
         versions_of_rows = [set(row[row >= 0].tolist()) for row in versions]
         self.trained = [*getattr(self, "trained", []), dict[str, set[int]]()]

@@ -231,6 +231,7 @@ class AgentData:
     def add_replies(self, messages: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> bool:
         """Append messages of the environment, whose `chat.suffix` is `token_ids`.
 
+        Their mask is 0, which excludes them from the loss: `workers/rollout/training_rows.py` builds `response_mask`.
         Returns False if they were truncated or leave no token for the model's next turn.
         """
         fits = len(token_ids) < self.remaining

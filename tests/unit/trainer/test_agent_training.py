@@ -82,8 +82,8 @@ def task(tmp_path_factory) -> dict[str, str]:
 
 
 class Kept(RayPPOTrainer):
-    def _after_step(self, batch, metrics) -> None:
-        super()._after_step(batch, metrics)
+    def _record_step(self, batch, metrics) -> None:
+        super()._record_step(batch, metrics)
         self.kept = batch
 
 

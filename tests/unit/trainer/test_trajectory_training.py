@@ -32,8 +32,8 @@ def agent(monkeypatch) -> None:
 class Kept(RayPPOTrainer):
     """Keeps every batch that was trained on."""
 
-    def _after_step(self, batch, metrics) -> None:
-        super()._after_step(batch, metrics)
+    def _record_step(self, batch, metrics) -> None:
+        super()._record_step(batch, metrics)
         self.kept = [*getattr(self, "kept", []), batch]
 
 

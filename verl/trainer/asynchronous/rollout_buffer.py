@@ -1,10 +1,10 @@
 """RolloutBuffer: tracks prompt groups in flight and finished groups, and selects the groups of the next batch.
 
 A version is the number of trained batches; the trainer takes one batch per version. A group sent at version `v` is
-trained at version `v + max_staleness` at the latest. `capacity` guarantees it: groups in flight, finished or in the
-current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt is sent while two batches
-are finished or being trained: if training is the bottleneck, responses do not age in the queue. Groups that finish
-early are trained early.
+trained at version `v + max_staleness` at the latest, or dropped. `capacity` makes that possible: groups in flight,
+finished or in the current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt is sent
+while two batches are finished or being trained: if training is the bottleneck, responses do not age in the queue.
+Groups that finish early are trained early.
 
 Strategy `wait`: a batch is delayed if otherwise not all groups in flight could be trained in time. Strategy `drop`:
 groups that became too old are dropped, and their prompts are returned to the source. A prompt is dropped once: batches
@@ -133,7 +133,7 @@ class RolloutBuffer:
         old = [group for group in self._all() if version - group.base_version > self._max_staleness]
         for group in old:
             reason = FINISHED if group.serial in self._finished else IN_FLIGHT
-            if self._waits or self._in_order:
+            if self._waits or self._in_order:  # batches wait for all other groups
                 reason = SURPLUS
             (self._finished if group.serial in self._finished else self._in_flight).pop(group.serial)
             self._promised -= group.promised

@@ -107,7 +107,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """Validate with the weights after the step, while the stream stays open."""
         self._drain_stream()
         metrics = super()._validate()
-        self._release_weights()
+        self._free_generation_devices()
         return metrics
 
     def _utilization_metrics(self) -> dict[str, float]:

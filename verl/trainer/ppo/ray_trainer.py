@@ -1,4 +1,4 @@
-"""RayPPOTrainer: the training loop. `_train_step` is one training step, one line per phase."""
+"""RayPPOTrainer: the training loop. `_train_step` is one training step: one call per phase, in order."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class RayPPOTrainer(TrainerAttributes):
         self._update_check = UpdateCheck(config.trainer.max_nonfinite_steps, update_remedies(config))
         self._weight_check = WeightCheck(config, self._update_check, self.state.resume_from)
         self.preemption = Preemption(config.trainer.save_within)
-        self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self.preemption)
+        self._step_end = StepEnd(self.stop_requested, self.failures, self.state.saver, self.preemption)
 
     def init_workers(self) -> None:
         """Reserve devices, start one worker group per pool with its roles colocated, and load the models."""
@@ -234,7 +234,10 @@ class RayPPOTrainer(TrainerAttributes):
                     return
 
     def _step(self, batch: DataProto) -> bool:
-        """Run one training step, then save and validate if due, and log; return whether the run stops, saved."""
+        """Run one training step, then save and validate if due, and log.
+
+        Returns True if the run stops here; its state is then saved.
+        """
         trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
         self.phases = self._new_phases()
         self.preemption.begin_step(step, self.phases)
@@ -245,10 +248,10 @@ class RayPPOTrainer(TrainerAttributes):
             if self.preemption.finish() is None:
                 raise
             self.state.restore_snapshot()
-            self._end_step.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
+            self._step_end.finish_preempted(self.global_steps, self._save_checkpoint, self.phases)
             return True
         self._weight_check.check(metrics, step, self._report_metrics, self.state.saver.wait)
-        end_metrics, stopping = self._end_step(
+        end_metrics, stopping = self._step_end(
             step,
             self._save_checkpoint,
             self._validate,
@@ -305,15 +308,18 @@ class RayPPOTrainer(TrainerAttributes):
                     manager.close()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        """Run one training step on a batch of prompts; return its metrics."""
+        """Run one training step on a batch of prompts; return its metrics.
+
+        `_collect_rollouts` generates and scores the responses; from then on `batch` has one row per response.
+        """
         metrics: dict[str, float] = {}
-        self._trained_version = self.policy_version
+        self._version_before_update = self.policy_version
         with self.phases("update_weights", self.actor_wg):
             self._sync_weights()
         batch = self._collect_rollouts(batch, metrics)
-        self._release_weights()
-        self._old_log_probs_from_update = self._update_computes_old_log_probs(batch)
-        if not self._old_log_probs_from_update:
+        self._free_generation_devices()
+        self._skips_old_log_prob_pass = self._update_computes_old_log_probs(batch)
+        if not self._skips_old_log_prob_pass:
             with self.phases("old_log_prob", self.actor_wg):
                 batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
@@ -334,8 +340,9 @@ class RayPPOTrainer(TrainerAttributes):
         if self._updates_actor:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
-            self.policy_version += self._update_check.record_update(metrics, "actor")
-        self._after_step(batch, metrics)
+            if self._update_check.record_update(metrics, "actor"):  # False if the update was skipped
+                self.policy_version += 1
+        self._record_step(batch, metrics)
         return metrics
 
     # ---------------------------------------------------------------- phases
@@ -356,8 +363,8 @@ class RayPPOTrainer(TrainerAttributes):
         """Send the weights of the current policy version to the rollout engines."""
         self.recovery.retry_on_worker_loss(self.weight_sync.sync, self.policy_version)
 
-    def _release_weights(self) -> None:
-        """Free the weights of engines that share devices with the trainer, until the next sync."""
+    def _free_generation_devices(self) -> None:
+        """Free the devices that engines share with the trainer: pause generation and release the engines' weights."""
         self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
 
     @property
@@ -409,7 +416,10 @@ class RayPPOTrainer(TrainerAttributes):
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
-        """Add `token_level_rewards` (with the KL penalty, if configured), `advantages` and `returns`."""
+        """Add `token_level_rewards` (with the KL penalty, if configured), `advantages` and `returns`.
+
+        Also applies the rollout correction, and removes truncated responses from `response_mask` if configured.
+        """
         batch_metrics = add_advantage_columns(
             batch, self.config, self.mismatch, self.kl_ctrl_in_reward, self.use_critic
         )
@@ -433,15 +443,15 @@ class RayPPOTrainer(TrainerAttributes):
             self.val_dataloader, generate, self.val_reward_fn, self.global_steps, self.status, self.tracking
         )
 
-    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Update the sampler, record the step and write its dumps."""
         self._last_batch = batch
-        if self._old_log_probs_from_update:
+        if self._skips_old_log_prob_pass:
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes batches to the sampler
             self.state.prompts.update_sampler(batch)
         is_bad = self._update_check.has_bad_update(metrics)
-        self.record.dump(batch, self.global_steps, self._trained_version, self.generator.reward_names, is_bad)
+        self.record.dump(batch, self.global_steps, self._version_before_update, self.generator.reward_names, is_bad)
 
     # ---------------------------------------------------------------- checkpoints and logs
 

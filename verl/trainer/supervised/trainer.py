@@ -82,7 +82,7 @@ class SupervisedTrainer(Generic[Config]):
         self.stop_requested = threading.Event()
         self.failures = NonFatalFailures()
         self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
-        self._end_step = StepEnd(self.stop_requested, self.failures, self.saver, Preemption(trainer.save_within))
+        self._step_end = StepEnd(self.stop_requested, self.failures, self.saver, Preemption(trainer.save_within))
         self.summary = RunSummary()
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
@@ -220,7 +220,7 @@ class SupervisedTrainer(Generic[Config]):
         phases = Phases(self.status)
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
-        end_metrics, stopping = self._end_step(
+        end_metrics, stopping = self._step_end(
             step,
             self._save_checkpoint,
             self._validate,

@@ -94,7 +94,7 @@ class NaiveRewardManager:
     `timeout` seconds, each process to `memory_limit_gb` beyond its memory at the start (None: no limit). If a call
     raises, times out, crashes or returns no finite number, only its sample fails, and `on_error` decides: the run stops
     (`fail`), the sample scores 0 (`zero`), or it is also excluded from training (`mask`, done by
-    `verl.trainer.ppo.reward.compute_reward`). `num_examine` samples per data source are logged in every call.
+    `verl.trainer.ppo.scoring.score_responses`). `num_examine` samples per data source are logged in every call.
     `skip_special_tokens=False` keeps special tokens in the text that the function gets.
     """
 

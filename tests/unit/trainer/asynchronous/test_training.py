@@ -151,8 +151,8 @@ def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path:
     gate.put_into(monkeypatch)
 
     class Freeing(Noting):
-        def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-            super()._after_step(batch, metrics)
+        def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+            super()._record_step(batch, metrics)
             while not gate.open.is_set() and not gate.tokens[self.policy_version - 1]:
                 time.sleep(0.005)
             if self.global_steps == 4:
@@ -183,8 +183,8 @@ def test_what_is_answered_during_an_update_is_known_before_anything_is_dropped(t
     monkeypatch.setattr(Utilization, "set_in_flight", counted)
 
     class Waiting(Noting):
-        def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-            super()._after_step(batch, metrics)
+        def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+            super()._record_step(batch, metrics)
             if self.global_steps == 2:
                 gate.open.set()
                 while under_way[-1]:
