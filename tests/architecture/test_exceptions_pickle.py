@@ -62,6 +62,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "DataError": lambda kind: kind(["row 3 has no prompt", "row 5 has no answer"]),
     "DriverError": lambda kind: kind("cuMemAlloc_v2 failed: out of memory", 2),
     "FolderTakenError": lambda kind: kind(Path("/checkpoints"), None),
+    "LoraError": lambda kind: kind("lora_path", "it has no adapter_config.json"),
     "HttpError": lambda kind: kind(404, "no such path"),
     "PromptRejected": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
     "InvalidValue": lambda kind: kind("is no number", "Set a number"),

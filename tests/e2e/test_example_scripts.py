@@ -107,7 +107,8 @@ def test_configuration_keys_in_documents_exist():
     given = ["data.path=a/b", "data.output_path=c.parquet", "model.path=a/b"]
     others.append(load_config(None, given, check_files=False, root=GenerationConfig))
     # Paths that begin with a block's name; those that end in a dot or a star stand for several.
-    written = re.compile(rf"(?<![\w./])((?:{'|'.join(block for block in ppo if block != 'custom')})(?:\.[a-z_0-9]+)+)")
+    blocks = "|".join(block for block in ppo if block != "custom")
+    written = re.compile(rf"(?<![\w./])((?:{blocks})(?:\.[a-z][a-z_0-9]*)+)")
     for file in DOCUMENTS:
         # Code blocks are executed by tests/unit/docs; some contain wrong keys on purpose.
         prose = re.sub(r"^```.*?^```|\(\S+\.md(#\S*)?\)", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -59,8 +59,11 @@ class LoraError(ValueError):
 
     def __init__(self, field: str, problem: str) -> None:
         """`field`: lora_name or lora_path."""
-        super().__init__(f"{field}: {problem}")
-        self.field = field
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
 
 
 class UnknownAdapterError(LoraError):
@@ -68,6 +71,7 @@ class UnknownAdapterError(LoraError):
 
     def __init__(self, name: str) -> None:
         super().__init__("lora_name", f"{name!r} is not loaded.")
+        self.args = (name,)  # pickling calls the constructor with them
 
 
 class LoraRegistry:

@@ -251,8 +251,12 @@ class TaskRunner:
     def _start_ranks(self, config: PPOConfig, resource_pool_manager: Any) -> None:
         """Reserve the devices and start the processes of the ranks: they import what they need while this process
         checks models, data and rewards."""
+        import ray
+
         from verl.single_controller.ray.rank_start import start_early
 
+        if not ray.is_initialized():  # worker groups in this process
+            return
         names = {worker.__module__ for worker in self.role_worker_mapping.values()}
         modules = [name for name in sorted(names) if name.startswith("verl.")]  # users' classes are sent by content
         resource_pool_manager.create_resource_pool()
