@@ -22,7 +22,7 @@ import pytest
 from tests.support.gateway_server import running_gateway
 from tests.support.tiny import save_tiny_model
 from verl.agent.search_loop import parse_action
-from verl.inference.serving.tool_calls import ToolText
+from verl.inference.serving.tool_calls import ToolCallSplitter
 from verl.tools.sandbox_fusion_tools import plain_code
 from verl.utils.tool_calls import get_parser
 
@@ -223,7 +223,7 @@ FORMATS = ["hermes", "llama3_json", "deepseek", "glm", "kimi", "gemma", "openai"
 
 
 def streamed(text):
-    calls = ToolText("")
+    calls = ToolCallSplitter("")
     for start in range(0, len(text), 5000):
         calls.push(text[start : start + 5000], last=False)
     calls.push("", last=True)

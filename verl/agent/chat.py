@@ -1,7 +1,7 @@
 """Chat: a conversation as token ids, rendered by the model's chat template and extended turn by turn.
 
-The tokens of a turn stay as the model sampled them. Only the text after a turn is rendered by the template and
-tokenised. `check` compares this with the template applied to whole conversations, before anything is generated.
+The tokens of a turn of the model stay as sampled. Only the text after a turn is rendered by the template and tokenised.
+`Chat.check` compares the resulting tokens with those of the template applied to whole conversations, before training.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from verl.utils.turn_template import CallStyle, Messages, TurnTemplate, tool_mes
 
 __all__ = ["Chat", "ChatSettings", "cached_chat", "encode_replies", "tool_message"]
 
-# Prefix for encoding a continuation: some tokenizers put a space before every text, but not inside of one.
+# Prefix for encoding text that follows other text: some tokenizers put a space before the first word of every text.
 _TEXT_BEFORE = "!"
 # Size of the cache of Chats per process.
 _CACHED_CHATS = 64
 # Time limit for encoding long replies.
 _ENCODE_TIMEOUT_S = 60.0
 
-_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, TextWorkers] = WeakKeyDictionary()
+# Processes for encoding long replies, by event loop and tokenizer.
+_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, TextWorkers]] = WeakKeyDictionary()
 
 
 class Chat:
@@ -68,12 +69,13 @@ class Chat:
     def suffix(self, messages: Messages, answer: Sequence[int] = ()) -> list[int]:
         """Token ids of the replies `messages` to a turn of the model, with the generation prompt of its next turn.
 
-        `answer`: the tokens of that turn; only the last one matters. If it is one of `end_ids`, the template's end
-        token is not written again; if it is the role token that opens the next message (GLM), the role token is not
-        written again. After any other token the suffix begins with the template's end token.
+        `answer`: the tokens of the model's turn; only the last one matters. If it is one of `end_ids`, the template's
+        end token is not written again; if it is the role token that opens the next message (GLM), the role token is
+        not written again. After any other token the suffix begins with the template's end token.
         """
         turn_end = self.turns.after_turn(messages)
-        rest, last = turn_end.rest, answer[-1] if answer else None
+        rest = turn_end.rest  # what the template writes after its end token
+        last = answer[-1] if answer else None
         if last is None or (last not in self.end_ids and last != self._token_id(turn_end.token)):
             return self.encode(turn_end.token + rest) if turn_end.token else self._encode_after_text(rest)
         if turn_end.role_token and last == self._token_id(turn_end.role_token):
@@ -85,16 +87,15 @@ class Chat:
         return self.encode(turn_end.token + rest)[1:] if turn_end.token else self._encode_after_text(rest)
 
     def check(self, mode: str = "strict") -> list[str]:
-        """Descriptions of what the template lacks and of the changes that it makes to earlier turns, for the log.
+        """Return warnings for the log: what the template lacks, and how it changes earlier turns.
 
         Raises ValueError if tokens appended turn by turn differ from the template's tokens of the whole conversation.
-
         `mode`: ignore_strippable ignores differences in white space, disable checks nothing.
         """
         return [] if mode == "disable" else check_template(self, mode)
 
     def render(self, messages: Messages, generation_prompt: bool) -> str:
-        """The template's text of a conversation."""
+        """The conversation as text, as the template writes it."""
         return self.turns.render(messages, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> list[int]:
@@ -127,7 +128,7 @@ class Chat:
 
 
 class ChatSettings(NamedTuple):
-    """The settings of a Chat without its tokenizer: hashable, and small enough to send to a text worker process."""
+    """The settings of a Chat without its tokenizer, to construct it again in a text worker process. Hashable."""
 
     tools: str
     """JSON, in the format of the OpenAI API."""
@@ -142,7 +143,7 @@ class ChatSettings(NamedTuple):
 
 @lru_cache(_CACHED_CHATS)
 def cached_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
-    """The Chat with these settings."""
+    """The Chat with these settings, constructed once per process."""
     return Chat(tokenizer, json.loads(settings.tools), settings.end_token_ids, **json.loads(settings.template_kwargs))
 
 
@@ -154,19 +155,20 @@ async def encode_replies(
     answer: Sequence[int],
     max_tokens: int,
 ) -> list[int]:
-    """`chat.suffix(messages, answer)`, of which only the first `max_tokens` tokens are exact: longer texts are cut to
-    the characters that can fill them.
+    """Return `chat.suffix(messages, answer)`. Only its first `max_tokens` tokens are exact: each message is cut to the
+    largest number of characters that so many tokens can have.
 
-    Long texts are encoded in a worker process. If that takes more than 60 s or 2 GB, it raises TextWorkLimit, a
-    ValueError, which fails only this trajectory.
+    `settings` and `tokenizer` are those of `chat`. Long texts are encoded in a worker process. If that takes more than
+    60 s or 2 GB, it raises TextWorkLimit, a ValueError, which fails only this trajectory.
     """
     shortened = [_shorten(message, max_characters(tokenizer, max_tokens)) for message in messages]
     if text_length(shortened) <= SHORT_TEXT:
         return chat.suffix(shortened, answer)
     loop = asyncio.get_running_loop()
-    if loop not in _workers:
-        _workers[loop] = TextWorkers(tokenizer_loader(tokenizer), _ENCODE_TIMEOUT_S)
-    return await _workers[loop].call(_encode_in_worker, settings, shortened, list(answer[-1:]))
+    workers = _workers.setdefault(loop, {})
+    if tokenizer not in workers:
+        workers[tokenizer] = TextWorkers(tokenizer_loader(tokenizer), _ENCODE_TIMEOUT_S)
+    return await workers[tokenizer].call(_encode_in_worker, settings, shortened, list(answer[-1:]))
 
 
 def _encode_in_worker(

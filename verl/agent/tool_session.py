@@ -43,12 +43,15 @@ _TRUNCATED = "...(truncated)..."
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call. `failure`: unknown, malformed, arguments, exception, timeout or limit; None: success."""
+    """The result of one call."""
 
     text: str
+    """The tool response that the model reads, or the error message."""
     reward: float | None = None
+    """Reward of the call, if the tool returned one."""
     metrics: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
+    """Kind of failure: unknown, malformed, arguments, exception, timeout or limit; None: success."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class CallLimits:
     """Limits of every call of every tool."""
 
     timeout_s: float
+    """Maximum duration of a call, and of each wait for its start."""
     max_characters: int
-    """Of the response that the model reads."""
+    """Maximum length of a tool response; the rest is cut off."""
     truncate_side: str
     """See `truncate_text`."""
 
@@ -73,17 +77,17 @@ class LoadedTool:
         self.schema = tool.tool_schema.model_dump()
         # The base class returns 0, which would count as a reward.
         self.has_reward = type(tool).calc_reward is not BaseTool.calc_reward
-        self._logged: set[type] = set()
+        self._logged_types: set[type] = set()
 
     def log_error(self, method: str, error: BaseException) -> None:
         """Log the first error of each type, with its traceback: thousands of samples may raise the same one."""
-        if type(error) not in self._logged:
-            self._logged.add(type(error))
+        if type(error) not in self._logged_types:
+            self._logged_types.add(type(error))
             logger.warning("Tool %s: %s failed: %r", self.name, method, error, exc_info=error)
 
 
 class ToolSession:
-    """Tool calls of one trajectory, as an async context manager. `failures`: number of failures by kind."""
+    """Tool calls of one trajectory, as an async context manager."""
 
     def __init__(
         self,
@@ -92,19 +96,26 @@ class ToolSession:
         limits: CallLimits,
         releasing: set[asyncio.Task[None]],
     ) -> None:
+        """`kwargs`: the row's `tools_kwargs`: by tool, the keywords of its methods (`create_kwargs`, …).
+
+        `releasing`: a set of the caller that contains the tasks of `close` until they have ended.
+        """
         self._tools = tools
         self._kwargs = kwargs
         self._limits = limits
         self._releasing = releasing
-        self._instances: dict[str, asyncio.Task[str]] = {}
-        self._ids: dict[str, str] = {}
+        self._creations: dict[str, asyncio.Task[str]] = {}
+        """By called tool: the task that creates its instance and returns the instance's id."""
+        self._proposed_ids: dict[str, str] = {}
+        """By called tool: the id that `create` received; it may return another one."""
         self.failures: Counter[str] = Counter()
+        """Number of failed calls by `ToolResult.failure`, and of failed `calc_reward` and `release` calls."""
         self.statistics: dict[str, dict[str, float]] = {}
         """By tool: `calls`, `errors`, `seconds`."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools that this trajectory may call, for the chat template."""
+        """Schemas of the tools that this trajectory may call, for the chat template."""
         return [tool.schema for tool in self._tools.values()]
 
     async def __aenter__(self) -> ToolSession:
@@ -116,7 +127,7 @@ class ToolSession:
         await self.close()
 
     async def call(self, call: ToolCall, agent_data: Any = None) -> ToolResult:
-        """Run one call. Errors of the tool or of the model become a result with `failure`; nothing is raised."""
+        """Run one call. Errors of the tool, or in the model's call, become a result with `failure`: none is raised."""
         start = time.monotonic()
         try:
             result = await self._run(call, agent_data)
@@ -132,9 +143,9 @@ class ToolSession:
         return replace(result, text=truncate_text(result.text, limits.max_characters, limits.truncate_side))
 
     async def calc_rewards(self) -> dict[str, float]:
-        """The reward of the trajectory by tool, of all called tools that override `calc_reward`."""
+        """Return the reward of the trajectory by tool, for all called tools that override `calc_reward`."""
         rewards = {}
-        for name, task in self._instances.items():
+        for name, task in list(self._creations.items()):  # a copy: a call that is still running may add a tool
             loaded = self._tools[name]
             if not loaded.has_reward or not _created(task):
                 continue
@@ -146,7 +157,7 @@ class ToolSession:
 
     async def close(self) -> None:
         """Release every instance. If this is cancelled, the releases continue; `Toolbox.close` waits for them."""
-        tasks = [asyncio.ensure_future(self._release(name)) for name in list(self._instances)]
+        tasks = [asyncio.ensure_future(self._release(name)) for name in list(self._creations)]
         for task in tasks:
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
@@ -183,35 +194,40 @@ class ToolSession:
         return await call_user_function(execute, instance, arguments, **accepted_keywords(execute, keywords))
 
     async def _instance(self, loaded: LoadedTool) -> str:
-        """The id of the trajectory's instance of the tool. Concurrent calls share one creation; a failed creation is
-        repeated by the next call."""
-        task = self._instances.get(loaded.name)
+        """Return the id of the trajectory's instance of the tool; create the instance if there is none.
+
+        Concurrent calls share one creation. A failed creation is repeated by the next call.
+        """
+        task = self._creations.get(loaded.name)
         if task is None or (task.done() and not _created(task)):
-            task = self._instances[loaded.name] = asyncio.ensure_future(self._create(loaded))
+            task = self._creations[loaded.name] = asyncio.ensure_future(self._create(loaded))
         # A call that times out does not cancel the creation: the next call and `close` use it.
         return await asyncio.shield(task)
 
     async def _create(self, loaded: LoadedTool) -> str:
+        """Call the tool's `create`; return the id that it returns (`id` or `(id, response)`), or the proposed one."""
         kwargs = self._row_kwargs(loaded, "create_kwargs")
-        instance = self._ids[loaded.name] = uuid4().hex
+        proposed = self._proposed_ids[loaded.name] = uuid4().hex
         create = loaded.tool.create
         parameters = inspect.signature(create).parameters
+        # `create` receives the row's keywords one by one, as the dict `create_kwargs`, or both.
         named = {name: value for name, value in kwargs.items() if name in parameters}
-        keywords = {**named, "create_kwargs": kwargs, "instance_id": instance}
-        created = await call_user_function(create, **accepted_keywords(create, keywords))
-        created_id = created[0] if isinstance(created, tuple) else created
-        return instance if created_id is None else created_id
+        keywords = {**named, "create_kwargs": kwargs, "instance_id": proposed}
+        returned = await call_user_function(create, **accepted_keywords(create, keywords))
+        returned_id = returned[0] if isinstance(returned, tuple) else returned
+        return proposed if returned_id is None else returned_id
 
     async def _release(self, name: str) -> None:
-        task = self._instances.pop(name)
+        """Release the instance of a tool, also if its creation does not end in time: it may hold resources already."""
+        task = self._creations.pop(name)
         loaded = self._tools[name]
         if not task.done():
             await asyncio.wait({task}, timeout=self._limits.timeout_s)
-        timed_out = task.cancel()
+        timed_out = task.cancel()  # False if the task has ended
         if not timed_out and not _created(task):
             return
         try:
-            await self._call_method(loaded, "release", self._ids[name] if timed_out else task.result())
+            await self._call_method(loaded, "release", self._proposed_ids[name] if timed_out else task.result())
         except Exception as error:  # noqa: BLE001 (counted)
             self._count_failure(loaded, "release", error)
 
@@ -221,6 +237,7 @@ class ToolSession:
         return await wait_with_timeout(self._limits.timeout_s, call_user_function(function, instance, **keywords))
 
     def _row_kwargs(self, loaded: LoadedTool, kind: str) -> dict[str, Any]:
+        """Return the row's keywords for a tool. `kind`: create_kwargs, execute_kwargs, …"""
         return dict((self._kwargs.get(loaded.name) or {}).get(kind) or {})
 
     def _count_failure(self, loaded: LoadedTool, method: str, error: Exception) -> None:
@@ -229,7 +246,7 @@ class ToolSession:
 
 
 def _as_result(response: Any) -> ToolResult:
-    """The result of a tool's return value: a response, or a tuple (response, reward[, metrics])."""
+    """Convert what a tool's `execute` returned: a response, or a tuple (response, reward[, metrics])."""
     reward, metrics = None, None
     if isinstance(response, tuple):
         if not 1 <= len(response) <= 3:
@@ -247,6 +264,7 @@ def _as_result(response: Any) -> ToolResult:
 
 
 def _text_of(response: Any) -> str:
+    """Return the text of a tool's response. Values of other types are written as JSON."""
     if isinstance(response, ToolResponse):
         return response.text or ""
     if isinstance(response, str):
@@ -263,25 +281,31 @@ def _call_failed(kind: str, name: str, cause: str) -> CallFailed:
 
 
 def _created(task: asyncio.Task[str]) -> bool:
+    """Return whether a creation has ended without an error."""
     return task.done() and not task.cancelled() and task.exception() is None
 
 
 class CallLimitError(Exception):
-    """A call did not get a slot in time."""
+    """A call could not start in time because of `num_workers` or `rate_limit`."""
 
 
 class RateLimiter:
-    """At most `per_second` starts per second on average; after a pause, a burst of `per_second` starts."""
+    """At most `per_second` starts per second on average; after a pause, a burst of `per_second` starts (at least one).
+
+    A token bucket: every start takes a token, and `per_second` tokens are added per second, up to the burst. A start
+    may take a token in advance; it waits until that token is added.
+    """
 
     def __init__(self, per_second: float) -> None:
         self.per_second = per_second
-        self._burst = max(per_second, 1.0) / per_second
+        self._seconds_to_fill = max(per_second, 1.0) / per_second
         self._full_at = 0.0
+        """Time at which the bucket is full if there are no more starts."""
 
     def reserve(self, now: float) -> float:
         """Reserve a start; return the seconds until it."""
         self._full_at = max(self._full_at, now) + 1 / self.per_second
-        return max(0.0, self._full_at - now - self._burst)
+        return max(0.0, self._full_at - now - self._seconds_to_fill)
 
     def cancel(self) -> None:
         """Cancel the last reservation."""
@@ -290,11 +314,10 @@ class RateLimiter:
 
 class CallThrottle:
     """Limits the calls of a tool by all trajectories of a loop worker: at most `rate_limit` calls start per second, at
-    most `num_workers` run at a time. Missing: no limit.
-    """
+    most `num_workers` run at a time."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:
-        """`limits`: the tool's `config`."""
+        """`limits`: the tool's `config`; a missing key means no limit."""
         rate, workers = limits.get("rate_limit"), limits.get("num_workers")
         for name, value in (("rate_limit", rate), ("num_workers", workers)):
             if value is not None and (not isinstance(value, (int, float)) or value <= 0):
@@ -304,7 +327,8 @@ class CallThrottle:
 
     @asynccontextmanager
     async def slot(self, timeout_s: float) -> AsyncIterator[None]:
-        """Hold a slot; CallLimitError if none is free within `timeout_s`."""
+        """Context manager of a running call. Raises CallLimitError if one of the limits would delay the call by more
+        than `timeout_s`."""
         try:
             if self._slots is not None:
                 await asyncio.wait_for(self._slots.acquire(), timeout_s)
@@ -331,7 +355,10 @@ class CallThrottle:
 
 
 def truncate_text(text: str, length: int, side: str) -> str:
-    """`length` characters of a longer text and a mark: `left` keeps its beginning, `right` its end, `middle` both."""
+    """Cut a text to `length` characters and mark the cut.
+
+    `side`: the part to keep: left (beginning), right (end) or middle (both ends, without the middle).
+    """
     if len(text) <= length:
         return text
     if side == "left":

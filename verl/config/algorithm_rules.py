@@ -10,9 +10,16 @@ from verl.config.layout import ACTOR, ROLLOUT, async_settings, layout_of, old_lo
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
+_CORRECTION = "algorithm.rollout_correction"
+_OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
+# Loss with the policy gradient -A × log π per token, without a ratio.
+_PLAIN_GRADIENT = "gpg"
+_TEACHERS = "distillation.teacher_models"
+_LOSS = "distillation.distillation_loss"
+
 
 def algorithm_rules(config: PPOConfig, report: Report) -> None:
-    """Report problems of dynamic sampling, GDPO, truncated responses, clipping, old log-probs and correction."""
+    """Report problems of dynamic sampling, GDPO, truncation, clipping, old log-probs and rollout correction."""
     _filter_groups(config, report)
     _gdpo(config, report)
     _truncated_responses(config, report)
@@ -26,6 +33,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
 
 
 def _unused_clip(config: PPOConfig, report: Report) -> None:
+    """Add a notice if the clip range was changed, but the loss does not clip."""
     actor = config.actor_rollout_ref.actor
     traits = names.loss_traits(actor.policy_loss.loss_mode)
     if traits.clip is None and (actor.clip_ratio_low, actor.clip_ratio_high) != traits.clip_range:
@@ -59,9 +67,9 @@ def _truncated_responses(config: PPOConfig, report: Report) -> None:
 
 def _gdpo(config: PPOConfig, report: Report) -> None:
     algorithm = config.algorithm
-    keys, weights = algorithm.gdpo.reward_keys, algorithm.gdpo.reward_weights
     if algorithm.adv_estimator != "gdpo":
         return
+    keys, weights = algorithm.gdpo.reward_keys, algorithm.gdpo.reward_weights
     if not keys:
         report.notice(
             "algorithm.gdpo.reward_keys is not set: the score is the only reward. Set the fields of your reward,"
@@ -76,11 +84,6 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
         report.problem("algorithm.use_kl_in_reward", True, why, fix, ("algorithm.adv_estimator",))
 
 
-_CORRECTION = "algorithm.rollout_correction"
-
-_OLD_LOG_PROB_FROM_UPDATE = f"{ACTOR}.old_log_prob_from_update"
-
-
 def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:
     """Report conflicts with `old_log_prob_from_update=True`."""
     reasons = old_log_prob_conflicts(config)
@@ -88,12 +91,8 @@ def _old_log_prob_rules(config: PPOConfig, report: Report) -> None:
         report.problem(_OLD_LOG_PROB_FROM_UPDATE, True, "; ".join(reasons), "Leave it out, or change these keys")
 
 
-# Policy gradient -A × log π per token.
-_PLAIN_GRADIENT = "gpg"
-
-
 def resolve_correction(config: PPOConfig, report: Report) -> None:
-    """Resolve `rollout_is=auto`; set the policy loss for `loss_type=reinforce`."""
+    """Replace `rollout_is=auto` by a value; set the policy loss for `loss_type=reinforce`, which replaces it."""
     rule, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
     if rule.computes_weights_in_loss:
         if loss.loss_mode not in ("vanilla", _PLAIN_GRADIENT):
@@ -106,10 +105,12 @@ def resolve_correction(config: PPOConfig, report: Report) -> None:
 
 
 def _resolve_auto_weights(config: PPOConfig, report: Report) -> None:
+    """Set `rollout_is` to token if responses may be stale and can be corrected, or the loss requires weights."""
     rule = config.algorithm.rollout_correction
-    stale = _trains_on_stale_responses(config) and not rule.bypass_mode and _resolve_denominator(config)
-    rule.rollout_is_from_auto, rule.rollout_is = stale, "token" if stale or rule.computes_weights_in_loss else None
-    if stale:
+    corrects_staleness = _trains_on_stale_responses(config) and not rule.bypass_mode and _resolve_denominator(config)
+    rule.rollout_is_from_auto = corrects_staleness
+    rule.rollout_is = "token" if corrects_staleness or rule.computes_weights_in_loss else None
+    if corrects_staleness:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: responses may be {_max_age(config)} steps old, so importance"
             f" weights are used ({_CORRECTION}.rollout_is = token; docs/concepts/policy_and_weights.md has the bias of"
@@ -130,7 +131,8 @@ def _thresholds(config: PPOConfig, report: Report) -> None:
     try:
         if parse_bounds(rule.rollout_is_threshold).upper < 1:
             raise ValueError(
-                "a bound below 1 truncates even the ratios of equal policies; write a range in a file as '0.5_2.0'"
+                "an upper bound below 1 truncates even the ratios of equal policies. If you meant a range, write it in"
+                " quotes: YAML reads 0.5_2 as the number 0.52"
             )
     except ValueError as error:
         report.problem(f"{_CORRECTION}.rollout_is_threshold", rule.rollout_is_threshold, str(error), "Set e.g. 2.0")
@@ -144,6 +146,7 @@ def _thresholds(config: PPOConfig, report: Report) -> None:
 
 
 def _bypass(config: PPOConfig, report: Report) -> None:
+    """Report corrections that need a ratio of old to rollout log-probs, which `bypass_mode` replaces."""
     rule = config.algorithm.rollout_correction
     if not rule.bypass_mode:
         return
@@ -163,9 +166,10 @@ def _bypass(config: PPOConfig, report: Report) -> None:
 def _sampling(config: PPOConfig, report: Report) -> None:
     """Add notices about truncated sampling, which is off-policy, and report an unavailable denominator."""
     rule, truncations = config.algorithm.rollout_correction, _truncations(config)
-    drawn = rule.denominator == "drawn"
+    # drawn: the distribution after truncation, from which tokens are sampled.
+    is_drawn = rule.denominator == "drawn"
     if not truncations:
-        if drawn and config.actor_rollout_ref.rollout.do_sample:
+        if is_drawn and config.actor_rollout_ref.rollout.do_sample:
             report.notice(
                 f"{_CORRECTION}.denominator = drawn has no effect: sampling is not truncated "
                 f"({ROLLOUT}.top_p, top_k, min_p)."
@@ -175,6 +179,7 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         f"{', '.join(truncations)}: responses are sampled from a truncated distribution, the loss uses "
         "the full one: training is off-policy (metric rollout_corr/truncation_kl)."
     )
+    # Settings that read the rollout's log-probs.
     users = ["bypass_mode"] if rule.bypass_mode else [name for name in ("rollout_is", "rollout_rs") if rule[name]]
     engine = config.actor_rollout_ref.rollout.name
     reports = names.rollout_traits(engine).reports
@@ -184,7 +189,7 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         fix = f"Set it to {reports[0]}, or leave out {_CORRECTION}.{' and '.join(users)}"
         report.problem(f"{_CORRECTION}.denominator", rule.denominator, why, fix, (f"{ROLLOUT}.name",))
         return
-    if drawn and users:
+    if is_drawn and users:
         report.notice(f"{message} {_CORRECTION}.denominator = drawn corrects for it by {' and '.join(users)}.")
         return
     addition = "" if users else f" together with {_CORRECTION}.rollout_is=token or {_CORRECTION}.bypass_mode=True"
@@ -211,14 +216,16 @@ def _max_age(config: PPOConfig) -> int:
 
 
 def _trains_on_stale_responses(config: PPOConfig) -> bool:
-    """Whether the policy loss uses responses that may be older than the weights."""
+    """Return whether the policy loss uses responses that may be older than the weights."""
     loss = config.distillation.distillation_loss
-    only_teachers = config.distillation.enabled and not loss.use_task_rewards and not loss.as_reward
-    return _max_age(config) > 0 and not only_teachers
+    # Pure distillation has no policy loss.
+    has_policy_loss = not config.distillation.enabled or loss.use_task_rewards or loss.as_reward
+    return _max_age(config) > 0 and has_policy_loss
 
 
 def _resolve_denominator(config: PPOConfig) -> bool:
-    """Whether the engine reports log-probs of the denominator; an unset one is set to what the engine reports."""
+    """Return whether the engine reports log-probs of the distribution `denominator`. If the user has not set it, set it
+    to one that the engine reports."""
     rule = config.algorithm.rollout_correction
     reports = names.rollout_traits(config.actor_rollout_ref.rollout.name).reports
     if not _truncations(config) or rule.denominator in reports:
@@ -236,10 +243,6 @@ def _truncations(config: PPOConfig) -> list[str]:
     return [
         f"{ROLLOUT}.{name} = {rollout[name]:g}" for name, active in truncates.items() if active and rollout.do_sample
     ]
-
-
-_TEACHERS = "distillation.teacher_models"
-_LOSS = "distillation.distillation_loss"
 
 
 def distillation_rules(config: PPOConfig, report: Report) -> None:
@@ -293,6 +296,7 @@ def _teachers(config: PPOConfig, report: Report) -> None:
 
 
 def _served_teacher(config: PPOConfig, name: str, report: Report) -> None:
+    """Report settings that a teacher behind a server (`url`) does not support."""
     temperature, teacher = config.actor_rollout_ref.rollout.temperature, config.distillation.teacher_models[name]
     if temperature != 1:
         why = f"{_TEACHERS}.{name}.url: a server returns log-probs at temperature 1, but the student samples at another"

@@ -1,4 +1,4 @@
-"""Devices and memory of this machine, without torch; GPUs by NVML, which needs no package besides the driver."""
+"""GPUs and host memory of this machine, without torch: GPUs are queried by NVML, a library of the NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 def visible_gpus() -> int:
     """Return the number of GPUs, limited by CUDA_VISIBLE_DEVICES."""
+    # Device files show the GPUs of a container; without them, the driver lists those of the machine.
     present = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if Path("/dev/dxg").exists():  # WSL has no device files
         present = max(present, 1)
@@ -25,21 +26,24 @@ def visible_gpus() -> int:
         if name.strip() in ("", "-1"):
             break
         count += 1
-    if "MIG-" in allowed:  # slices of one GPU
+    if "MIG-" in allowed:  # slices of GPUs: there may be more of them than GPUs
         return count if present else 0
     return min(count, present)
 
 
 def has_no_gpu() -> bool:
-    """Whether this process can use no GPU of torch's device type cuda: NVIDIA (also Jetson, WSL) or AMD."""
+    """Return whether torch's device type cuda is certainly unavailable: no NVIDIA (also Jetson, WSL) or AMD GPU."""
     device_files = ("/dev/kfd", "/dev/nvmap", "/dev/dxg")  # AMD, Jetson, WSL
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
-    return visible_gpus() == 0 and (hidden or not any(Path(file).exists() for file in device_files))
+    all_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+    return visible_gpus() == 0 and (all_hidden or not any(Path(file).exists() for file in device_files))
 
 
 def gpu_memory() -> tuple[int, str] | None:
-    """Return (bytes, name) of the smallest GPU; None if NVML is not available."""
-    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # NVML would report the whole GPU
+    """Return (bytes, name) of the GPU with the least memory; None if it is not known.
+
+    All GPUs of the machine count, also those that CUDA_VISIBLE_DEVICES hides.
+    """
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # NVML would report the whole GPU, not the slice
         return None
     library, count = _nvml(), ctypes.c_uint()
     if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -49,13 +53,14 @@ def gpu_memory() -> tuple[int, str] | None:
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Use of a GPU now; None where the driver does not report a value."""
+    """Current use of a GPU; None where the driver does not report a value."""
 
     uuid: str
     name: str
     memory_used: int | None
     """Bytes in use, by all processes."""
     memory_total: int | None
+    """Bytes."""
     utilization: float | None
     """Share of the driver's last sampling period, at most a second, in which a kernel was running."""
     power: float | None
@@ -109,9 +114,9 @@ class MemoryState:
     available: int
     total: int
     oom_kills: int | None
-    """Processes in the cgroup of this process that the kernel's OOM killer has killed so far; None: unknown."""
+    """Number of processes in this process's cgroup that the kernel's OOM killer has killed so far; None: unknown."""
     host_oom_kills: int | None = None
-    """The same for the whole machine, which includes other cgroups: Ray may run in one."""
+    """The same for the whole machine: Ray may run in another cgroup."""
 
 
 def memory_state() -> MemoryState:
@@ -133,12 +138,13 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 
 
 def _cgroup_counters() -> list[Path]:
-    """Files with the OOM kill counter of this process's memory cgroup (version 2 or 1)."""
+    """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), best first."""
     memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     files = []
     for line in memberships.read_text().splitlines() if memberships.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
+        # In a container, the path may be that of the host, while the root is the container's cgroup: both are tried.
+        if not controllers:  # version 2
             files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
         elif "memory" in controllers.split(","):
             files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
@@ -159,7 +165,7 @@ class _Utilization(ctypes.Structure):
 
 @functools.cache
 def _nvml() -> Any:
-    """NVML, initialized once per process; None if it is not available."""
+    """Return the library NVML, initialized once per process; None if it is not available."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -168,7 +174,7 @@ def _nvml() -> Any:
 
 
 def _read(function: Any, handle: ctypes.c_void_p, value: Any) -> Any:
-    """Return the value after NVML has written it; None if NVML reports an error."""
+    """Call an NVML getter that writes to `value`, and return `value`; None if NVML reports an error."""
     return None if function(handle, ctypes.byref(value)) else value
 
 

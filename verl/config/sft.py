@@ -31,7 +31,7 @@ class SFTDataConfig(SupervisedDataConfig):
         "Optional column that enables thinking in the chat template, per conversation.",
         aliases=("multiturn.enable_thinking_key",),
     )
-    # After the keys that other versions write as multiturn.<key>: their aliases are resolved first.
+    # Declared after the keys with aliases multiturn.<key>: aliases are resolved in this order, and multiturn is a flag.
     multiturn: bool = key("Train on all assistant turns, not only on the last one.", aliases=("multiturn.enable",))
     val_prompt_files: list[str] = key(
         "Prompts for generation in validation, scored as in main_ppo; empty: none.", null="none", path=True
@@ -69,20 +69,27 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def split(self) -> dict[str, int]:
+        """Number of ranks that one copy of the model is split over, by kind of parallelism."""
         if self.strategy != "megatron":
             return {"Ulysses": self.ulysses_sequence_parallel_size}
-        sizes = self.megatron_config
-        stages = sizes.pipeline_model_parallel_size
-        return {"TP": sizes.tensor_model_parallel_size, "PP": stages, "CP": sizes.context_parallel_size}
+        megatron = self.megatron_config
+        return {
+            "TP": megatron.tensor_model_parallel_size,
+            "PP": megatron.pipeline_model_parallel_size,
+            "CP": megatron.context_parallel_size,
+        }
 
     @property
     def ranks_per_sequence(self) -> int:
+        """Number of ranks that share the tokens of a sequence."""
         split = self.split
         return split.get("Ulysses") or split["CP"]
 
 
 _MEGATRON = "megatron_config"
+# Rollout engines that run in the processes of the trained model.
 _IN_PROCESS_ENGINES = ("native", "hf")
+# Keys without effect if data.val_prompt_files is empty; a name with a final dot means the whole block.
 _GENERATION_KEYS = (
     *("rollout.", "reward_model.", "custom_reward_function.", "trainer.log_val_generations"),
     *("data.val_n", "data.max_prompt_length", "data.reward_fn_key", "data.ground_truth_key"),
@@ -90,7 +97,7 @@ _GENERATION_KEYS = (
 
 
 def resolve(config: SFTConfig, report: Report) -> None:
-    """Replace every null that stands for another value."""
+    """Replace every null or auto by the value that it stands for."""
     supervised.resolve(config, report)
     sizes, rollout = config.megatron_config, config.rollout
     sizes.dtype = sizes.dtype or ("bf16" if config.trainer.device == "cuda" else "fp32")
@@ -103,7 +110,7 @@ def resolve(config: SFTConfig, report: Report) -> None:
 def validate(config: SFTConfig, report: Report) -> None:
     """Report all problems of a resolved configuration."""
     supervised.validate(config, report)
-    _engine(config, report)
+    _engine_rules(config, report)
     rollout, data = config.rollout, config.data
     if not data.val_prompt_files:
         why = "without data.val_prompt_files"
@@ -122,7 +129,7 @@ def validate(config: SFTConfig, report: Report) -> None:
         report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, ("data.max_prompt_length",))
 
 
-def _engine(config: SFTConfig, report: Report) -> None:
+def _engine_rules(config: SFTConfig, report: Report) -> None:
     """Report problems of the megatron engine, or its keys with another strategy."""
     if config.strategy != "megatron":
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -162,6 +169,7 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 
 
 def _check_megatron(config: SFTConfig, report: Report) -> None:
+    """Report a missing package or file of the megatron engine, and sizes that do not fit to the model."""
     engine, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
     if not is_installed(engine.package):
         report.invalid(

@@ -15,7 +15,10 @@ __all__ = ["DriverError", "Region", "driver_call"]
 
 
 class Region:
-    """`size` bytes on a device. `bytes`: a uint8 tensor of this memory. `held`: whether it is allocated."""
+    """`size` bytes on a device.
+
+    `bytes`: uint8 tensor [size] of this memory, not to be used while it is released. `held`: whether it is allocated.
+    """
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -48,7 +51,7 @@ class Region:
             self.held = True
 
     def close(self) -> None:
-        """Free the memory and the addresses. No view may be used afterwards."""
+        """Free device memory and its addresses: no view may be used afterwards. Host memory is freed with `bytes`."""
         if self._range is not None:
             self.release()
             self._range.free()
@@ -56,10 +59,14 @@ class Region:
 
 
 class _Location(ctypes.Structure):
+    """CUmemLocation of the driver API."""
+
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
 class _AllocationFlags(ctypes.Structure):
+    """CUmemAllocationProp.allocFlags."""
+
     _fields_ = [
         ("compression", ctypes.c_ubyte),
         ("gpu_direct", ctypes.c_ubyte),
@@ -69,7 +76,7 @@ class _AllocationFlags(ctypes.Structure):
 
 
 class _AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp of the driver API."""
+    """CUmemAllocationProp."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -81,16 +88,19 @@ class _AllocationProperties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
+# CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE.
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
 
 
 class _VirtualRange:
     """Reserved addresses with memory mapped in chunks (the CUDA driver's virtual memory management)."""
 
-    # One allocation of many GB can fail where chunks of this size do not.
+    # Bytes per allocation: one of many GB can fail where chunks of this size do not.
     _CHUNK = 1 << 30
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -102,8 +112,8 @@ class _VirtualRange:
         self._properties = _AllocationProperties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
         driver_call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
-        self._size = -(-max(size, 1) // granularity.value) * granularity.value
-        self._chunk = -(-self._CHUNK // granularity.value) * granularity.value
+        self._size = _round_up(max(size, 1), granularity.value)
+        self._chunk = _round_up(self._CHUNK, granularity.value)
         self._address = ctypes.c_uint64()
         driver_call(
             "cuMemAddressReserve",
@@ -111,6 +121,7 @@ class _VirtualRange:
             ctypes.c_uint64(0), ctypes.c_uint64(0),
         )  # fmt: skip
         self._handles: list[tuple[int, int, ctypes.c_uint64]] = []
+        """(offset, size, allocation) of every mapped chunk."""
         self._requested_size = size
         self.map()
 
@@ -119,33 +130,42 @@ class _VirtualRange:
         return {"shape": (self._requested_size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def map(self) -> None:
+        """Allocate memory for all addresses. If that fails, none stays allocated."""
         if torch.cuda.mem_get_info(self._index)[0] < self._size:
             torch.cuda.empty_cache()  # memory cached by torch is not free for the driver
         try:
             for start in range(0, self._size, self._chunk):
-                size = min(self._chunk, self._size - start)
-                handle = ctypes.c_uint64()
-                driver_call(
-                    "cuMemCreate",
-                    ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
-                )  # fmt: skip
-                self._handles.append((start, size, handle))
-                record_mapped_bytes(self._index, size)
-                at = ctypes.c_uint64(self._address.value + start)
-                driver_call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                self._map_chunk(start, min(self._chunk, self._size - start))
             access = _Access(self._location, _READ_WRITE)
             driver_call(
                 "cuMemSetAccess", self._address, ctypes.c_size_t(self._size), ctypes.byref(access), ctypes.c_size_t(1)
             )
         except RuntimeError as error:
             free, total = torch.cuda.mem_get_info(self._index)
+            self.unmap()
             raise torch.cuda.OutOfMemoryError(
                 f"rollout: {self._size / 2**30:.1f} GB of device memory could not be allocated ({error};"
                 f" {free / 2**30:.1f} of {total / 2**30:.1f} GB are free). Lower"
                 " gpu_memory_utilization, or offload the trainer."
             ) from error
 
+    def _map_chunk(self, start: int, size: int) -> None:
+        handle = ctypes.c_uint64()
+        driver_call(
+            "cuMemCreate",
+            ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
+        )  # fmt: skip
+        address = ctypes.c_uint64(self._address.value + start)
+        try:
+            driver_call("cuMemMap", address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        except DriverError:
+            driver_call("cuMemRelease", handle)
+            raise
+        self._handles.append((start, size, handle))
+        record_mapped_bytes(self._index, size)
+
     def unmap(self) -> None:
+        """Free the memory; the addresses stay reserved."""
         for start, size, handle in self._handles:
             driver_call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
             driver_call("cuMemRelease", handle)
@@ -153,7 +173,12 @@ class _VirtualRange:
         self._handles = []
 
     def free(self) -> None:
+        """Free the addresses, after `unmap`."""
         driver_call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 class DriverError(PicklableError, RuntimeError):

@@ -17,13 +17,14 @@ __all__ = ["LogitsProcessor", "SampledRows", "Sampler", "SamplingBatch", "sample
 
 
 class Sampler:
-    """Samples tokens. Parameters of all slots are columns on the device; a step gathers the rows it samples."""
+    """Samples tokens. The parameters of all slots are on the device; a step gathers those of the rows it samples."""
 
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         self._device = device
         self._penalties = _PenaltiesAndBiases(slots, max_model_len, device)
-        self._columns = SamplingBatch.from_params([SamplingParams()] * slots, device)
-        # Slots that need an operation, on the host: deciding which operations run needs no device synchronisation.
+        self._slot_params = SamplingBatch.from_params([SamplingParams()] * slots, device)
+        # Slots that need truncation, argmax, or division by the temperature. Sets on the host: deciding which of these
+        # operations run needs no device synchronisation.
         self._truncated: set[int] = set()
         self._greedy: set[int] = set()
         self._tempered: set[int] = set()
@@ -38,7 +39,7 @@ class Sampler:
         rows = SamplingBatch.from_params([params for _, params in assigned], self._device)
         (index,) = copy_to_device([torch.tensor([slot for slot, _ in assigned], dtype=torch.int64)], self._device)
         for name in ("keys", "temperature", "greedy", "top_k", "top_p", "min_p"):
-            getattr(self._columns, name).index_copy_(0, index, getattr(rows, name))
+            getattr(self._slot_params, name).index_copy_(0, index, getattr(rows, name))
         for slot, params in assigned:
             (self._truncated.add if params.truncated else self._truncated.discard)(slot)
             (self._greedy.add if params.greedy else self._greedy.discard)(slot)
@@ -57,24 +58,24 @@ class Sampler:
 
         `positions` [rows] int64: position of each new token in its sequence. `banned` and `masks` as in StepPlan.
         """
-        truncated = not self._truncated.isdisjoint(slots)
+        any_truncated = not self._truncated.isdisjoint(slots)
         processor = self._penalties.processor(slots, index, positions)
         if masks is not None:
-            processor = _masked(processor, masks, self._device)
-        if self._device.type == "cuda" and not truncated and not banned and processor is None:
+            processor = _with_masks(processor, masks, self._device)
+        if self._device.type == "cuda" and not any_truncated and not banned and processor is None:
             return self._sample_fused(logits, index, positions)
-        columns = self._columns
-        greedy_rows = sum(slot in self._greedy for slot in slots) if self._greedy else 0
+        params = self._slot_params
+        num_greedy = sum(slot in self._greedy for slot in slots) if self._greedy else 0
         batch = SamplingBatch(
-            keys=columns.keys[index],
-            temperature=columns.temperature[index],
-            greedy=columns.greedy[index],
-            top_k=columns.top_k[index],
-            top_p=columns.top_p[index],
-            min_p=columns.min_p[index],
-            any_sampled=greedy_rows < len(slots),
-            any_greedy=greedy_rows > 0,
-            any_truncated=truncated,
+            keys=params.keys[index],
+            temperature=params.temperature[index],
+            greedy=params.greedy[index],
+            top_k=params.top_k[index],
+            top_p=params.top_p[index],
+            min_p=params.min_p[index],
+            any_sampled=num_greedy < len(slots),
+            any_greedy=num_greedy > 0,
+            any_truncated=any_truncated,
             any_tempered=not self._tempered.isdisjoint(slots),
         )
         sampled = sample_tokens(logits, batch, positions, banned, processor)
@@ -82,43 +83,48 @@ class Sampler:
         return sampled
 
     def _sample_fused(self, logits: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> SampledRows:
+        """Sample with one kernel, which supports temperatures and greedy rows only."""
         from verl.inference.kernels.sampling import sample_rows
 
-        columns = self._columns
-        return sample_rows(logits, index, positions, columns.keys, columns.temperature, columns.greedy)
+        params = self._slot_params
+        return sample_rows(logits, index, positions, params.keys, params.temperature, params.greedy)
 
 
-def _masked(processor: LogitsProcessor | None, masks: TokenMasks, device: torch.device) -> LogitsProcessor:
+def _with_masks(processor: LogitsProcessor | None, masks: TokenMasks, device: torch.device) -> LogitsProcessor:
     """A processor that applies `processor`, then sets forbidden tokens and tokens beyond the mask to -inf."""
     rows, words = masks
-    packed = torch.from_numpy(words).view(torch.uint8)
-    packed, bit = copy_to_device([packed, torch.arange(8, dtype=torch.uint8)], device)
+    mask_bytes = torch.from_numpy(words).view(torch.uint8)
+    mask_bytes, bit_numbers = copy_to_device([mask_bytes, torch.arange(8, dtype=torch.uint8)], device)
 
     def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:
         logits = logits.clone() if processor is None else processor(logits, block)
-        in_block = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
+        # (index of the mask, row in the block)
+        in_block = [(mask, row - block.start) for mask, row in enumerate(rows) if block.start <= row < block.stop]
         if in_block:
-            (cells,) = copy_to_device([torch.tensor(in_block, dtype=torch.int64)], device)
-            bits = (packed[cells[:, 0]].unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits.shape[-1]].bool()
+            (pairs,) = copy_to_device([torch.tensor(in_block, dtype=torch.int64)], device)
+            mask_index, row_index = pairs.unbind(1)
+            bits = (mask_bytes[mask_index].unsqueeze(-1) >> bit_numbers & 1).flatten(1)[:, : logits.shape[-1]].bool()
             allowed = torch.zeros(len(in_block), logits.shape[-1], dtype=torch.bool, device=device)
             allowed[:, : bits.shape[-1]] = bits
-            logits[cells[:, 1]] = logits[cells[:, 1]].masked_fill(~allowed, -torch.inf)
+            logits[row_index] = logits[row_index].masked_fill(~allowed, -torch.inf)
         return logits
 
     return apply
 
 
 class _PenaltiesAndBiases:
-    """Penalties and biases. Keeps tokens of penalised slots on the device, allocated for the first such slot."""
+    """Repetition, frequency and presence penalties, and logit biases. Keeps the tokens of penalised slots on the
+    device, in memory that is allocated for the first such slot."""
 
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         self._shape = (slots, max_model_len)
         self._device = device
-        # Slot → number of tokens, on the host: the maximum needs no device synchronisation.
         self._penalised: dict[int, int] = {}
-        # Slot → token ids and the values added to their logits.
+        """Number of tokens by slot, on the host: their maximum needs no device synchronisation."""
         self._biases: dict[int, list[torch.Tensor]] = {}
+        """By slot: token ids, and the values added to their logits."""
         self._tokens = torch.empty(0)
+        """Prompt and response of each penalised slot: [slots, max_model_len] int32 after `_allocate`."""
 
     def assign(
         self, assigned: Iterable[tuple[int, SamplingParams]], histories: Iterable[tuple[int, int, list[int]]]
@@ -136,13 +142,18 @@ class _PenaltiesAndBiases:
                 strengths[slot] = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         for slot, prompt_length, token_ids in histories:
             if not len(self._tokens):
-                self._tokens = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-                self._prompt_lengths = torch.zeros(self._shape[0], 1, dtype=torch.int64, device=self._device)
-                self._strengths = torch.zeros(self._shape[0], 3, dtype=torch.float32, device=self._device)
+                self._allocate()
             self._penalised[slot] = len(token_ids)
             self._tokens[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32).to(self._device)
             self._prompt_lengths[slot] = prompt_length
             self._strengths[slot] = torch.tensor(strengths[slot]).to(self._device)
+
+    def _allocate(self) -> None:
+        slots, _ = self._shape
+        self._tokens = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        self._prompt_lengths = torch.zeros(slots, 1, dtype=torch.int64, device=self._device)
+        # Repetition, frequency and presence penalty of each slot.
+        self._strengths = torch.zeros(slots, 3, dtype=torch.float32, device=self._device)
 
     def processor(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor) -> LogitsProcessor | None:
         """The processor of these rows; None if none has penalties or biases.
@@ -159,16 +170,16 @@ class _PenaltiesAndBiases:
         """Record the sampled tokens [rows]."""
         if not self._penalised:
             return
-        grown = {slot: self._penalised[slot] + 1 for slot in slots if slot in self._penalised}
-        if grown:
-            self._penalised.update(grown)
+        new_lengths = {slot: self._penalised[slot] + 1 for slot in slots if slot in self._penalised}
+        if new_lengths:
+            self._penalised.update(new_lengths)
             # Rows of slots without penalties are written too, but never read.
             self._tokens[index, positions] = tokens.int()
 
     def _process(
         self, logits: torch.Tensor, block: slice, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """`logits` [rows of the block, vocab] float32 → new ones."""
+        """Return a copy of `logits` [rows of the block, vocab] float32 with penalties and biases."""
         logits = logits.clone()
         block_slots = slots[block]
         penalised = [row for row, slot in enumerate(block_slots) if slot in self._penalised]
@@ -185,7 +196,10 @@ class _PenaltiesAndBiases:
     def _penalise(
         self, logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """Penalised `logits` [rows, vocab]; of `tokens` [rows, longest] the first `lengths` [rows] are valid."""
+        """Return penalised `logits` [rows, vocab].
+
+        `tokens` [rows, longest]: prompt and response of each row, of which the first `lengths` [rows] are valid.
+        """
         tokens, position = tokens.long(), torch.arange(tokens.shape[1], device=self._device)
         valid = position < lengths.unsqueeze(1)
         generated = valid & (position >= self._prompt_lengths[slots])
@@ -208,15 +222,19 @@ class SamplingBatch:
     """Sampling parameters of the rows of a batch, as tensors on the device."""
 
     keys: torch.Tensor
-    """[rows] int64."""
+    """Noise keys: [rows] int64."""
     temperature: torch.Tensor
-    """[rows, 1] float32, as are top_p and min_p; top_k is [rows, 1] int64."""
+    """[rows, 1] float32; 1 for greedy rows."""
     greedy: torch.Tensor
     """[rows] bool."""
     top_k: torch.Tensor
+    """[rows, 1] int64."""
     top_p: torch.Tensor
+    """[rows, 1] float32."""
     min_p: torch.Tensor
+    """[rows, 1] float32."""
     any_sampled: bool
+    """Some row is not greedy."""
     any_greedy: bool
     any_truncated: bool
     any_tempered: bool = True
@@ -227,7 +245,7 @@ class SamplingBatch:
         """One row per entry of `params`, copied without synchronisation."""
         columns = [
             torch.tensor([p.key for p in params], dtype=torch.int64),
-            _column([p.temperature or 1.0 for p in params]),
+            _column([p.temperature or 1.0 for p in params]),  # 0 means greedy, without division
             torch.tensor([p.greedy for p in params], dtype=torch.bool),
             torch.tensor([p.top_k for p in params], dtype=torch.int64).unsqueeze(1),
             _column([p.top_p for p in params]),
@@ -258,6 +276,7 @@ def sample_tokens(
     """Sample one token per row of `logits` [rows, vocab].
 
     `positions` [rows]: position of the new token in its sequence (padding not counted). `banned`: (row, token).
+    `processor` changes the logits for sampling; of the returned log-probs, only `drawn` includes its changes.
     """
     rows, vocab = logits.shape
     size = max(1, _BLOCK_ELEMENTS // vocab)
@@ -278,6 +297,7 @@ def sample_tokens(
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen
         score = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        # Under the distribution with temperature, without temperature, and as sampled (penalties, bans, truncation).
         log_probs[0, block] = score - log_norm
         log_probs[1, block] = score * temperature.squeeze(-1) - raw_norm
         if drawn_norm is None and allowed is scores:
@@ -285,7 +305,7 @@ def sample_tokens(
         else:
             norm = torch.logsumexp(allowed, dim=-1) if drawn_norm is None else drawn_norm
             drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
-        # Not finite if no token is allowed: such a row must fail, also a greedy one.
+        # A greedy token has probability 1. If no token is allowed, the value stays non-finite, so that the row fails.
         log_probs[2, block] = drawn.masked_fill(batch.greedy[block] & drawn.isfinite(), 0.0)
     return SampledRows(tokens, log_probs[0], log_probs[1], log_probs[2])
 

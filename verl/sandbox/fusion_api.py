@@ -11,6 +11,7 @@ from verl.sandbox.types import Limits, Result
 
 RUN, PING, PONG = "/run_code", "/v1/ping", "pong"
 MAX_FILES = 1024
+"""Maximum number of files in a request."""
 DEFAULT_SECONDS = 10.0
 """run_timeout and compile_timeout of a request that sets none."""
 
@@ -44,12 +45,12 @@ def run_request(
 def result_to_json(result: Result) -> dict[str, Any]:
     """The JSON of a response. A program that exited by itself is `Finished`, whatever its return code."""
     compiled = None if result.compile is None else _run_to_json(result.compile)
-    failed = result.compile is not None and result.compile.status != "finished"
+    compile_failed = result.compile is not None and result.compile.status != "finished"
     response = {
         "status": {"finished": "Success", "output": "Success", "refused": "SandboxError"}.get(result.status, "Failed"),
         "message": _MESSAGES.get(result.status, ""),
         "compile_result": compiled,
-        "run_result": None if failed or result.status == "refused" else _run_to_json(result),
+        "run_result": None if compile_failed or result.status == "refused" else _run_to_json(result),
         "executor_pod_name": None,
         "files": {name: base64.b64encode(content).decode() for name, content in result.files.items()},
     }
@@ -59,7 +60,7 @@ def result_to_json(result: Result) -> dict[str, Any]:
 
 
 def result_from_json(response: Any) -> Result:
-    """The result in a response; ServerFailed if the server failed, or the response is not one of this API."""
+    """The result in a response. ServerFailed: the server could not run the code, or the response is not of this API."""
     try:
         if response["status"] == "SandboxError":
             raise ServerFailed(f"SandboxError: {response.get('message')}")
@@ -67,6 +68,7 @@ def result_from_json(response: Any) -> Result:
         if response.get("run_result") is None:
             if compiled is None:
                 raise ServerFailed(f"neither compiled nor ran the code: {response.get('message')}")
+            # The code did not compile.
             return Result(
                 "error", compiled.return_code, "", compiled.stderr or compiled.stdout, compiled.seconds, compiled
             )
@@ -81,6 +83,7 @@ def result_from_json(response: Any) -> Result:
         raise ServerFailed(f"the response is not the result of a run ({error!r})") from error
 
 
+# `message` of a response, by `Result.status`. The API has no status for memory and output: clients read the message.
 _MESSAGES = {
     "memory": "the program needed more memory than its limit",
     "output": "the output was longer than its limit and is cut",
@@ -108,11 +111,11 @@ def _run_from_json(run: Mapping[str, Any]) -> Result:
 
 
 def decode_files(files: Mapping[Any, Any]) -> dict[str, bytes]:
-    """Decode the contents from base64; ValueError names a file that is not base64."""
+    """Decode contents from base64; ValueError names a file that is not base64. Decodes at most MAX_FILES + 1 files."""
     contents = {}
     for number, (name, content) in enumerate(files.items()):
         if number > MAX_FILES:
-            break  # the request model rejects their number
+            break  # enough for the request model, which rejects more than MAX_FILES
         try:
             contents[name] = content if isinstance(content, bytes) else base64.b64decode(content, validate=True)
         except (binascii.Error, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """The zygote: the process of a sandbox that probes what this host can isolate, then forks the runs.
 
-It is a new interpreter with one thread, a clean environment and nothing of the caller's memory, so its forks reveal
-nothing to a program. Unlike workers of a process pool (`utils/process_pool`), every fork is isolated before it receives
-its job, and serves only one. The zygote and all runs end when the caller ends.
+It is a new interpreter with one thread, a clean environment and nothing of the caller's memory, so that programs in its
+forks can read no data of the caller. Unlike workers of a process pool (`utils/process_pool`), every fork is isolated
+before it receives its job, and serves only one. The zygote and all runs end when the caller ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from verl.sandbox.supervisor import supervise
 from verl.sandbox.usage import socket_bytes
 from verl.utils import process_tree
 
-_CHECK_PARENT_SECONDS = 2.0
-_CLEAN_UP_SECONDS = 2.0
+# Time between two checks for the end of the caller and for stopped supervisors.
+_CHECK_INTERVAL_S = 2.0
+_CLEAN_UP_TIMEOUT_S = 2.0
 _FOLDER_PREFIX = "verl-sandbox-"
 # User ids that are unused on usual systems and exist in containers with 65,536 users.
 _FIRST_USER, _USERS = 61184, 4000
@@ -61,7 +62,7 @@ def main(control_fd: int) -> None:
         sys.modules[name] = ModuleType(name)
         exec(compile(source, f"{name}.py", "exec"), sys.modules[name].__dict__)
     paths = tuple(filesystem.readable_paths(options["read"], options["temporary"]))
-    socket_bytes()  # cached before the network namespace changes
+    socket_bytes()  # reads /proc and caches the result: runs have another network namespace
     cgroups, reason = _open_cgroups(options["cgroup"])
     try:
         confinement, missing = _probe_isolation(paths, cgroups is not None)
@@ -91,7 +92,7 @@ def main(control_fd: int) -> None:
 
 
 def _open_cgroups(enabled: bool) -> tuple[CgroupParent | None, list[str]]:
-    """The cgroup for runs, verified by a process that enters a child of it; or None and the reason."""
+    """Return the cgroup for runs, verified by a process that enters a child of it; or None and the reasons."""
     if not enabled:
         return None, ["no cgroup (disabled)"]
     try:
@@ -107,6 +108,7 @@ def _open_cgroups(enabled: bool) -> tuple[CgroupParent | None, list[str]]:
 
 
 def _enter_cgroup(cgroups: CgroupParent) -> None:
+    """Enter a cgroup as a run does; OSError if that is not possible."""
     cgroups.create("probe")
     run = cgroups.open("probe")
     run.limit(64 << 20, 8)
@@ -115,7 +117,10 @@ def _enter_cgroup(cgroups: CgroupParent) -> None:
 
 
 def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, list[str]]:
-    """Try every kernel feature in a fork; if namespaces work, this process enters the new root of the runs."""
+    """Try every kernel feature in a fork; return what runs can use and a description of each missing feature.
+
+    If namespaces work, this process enters the new root of the runs. `accounted`: a cgroup counts memory and processes.
+    """
     missing = []
     plain = Confinement(
         namespaces=False,
@@ -125,27 +130,29 @@ def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confineme
         paths=paths,
         accounted=accounted,
     )
-    problem = _try_in_fork(lambda: seccomp.install_filter(True))
-    if problem is not None:
-        missing.append(f"no seccomp filter ({problem})")
+    seccomp_problem = _try_in_fork(lambda: seccomp.install_filter(True))
+    if seccomp_problem is not None:
+        missing.append(f"no seccomp filter ({seccomp_problem})")
     if plain.landlock == 0:
         missing.append("no Landlock")
-    plain = replace(plain, seccomp=problem is None)
-    root = os.geteuid() == 0
-    own_user = root and _try_in_fork(lambda: linux.become_user(_FIRST_USER)) is None
-    if root and not own_user:
+    plain = replace(plain, seccomp=seccomp_problem is None)
+    is_root = os.geteuid() == 0
+    own_user = is_root and _try_in_fork(lambda: linux.become_user(_FIRST_USER)) is None
+    if is_root and not own_user:
         missing.append("root cannot become another user here, so programs run as root")
-    problem = _try_in_fork(lambda: _enter_all(paths, own_user, accounted))
-    if problem is None:
+    namespace_problem = _try_in_fork(lambda: _enter_all(paths, own_user, accounted))
+    if namespace_problem is None:
         _enter_root(paths, accounted)
         return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
-    missing.insert(0, f"no namespaces ({problem})")
     if own_user and _try_in_fork(lambda: _enter_all_as_user(paths, accounted)) is None:
-        linux.become_user(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
+        # In some containers root may not mount, but another user may in a new user namespace.
+        linux.become_user(_FIRST_USER)
         _enter_root(paths, accounted)
-        return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing[1:]
+        return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing
+    missing.insert(0, f"no namespaces ({namespace_problem})")
     confined = replace(plain, own_user=own_user)
     if own_user and _try_in_fork(lambda: _read_python(None)) is not None:
+        # A capability to read all files is given only where Landlock and seccomp limit it.
         candidates = (linux.CAP_DAC_READ_SEARCH, linux.CAP_DAC_OVERRIDE) if plain.landlock and plain.seccomp else ()
         for capability in candidates:
             if _try_in_fork(partial(_read_python, capability)) is None:
@@ -155,7 +162,8 @@ def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confineme
 
 
 def _counts_by_namespace() -> bool:
-    """Since Linux 5.14, RLIMIT_NPROC counts the processes of the user namespace, before that all of the user."""
+    """Return whether RLIMIT_NPROC counts only the processes in the user namespace (since Linux 5.14), not all of the
+    user."""
     major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
     return (major, minor) >= (5, 14)
 
@@ -184,10 +192,11 @@ def _try_in_fork(action: Callable[[], object]) -> str | None:
     with open(reading, "rb") as pipe:
         problem = pipe.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
-    return problem or (f"it ended with {status}" if status else None)
+    return problem or (f"the fork ended with exit code {os.waitstatus_to_exitcode(status)}" if status else None)
 
 
 def _enter_all(paths: tuple[str, ...], own_user: bool, accounted: bool) -> None:
+    """Enter the root and the namespaces as a run does; OSError if that is not possible."""
     _enter_root(paths, accounted)
     _enter_namespaces(paths, _FIRST_USER if own_user else None)
     child = os.fork()
@@ -212,10 +221,10 @@ def _enter_root(paths: tuple[str, ...], accounted: bool) -> None:
 
 
 def _enter_namespaces(paths: tuple[str, ...], user: int | None) -> None:
-    """Enter the namespaces of one run; `user`: the user id that root takes before."""
+    """Enter the namespaces of one run. `user`: the user id to change to first, if this process is root."""
     if user is not None:
         linux.become_user(user)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # otherwise it cannot write its own uid_map
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # a process that is not dumpable cannot write its own uid_map
     owner, group = os.geteuid(), os.getegid()
     linux.unshare(linux.NEW_NAMESPACES & ~linux.CLONE_NEWCGROUP)
     linux.map_user(filesystem.USER, owner, group)
@@ -233,11 +242,14 @@ class _Zygote:
         self._parent = parent
         self._confinement = confinement
         self._next_user = random.SystemRandom().randrange(_USERS)
-        self._supervisors: dict[int, str | None] = {}  # pid: folder of the run
+        self._supervisors: dict[int, str | None] = {}
+        """Folder of the run (None with namespaces), by pid of its supervisor."""
         self._cgroups = cgroups
-        self._number = 0
-        self._run_cgroups: dict[int, str] = {}  # by pid of the supervisor
-        self._old_cgroups: set[str] = set()  # removed when their last process has ended
+        self._num_runs = 0
+        self._run_cgroups: dict[int, str] = {}
+        """Name of the run's cgroup, by pid of its supervisor."""
+        self._old_cgroups: set[str] = set()
+        """Cgroups of ended runs that still have processes and cannot be removed yet."""
         self._base = None if confinement.namespaces else _create_base_folder()
         self._child_ended, wakeup = os.pipe()  # readable after SIGCHLD
         os.set_blocking(self._child_ended, False)
@@ -248,9 +260,12 @@ class _Zygote:
         gc.freeze()
 
     def serve(self) -> None:
+        """Fork runs until the caller closes the control socket or ends; then end all runs."""
+        next_check = time.monotonic() + _CHECK_INTERVAL_S
         try:
             while os.getppid() == self._parent:
-                ready, _, _ = select.select([self._control.fileno(), self._child_ended], [], [], _CHECK_PARENT_SECONDS)
+                timeout = max(0.0, next_check - time.monotonic())
+                ready, _, _ = select.select([self._control.fileno(), self._child_ended], [], [], timeout)
                 if self._control.fileno() in ready:
                     message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
                     if not message:
@@ -259,17 +274,19 @@ class _Zygote:
                 if self._child_ended in ready:
                     os.read(self._child_ended, 4096)
                     self._reap()
-                if not ready:
+                if time.monotonic() >= next_check:
                     self._kill_stopped()
+                    next_check = time.monotonic() + _CHECK_INTERVAL_S
         finally:
             self._kill_all()
 
     def _start(self, descriptor: int) -> None:
+        """Fork the supervisor of a run. `descriptor`: the run's socket."""
         self._next_user = (self._next_user + 1) % _USERS
         user = _FIRST_USER + self._next_user
         folder = tempfile.mkdtemp(dir=self._base) if self._base else None
-        self._number += 1
-        cgroup = f"run-{self._number}"
+        self._num_runs += 1
+        cgroup = f"run-{self._num_runs}"
         if self._cgroups is not None:
             self._cgroups.create(cgroup)
         pid = os.fork()
@@ -280,6 +297,7 @@ class _Zygote:
         self._run_cgroups[pid] = cgroup
 
     def _run_supervisor(self, descriptor: int, user: int, folder: str | None, cgroup: str) -> None:
+        """Isolate this fork and supervise a run; if that fails, send the result `refused`."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         linux.die_with_parent()
@@ -334,9 +352,10 @@ class _Zygote:
                 process_tree.kill_tree(pid)
 
     def _kill_all(self) -> None:
+        """Kill all runs and remove their folders and cgroups."""
         for pid in self._supervisors:
             process_tree.kill_tree(pid)
-        deadline = time.monotonic() + _CLEAN_UP_SECONDS
+        deadline = time.monotonic() + _CLEAN_UP_TIMEOUT_S
         while process_tree.children(os.getpid()) and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.002)
@@ -382,14 +401,14 @@ def _enter_folder(folder: str) -> None:
 
 
 def _lock(folder: str) -> int | None:
-    """A descriptor that holds the lock of a folder; None if a living zygote or another user owns it."""
+    """Return a descriptor that holds the lock of a folder; None if a living zygote or another user owns it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "another user's", folder)
+            raise PermissionError(errno.EPERM, "the folder belongs to another user", folder)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)

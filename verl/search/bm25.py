@@ -22,7 +22,9 @@ __all__ = ["BM25Index", "build_bm25"]
 
 K1, B = 1.5, 0.75
 _BATCH_DOCUMENTS = 1 << 12
+# A temporary file with the token ids of all documents; the arrays of the sparse matrix (compressed sparse columns).
 _TOKENS, _DATA, _INDICES, _INDPTR = "tokens.bin", "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
+# Stored with an index: an index with other settings is built again.
 SETTINGS = {"retriever": "bm25", "k1": K1, "b": B, "stopwords": "en", "format": 1}
 
 logger = logging.getLogger(__name__)
@@ -39,18 +41,20 @@ class BM25Index:
             raise ValueError(f"--index_path: {folder} is not a BM25 index of verl ({error}).") from error
         self._vocabulary = self._index.vocab_dict
         self.documents = int(self._index.scores["num_docs"])
+        """Number of documents."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """(document, score) of the best `k` documents that contain a word of the query, for every query."""
+        """Return (document, score) of the best `k` documents that contain a word of the query, for every query."""
         known_words = [[word for word in words if word in self._vocabulary] for words in split_words(queries)]
         results: list[list[tuple[int, float]]] = [[] for _ in queries]
         searched = [index for index, words in enumerate(known_words) if words]
         if searched:
-            rows, scores = self._index.retrieve(
+            documents, scores = self._index.retrieve(
                 [known_words[index] for index in searched], k=min(k, self.documents), show_progress=False
             )
-            for index, row, score in zip(searched, rows.tolist(), scores.tolist(), strict=True):
-                results[index] = [(number, value) for number, value in zip(row, score, strict=True) if value > 0]
+            for index, numbers, values in zip(searched, documents.tolist(), scores.tolist(), strict=True):
+                pairs = zip(numbers, values, strict=True)
+                results[index] = [(number, value) for number, value in pairs if value > 0]
         return results
 
 
@@ -58,9 +62,9 @@ def build_bm25(corpus: Corpus, folder: Path) -> None:
     """Write the index of a corpus to a new folder."""
     folder.mkdir(parents=True)
     vocabulary: dict[str, int] = {}
-    lengths, containing = _write_tokens(corpus, folder / _TOKENS, vocabulary)
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(containing)])
-    _write_scores(folder, lengths, containing, indptr)
+    lengths, document_counts = _write_tokens(corpus, folder / _TOKENS, vocabulary)
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(document_counts)])
+    _write_scores(folder, lengths, document_counts, indptr)
     np.save(folder / _INDPTR, indptr)
     (folder / _TOKENS).unlink()
     (folder / "vocab.index.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
@@ -69,7 +73,7 @@ def build_bm25(corpus: Corpus, folder: Path) -> None:
 
 
 def split_words(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two letters or more, without stop words; for documents and queries."""
+    """Return the lower-case words of two letters or more of every text, without stop words."""
     return import_bm25s().tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False)
 
 
@@ -83,15 +87,17 @@ def import_bm25s() -> Any:
 
 
 def _parameters(documents: int) -> dict[str, Any]:
-    """The parameter file of bm25s."""
+    """Return the content of the parameter file of bm25s."""
     library_parameters = {"dtype": "float32", "int_dtype": "int32", "method": "lucene", "idf_method": "lucene"}
     return {"k1": K1, "b": B, "delta": 0.5, "num_docs": documents, "backend": "numpy", **library_parameters}
 
 
 def _write_tokens(corpus: Corpus, file: Path, vocabulary: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """First pass: write the token ids of all documents. Returns the number of tokens of each document, and the number
-    of documents that contain each token."""
-    lengths, containing = np.zeros(len(corpus), np.int32), np.zeros(0, np.int64)
+    """First pass: write the token ids of all documents, and add their words to `vocabulary`.
+
+    Returns the number of tokens of each document, and the number of documents that contain each token.
+    """
+    lengths, document_counts = np.zeros(len(corpus), np.int32), np.zeros(0, np.int64)
     first = 0
     with file.open("wb") as out:
         for texts in log_progress(text_batches(corpus, _BATCH_DOCUMENTS), len(corpus), "bm25: reading", size=len):
@@ -101,20 +107,24 @@ def _write_tokens(corpus: Corpus, file: Path, vocabulary: dict[str, int]) -> tup
             out.write(flat.tobytes())
             lengths[first : first + len(ids)] = counts
             first += len(ids)
-            if len(containing) < len(vocabulary):
-                containing = np.concatenate([containing, np.zeros(len(vocabulary) - len(containing), np.int64)])
+            new_words = len(vocabulary) - len(document_counts)
+            document_counts = np.concatenate([document_counts, np.zeros(new_words, np.int64)])
             tokens, _, _ = _count_tokens(flat, counts)
-            containing += np.bincount(tokens, minlength=len(vocabulary))
-    return lengths, containing
+            document_counts += np.bincount(tokens, minlength=len(vocabulary))
+    return lengths, document_counts
 
 
-def _write_scores(folder: Path, lengths: np.ndarray, containing: np.ndarray, indptr: np.ndarray) -> None:
-    """Second pass: write scores and documents, column by column (token), documents in ascending order."""
+def _write_scores(folder: Path, lengths: np.ndarray, document_counts: np.ndarray, indptr: np.ndarray) -> None:
+    """Second pass: write scores and documents, column by column (token), documents in ascending order.
+
+    `indptr` [tokens + 1]: first entry of each column. A batch of documents continues every column where the previous
+    batch ended.
+    """
     entries, documents = int(indptr[-1]), len(lengths)
     for name, dtype in ((_DATA, np.float32), (_INDICES, np.int32)):
         np.lib.format.open_memmap(folder / name, "w+", dtype, (entries,))
-    idf = np.log1p((documents - containing + 0.5) / (containing + 0.5)).astype(np.float32)
-    average = lengths.mean(dtype=np.float64)
+    idf = np.log1p((documents - document_counts + 0.5) / (document_counts + 0.5)).astype(np.float32)
+    mean_length = lengths.mean(dtype=np.float64)
     next_entry = indptr[:-1].copy()
     with (folder / _TOKENS).open("rb") as source:
         for first in log_progress(
@@ -122,21 +132,27 @@ def _write_scores(folder: Path, lengths: np.ndarray, containing: np.ndarray, ind
         ):
             counts = lengths[first : first + _BATCH_DOCUMENTS]
             flat = np.frombuffer(source.read(int(counts.sum()) * 4), np.int32)
-            tokens, rows, times = _count_tokens(flat, counts)
-            norm = K1 * (1 - B + B * counts[rows] / average)
-            begins = np.flatnonzero(np.diff(tokens, prepend=-1))
-            rank = np.arange(len(tokens)) - np.repeat(begins, np.diff(begins, append=len(tokens)))
+            tokens, rows, frequencies = _count_tokens(flat, counts)
+            norm = K1 * (1 - B + B * counts[rows] / mean_length)
+            # Entries of a token are consecutive: their number within the token, from 0.
+            token_starts = np.flatnonzero(np.diff(tokens, prepend=-1))
+            rank = np.arange(len(tokens)) - np.repeat(token_starts, np.diff(token_starts, append=len(tokens)))
             entry = next_entry[tokens] + rank
             # Mapped anew for each batch: the pages of a closed map can be evicted.
-            np.load(folder / _DATA, mmap_mode="r+")[entry] = idf[tokens] * times / (times + norm)
+            np.load(folder / _DATA, mmap_mode="r+")[entry] = idf[tokens] * frequencies / (frequencies + norm)
             np.load(folder / _INDICES, mmap_mode="r+")[entry] = rows + first
             next_entry += np.bincount(tokens, minlength=len(next_entry))
 
 
 def _count_tokens(flat: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, documents, counts) of all pairs that occur, sorted by token and then by document."""
+    """Return (tokens, documents, frequencies) of all pairs of a token and a document that contains it, sorted by token
+    and then by document.
+
+    `flat`: tokens of the documents of a batch, one after the other. `counts`: their numbers of tokens. Documents are
+    numbered within the batch.
+    """
     if not len(flat):
         return flat.astype(np.int64), flat.astype(np.int64), flat
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    pairs, times = np.unique(flat.astype(np.int64) * len(counts) + rows, return_counts=True)
-    return pairs // len(counts), pairs % len(counts), times
+    pairs, frequencies = np.unique(flat.astype(np.int64) * len(counts) + rows, return_counts=True)
+    return pairs // len(counts), pairs % len(counts), frequencies

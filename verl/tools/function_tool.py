@@ -17,8 +17,9 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import call_user_function
 
 F = TypeVar("F", bound=Callable[..., Any])
+# Attribute of decorated functions: a `_Mark`.
 _MARK = "__verl_function_tool__"
-# Parameters that the loop passes, not the model.
+# Parameters that the agent loop passes, not the model.
 _LOOP_PARAMETERS = ("agent_data",)
 _PLAIN_TYPES: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
@@ -29,6 +30,9 @@ _PLAIN_TYPES: dict[Any, dict[str, Any]] = {
     Any: {},
     object: {},
 }
+_TYPE_QUALIFIERS = tuple(
+    getattr(typing, name) for name in ("Required", "NotRequired", "ReadOnly") if hasattr(typing, name)
+)
 _TYPE_OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Params|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
 _PARAMETER_SECTIONS = ("Args", "Arguments", "Parameters", "Params")
@@ -58,21 +62,21 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 
 class FunctionTool(BaseTool):
-    """A tool that calls a function."""
+    """A tool that calls a function. `tool_schema` replaces the schema of the decorator or of the type hints."""
 
     def __init__(self, function: Callable[..., Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         marked: _Mark | None = getattr(function, _MARK, None)
         schema = tool_schema or (marked.schema if marked else None) or function_schema(function)
         super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
         self.function = function
-        # With a schema of the user the parameters need no hints.
+        # With a schema of the user, arguments are not converted, and the parameters need no type hints.
         self.hints = {} if marked and marked.is_custom else _hints_by_name(function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         self.refuses_unknown_arguments = inspect.Parameter.VAR_KEYWORD not in kinds
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         values = {name: convert_value(self.hints.get(name, Any), value) for name, value in parameters.items()}
-        # Only parameters that the function names: its `**kwargs` are arguments of the model.
+        # Only those that the function has as named parameters: its `**kwargs` receive arguments of the model.
         loop_kwargs = {name: kwargs[name] for name in inspect.signature(self.function).parameters if name in kwargs}
         return await call_user_function(self.function, **{**values, **loop_kwargs})
 
@@ -85,6 +89,8 @@ def marked_functions(module: types.ModuleType) -> list[FunctionTool]:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
+    """What the decorator stores at a function."""
+
     schema: dict[str, Any]
     is_custom: bool
     """Whether the user wrote the schema."""
@@ -132,7 +138,8 @@ def _hints_by_name(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _model_parameters(function: Callable[..., Any]) -> dict[inspect.Parameter, Any]:
-    """The parameters that are arguments of the model, with their type hints."""
+    """The type hints of the parameters whose arguments the model passes. ValueError: a parameter cannot be passed by
+    name, or has no hint."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -163,8 +170,10 @@ def type_schema(hint: Any) -> dict[str, Any]:
         pass
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        described = next((extra for extra in args[1:] if isinstance(extra, str)), None)
-        return {**type_schema(args[0]), **({"description": described} if described else {})}
+        description = next((extra for extra in args[1:] if isinstance(extra, str)), None)
+        return {**type_schema(args[0]), **({"description": description} if description else {})}
+    if origin in _TYPE_QUALIFIERS:
+        return type_schema(args[0])
     if origin is Literal:
         return _enum_schema(list(args))
     if origin in (Union, types.UnionType):
@@ -179,10 +188,15 @@ def type_schema(hint: Any) -> dict[str, Any]:
 
 
 def convert_value(hint: Any, value: Any) -> Any:
-    """Convert a validated JSON value to the type of the hint."""
+    """Convert a JSON value that matches `type_schema(hint)` to the type of the hint.
+
+    Values of unions of several types are returned unchanged: JSON does not tell which one is meant.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
+    if origin is Annotated or origin in _TYPE_QUALIFIERS:
         return convert_value(args[0], value)
+    if isinstance(hint, typing.NewType):
+        return convert_value(hint.__supertype__, value)
     if origin in (Union, types.UnionType):
         members = [member for member in args if member is not type(None)]
         return convert_value(members[0], value) if value is not None and len(members) == 1 else value
@@ -193,6 +207,9 @@ def convert_value(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = typing.get_type_hints(hint, include_extras=True)
         return hint(**{name: convert_value(hints.get(name, Any), item) for name, item in value.items()})  # type: ignore[operator]
+    if typing.is_typeddict(hint) and isinstance(value, dict):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return {name: convert_value(hints.get(name, Any), item) for name, item in value.items()}
     if isinstance(value, list):
         return _convert_sequence(origin or hint, args, value)
     if isinstance(value, dict) and len(args) == 2:
@@ -214,6 +231,7 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
         elif section in _PARAMETER_SECTIONS and line.strip():
             depth = len(line) - len(line.lstrip())
             entry = _PARAMETER.match(line.strip())
+            # A more deeply indented line continues a description, even if it looks like an entry ("note: …").
             if entry and (not current or depth <= indent):
                 current, indent = entry.group(1), depth
                 descriptions[current] = entry.group(2).strip()
@@ -223,9 +241,10 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _enum_schema(values: list[Any]) -> dict[str, Any]:
-    kinds = {type(value) for value in values if value is not None}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    schema: dict[str, Any] = {"type": _TYPE_OF_VALUE[kind]} if kind in _TYPE_OF_VALUE else {}
+    """JSON Schema of a choice of values. It has a type if all values but None have the same."""
+    types_of_values = {type(value) for value in values if value is not None}
+    common = types_of_values.pop() if len(types_of_values) == 1 else None
+    schema: dict[str, Any] = {"type": _TYPE_OF_VALUE[common]} if common in _TYPE_OF_VALUE else {}
     schema["enum"] = [value for value in values if value is not None]
     return {**schema, "nullable": True} if None in values else schema
 
@@ -252,6 +271,7 @@ def _object_schema(hint: Any) -> dict[str, Any]:
 
 
 def _container_schema(kind: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """JSON Schema of a container class `kind` with the type arguments `args`. ValueError for other types."""
     if isinstance(kind, type) and issubclass(kind, Mapping):
         if args and args[0] is not str:
             raise ValueError(
@@ -271,6 +291,7 @@ def _container_schema(kind: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def _convert_sequence(kind: Any, args: Sequence[Any], values: list[Any]) -> Any:
+    """Convert a list to the container class `kind` with the type arguments `args`."""
     if kind is tuple and args and args[-1] is not Ellipsis:
         return tuple(convert_value(hint, value) for hint, value in zip(args, values, strict=True))
     items = [convert_value(args[0], value) for value in values] if args else values

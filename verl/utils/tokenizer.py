@@ -22,6 +22,8 @@ from verl.utils.process_pool import LOW_PRIORITY, ProcessDied, ProcessPool, Task
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -81,21 +83,21 @@ def _has_file(path: str, name: str) -> bool:
     return True
 
 
-T = TypeVar("T")
-
 # ---------------------------------------------------------------- untrusted text
 
 SHORT_TEXT = 16 * 1024
-"""Characters that are tokenised and rendered in the calling process: a few milliseconds, less than a process call needs
-on a busy machine."""
+"""Texts of up to this many characters are tokenised and rendered in the calling process: that takes a few milliseconds,
+less than a call of another process on a busy machine."""
 MEMORY_LIMIT = 2 * 2**30
+"""Bytes that one task may allocate."""
 _PROCESSES = 4
+# Maximum number of processes that run heavy tasks, and of heavy tasks that wait for one of them.
 _MAX_HEAVY = 2
-# A process that holds more after a task is replaced.
-_MAX_GROWTH = 8 * 2**20
 _MAX_WAITING = 64
+# A process that has grown by more bytes after a task is replaced.
+_MAX_GROWTH = 8 * 2**20
 
-# In a worker process: the tokenizer.
+# Set in worker processes only.
 _tokenizer: Any = None
 
 
@@ -108,7 +110,7 @@ class TextWorkersBusy(PicklableError):
 
 
 class TextWorkers:
-    """Processes with one tokenizer. They start with `start`, or with the first call.
+    """Processes that run functions with one tokenizer. They start with `start`, or with the first call.
 
     At most half of the processes run tasks that are declared heavy (client templates, grammars, long texts): these
     delay each other and never the light ones. At most 64 heavy tasks wait.
@@ -130,16 +132,16 @@ class TextWorkers:
         self._pool = ProcessPool(
             _PROCESSES, initializer=initializer, memory_limit=memory, max_growth=_MAX_GROWTH, prefork=True
         )
-        self._starting = threading.Lock()
+        self._start_lock = threading.Lock()
         self._started = False
-        self._heavy = asyncio.Semaphore(_MAX_HEAVY)
-        self._waiting = 0
+        self._heavy_slots = asyncio.Semaphore(_MAX_HEAVY)
+        self._num_waiting = 0
 
     def start(self) -> None:
-        """Load the tokenizer in the processes; raises the error that prevents it. Blocks."""
-        with self._starting:
+        """Start the processes and wait until the tokenizer is loaded. Raises the error that prevents it."""
+        with self._start_lock:
             if not self._started:
-                assert self._pool.submit(_is_loaded).result()
+                self._pool.submit(_run, _do_nothing, ()).result()  # raises errors of `_load`
                 self._started = True
 
     async def call(self, function: Callable[..., T], *arguments: Any, heavy: bool = False) -> T:
@@ -151,16 +153,21 @@ class TextWorkers:
             await asyncio.to_thread(self.start)
         if not heavy:
             return await self._result(self._submit(function, arguments))
-        if self._waiting >= _MAX_WAITING:
-            raise TextWorkersBusy(f"{self._waiting} long texts, templates or grammars are waiting already")
-        self._waiting += 1
+        if self._num_waiting >= _MAX_WAITING:
+            raise TextWorkersBusy(f"{self._num_waiting} long texts, templates or grammars are waiting already")
+        self._num_waiting += 1
         try:
-            await self._heavy.acquire()
+            await self._heavy_slots.acquire()
         finally:
-            self._waiting -= 1
-        loop, future = asyncio.get_running_loop(), self._submit(function, arguments)
+            self._num_waiting -= 1
+        try:
+            future = self._submit(function, arguments)
+        except BaseException:
+            self._heavy_slots.release()
+            raise
+        loop = asyncio.get_running_loop()
         # Released when the work ends: the caller may be cancelled earlier.
-        future.add_done_callback(lambda _: _release(loop, self._heavy))
+        future.add_done_callback(lambda _: _release(loop, self._heavy_slots))
         return await self._result(future)
 
     def close(self) -> None:
@@ -186,15 +193,15 @@ def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
 
     Remote code is only executed there if this process was already allowed to execute it.
     """
-    trusted = type(tokenizer).__module__.startswith("transformers_modules")
-    if trusted:
-        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=trusted)
+    is_remote_code = type(tokenizer).__module__.startswith("transformers_modules")
+    if is_remote_code:
+        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=True)
     return partial(_identity, tokenizer)
 
 
 @lru_cache(8)
 def longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token. A text of more than n times as many characters has more than n tokens.
+    """The length of the longest token in characters: a text of more than n × this length has more than n tokens.
 
     Exceptions are texts that the tokenizer's normaliser shortens, such as runs of white space that it collapses.
     """
@@ -207,7 +214,7 @@ def max_characters(tokenizer: Any, tokens: int) -> int:
 
 
 def text_length(value: Any) -> int:
-    """Characters of all strings in nested dicts and lists, plus one for every value."""
+    """The size of a nested value: the characters of all strings and keys, plus one for every value."""
     total, remaining = 0, [value]
     while remaining:
         item = remaining.pop()
@@ -227,20 +234,23 @@ def _identity(tokenizer: Any) -> Any:
 
 
 def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore) -> None:
+    """Release a semaphore of an event loop from another thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(semaphore.release)
 
 
 def _load(load_tokenizer: Callable[[], Any], _functions: Sequence[Callable[..., Any]]) -> None:
+    """Initialize a worker process. Unpickling `_functions` has imported their modules."""
     global _tokenizer
     os.nice(LOW_PRIORITY)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process that forks has no threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the process forks, and a fork has none of its parent's threads
     _tokenizer = load_tokenizer()
 
 
-def _is_loaded() -> bool:
-    return _tokenizer is not None
+def _do_nothing(_tokenizer: Any) -> None:
+    pass
 
 
 def _run(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    """Run a task in a worker process."""
     return function(_tokenizer, *arguments)

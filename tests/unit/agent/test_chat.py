@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.chat_models import FAMILIES, GPT2, chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
-from verl.agent.chat import Chat, tool_message
+from verl.agent import chat as chat_module
+from verl.agent.chat import Chat, ChatSettings, encode_replies, tool_message
+from verl.utils.tokenizer import SHORT_TEXT
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of today.", "parameters": PARAMETERS}}]
@@ -168,3 +170,22 @@ def test_a_model_without_a_template_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"the tokenizer has no chat template.*-Instruct"):
         Chat(tokenizer)
+
+
+async def test_long_replies_are_encoded_with_the_tokenizer_of_their_chat(monkeypatch):
+    class Workers:
+        def __init__(self, load_tokenizer, seconds):
+            self.tokenizer = load_tokenizer()
+
+        async def call(self, function, *arguments):
+            return function(self.tokenizer, *arguments)
+
+    monkeypatch.setattr(chat_module, "TextWorkers", Workers)
+    settings = ChatSettings.create([], [], {})
+    replies = [{"role": "user", "content": "one " * SHORT_TEXT}]
+    for family in ("qwen2_5", "llama3"):
+        tokenizer = chat_tokenizer(family)
+        chat = Chat(tokenizer)
+        expected = chat.suffix(replies)
+        encoded = await encode_replies(chat, settings, tokenizer, replies, [], len(expected))
+        assert encoded == expected

@@ -415,3 +415,21 @@ async def test_tools_of_files_work_where_the_files_are_not(tmp_path: Path):
         assert (await session.call(asked("mine", word="you"))).text == "hello, you"
         assert (await session.call(asked("add", a=2))).text == "3"
     await box.close()
+
+
+async def test_a_tool_that_is_first_called_while_rewards_are_computed_fails_none_of_them():
+    class Caller(Notebook):
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            await session.call(asked("slow"))
+            return 1.0
+
+    class Other(Notebook):
+        def __init__(self) -> None:
+            super().__init__({}, schema("slow"))
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            return "done"
+
+    async with Toolbox([Caller({}), Other()], LIMITS).session(NO_ROW) as session:
+        await session.call(asked("note", word="a"))
+        assert await session.calc_rewards() == {"note": 1.0}

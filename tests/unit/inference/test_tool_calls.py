@@ -6,19 +6,19 @@ import json
 
 import pytest
 
-from verl.inference.serving.tool_calls import ToolText
+from verl.inference.serving.tool_calls import ToolCallSplitter
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
 
 
 def read(pieces, begun=""):
     """(what was said, [(index, name, arguments)]) of an answer in pieces."""
-    text, said, calls = ToolText(begun), "", []
+    text, said, calls = ToolCallSplitter(begun), "", []
     for number, piece in enumerate(pieces):
         more, found = text.push(piece, last=number == len(pieces) - 1)
         said += more
         calls += [(call["index"], call["function"]["name"], call["function"]["arguments"]) for call in found]
-    assert text.calls == len(calls)
+    assert text.num_calls == len(calls)
     return said, calls
 
 
@@ -55,7 +55,7 @@ def test_arguments_are_told_as_json():
 
 
 def test_nothing_that_may_be_a_call_is_said_before_that_is_known():
-    text = ToolText("")
+    text = ToolCallSplitter("")
     assert text.push("Yes. <too", last=False) == ("Yes.", [])
     assert text.push("ls>", last=False) == (" <tools>", [])
 

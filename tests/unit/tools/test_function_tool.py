@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NewType, Optional, TypedDict, Union
 
@@ -27,7 +28,12 @@ class Options(TypedDict, total=False):
     deep: bool
 
 
+class Section(TypedDict):
+    unit: Unit
+
+
 UserId = NewType("UserId", int)
+UserUnit = NewType("UserUnit", Unit)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +104,22 @@ def test_a_type_hint_becomes_json_schema(hint: Any, schema: dict[str, Any]):
         (Optional[Point], None, None),  # noqa: UP045
         (Annotated[Unit, "unit"], "m", Unit.METRE),
         (int | str, "3", "3"),
+        (UserId, 3.0, 3),
+        (list[UserUnit], ["m"], [Unit.METRE]),
+        (Section, {"unit": "ft"}, {"unit": Unit.FOOT}),
     ],
 )
 def test_json_becomes_what_the_hint_asks_for(hint: Any, value: Any, expected: Any):
     assert convert_value(hint, value) == expected
+
+
+@pytest.mark.skipif(not hasattr(typing, "NotRequired"), reason="Python 3.10")
+def test_optional_fields_of_a_typed_dict_are_not_required():
+    page = TypedDict("page", {"unit": Unit, "note": typing.NotRequired[int]})  # noqa: UP013
+    schema = type_schema(page)
+    assert schema["required"] == ["unit"]
+    assert schema["properties"]["note"] == {"type": "integer"}
+    assert convert_value(page, {"unit": "m", "note": 3.0}) == {"unit": Unit.METRE, "note": 3}
 
 
 def test_the_docstring_of_a_function_describes_it_and_its_parameters():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -720,6 +721,16 @@ def test_a_batch_has_all_rows_of_each_trajectory_in_the_order_of_its_argument(se
     labels = [fields["label"] for fields in batch.non_tensor_batch["extra_fields"]]
     assert labels == batch.non_tensor_batch["trajectory"].tolist()
     assert "uid" not in batch.non_tensor_batch, "the batch has it from its prompts"
+
+
+def test_a_batch_has_the_object_columns_of_all_replies(setup):
+    manager = setup().manager
+    (first,) = restore(manager, [agent_trajectory("a", 0, 1)])
+    (second,) = restore(manager, [agent_trajectory("b", 0, 1)])
+    part = replace(second.part, objects={**second.part.objects, "note": np.array(["only here"], dtype=object)})
+    for trajectories, notes in (([0, 1], [None, "only here"]), ([1, 0], ["only here", None])):
+        chosen = [(first, replace(second, part=part))[index] for index in trajectories]
+        assert join_rows(chosen).non_tensor_batch["note"].tolist() == notes
 
 
 def test_trajectories_of_a_checkpoint_are_restored_as_they_were(setup):

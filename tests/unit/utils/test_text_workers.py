@@ -83,3 +83,20 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
 
 def divide(tokenizer):
     return 1 // 0
+
+
+def test_heavy_work_that_cannot_be_submitted_keeps_no_slot(monkeypatch):
+    workers = TextWorkers(tiny_tokenizer, seconds=1.0)
+    workers._started = True
+
+    def fail(*_, **__):
+        raise RuntimeError("the processes cannot be started")
+
+    monkeypatch.setattr(workers._pool, "submit", fail)
+
+    async def scenario():
+        for _ in range(5):
+            with pytest.raises(RuntimeError):
+                await asyncio.wait_for(workers.call(count, "hello", heavy=True), timeout=1.0)
+
+    asyncio.run(scenario())

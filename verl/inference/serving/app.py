@@ -23,7 +23,7 @@ from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo,
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.text_stream import TextStream
-from verl.inference.serving.tool_calls import ToolText
+from verl.inference.serving.tool_calls import ToolCallSplitter
 from verl.types.request import Output, Request
 from verl.utils.exceptions import rename_fields
 from verl.utils.http_server.app import GeneratorResponse, request_body
@@ -158,7 +158,7 @@ class _Choice:
         self.finished = False
         context = () if chat else request.prompt_ids[-_CONTEXT_TOKENS:]
         self._text = TextStream(tokenizer, request.params.stop, context)
-        self._tools = ToolText(parsed.forced_prefix) if parsed.tools else None
+        self._tools = ToolCallSplitter(parsed.forced_prefix) if parsed.tools else None
         self._echoed = None if parsed.echoed is None else parsed.echoed[index // parsed.n]
         self._scores_only, self._returns_prompt_log_probs = parsed.scores_only, parsed.returns_prompt_log_probs
         self._unsent: list[Token] = []
@@ -187,7 +187,7 @@ class _Choice:
             chunk.prompt = prompt_tokens(self.request.prompt_ids, piece)
         if self._tools is not None:
             chunk.text, chunk.calls = self._tools.push(text, last=self.finished)
-            if self._tools.calls and reason == "stop":
+            if self._tools.num_calls and reason == "stop":
                 chunk.finish_reason = "tool_calls"
         if chunk.text or chunk.calls or chunk.finish_reason:
             chunk.tokens, self._unsent = self._unsent, []

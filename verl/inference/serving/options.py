@@ -39,8 +39,12 @@ def options_parser() -> argparse.ArgumentParser:
     add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters to load at the start")
     add("--lora-root", metavar="DIR", help="clients load adapters only from below this folder (default: from any)")
     add("--max-answers", type=positive, default=1024, help="maximum prompts × n of one request (default: %(default)s)")
-    seconds = "time limit for parsing one request (default: %(default)s)"
-    add("--max-parse-seconds", type=float, default=10, help=seconds)
+    add(
+        "--max-parse-seconds",
+        type=float,
+        default=10,
+        help="time limit for parsing one request (default: %(default)s)",
+    )
     add("--allow-client-templates", action="store_true", help="run chat templates sent by clients; these are programs")
     return parser
 

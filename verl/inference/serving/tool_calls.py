@@ -14,7 +14,7 @@ from verl.inference.serving.api import ApiError
 from verl.inference.serving.request_models import ChatRequest, FunctionChoice
 from verl.utils.tool_calls import HERMES_CLOSE, HERMES_OPEN, parse_json_call
 
-__all__ = ["ToolText", "forced_call", "strict_grammar"]
+__all__ = ["ToolCallSplitter", "forced_call", "strict_grammar"]
 
 _ARGUMENTS = ', "arguments": '
 
@@ -41,18 +41,20 @@ def forced_call(request: ChatRequest) -> str:
 
 
 def strict_grammar(request: ChatRequest) -> str | None:
-    """Return the grammar of a forced call, after the text of `forced_call`; None unless all functions that may be
-    called are `strict`."""
+    """Return the grammar of the text that completes the call begun by `forced_call`, or None.
+
+    None if one of the functions that may be called is not `strict`: its arguments need not match its schema.
+    """
     choice, candidates = request.tool_choice, [tool.function for tool in request.tools]
-    is_named = isinstance(choice, FunctionChoice)
-    if isinstance(choice, FunctionChoice):
-        candidates = [function for function in candidates if function.name == choice.function.name]
+    named = choice.function.name if isinstance(choice, FunctionChoice) else None
+    if named is not None:
+        candidates = [function for function in candidates if function.name == named]
     if not all(function.strict for function in candidates):
         return None
     alternatives: list[list[Any]] = []
     for function in candidates:
-        # The opening quote of the name is part of `forced_call`.
-        name = [] if is_named else [json.dumps(function.name)[1:] + _ARGUMENTS]
+        # [1:]: the opening quote of the name is part of `forced_call`.
+        name = [] if named is not None else [json.dumps(function.name)[1:] + _ARGUMENTS]
         # Without the closing tag: the response ends after the call.
         alternatives.append([*name, function.parameters or {"type": "object"}, "}"])
     try:
@@ -61,23 +63,23 @@ def strict_grammar(request: ChatRequest) -> str | None:
         raise ApiError(f"tools: the grammar of their parameters cannot be built: {error}.", "tools") from error
 
 
-class ToolText:
+class ToolCallSplitter:
     """Splits the text of a response, which arrives in pieces, into content and tool calls.
 
     Invalid calls stay in the content.
     """
 
     def __init__(self, forced_prefix: str) -> None:
-        """`forced_prefix`: beginning of the response that was part of the prompt."""
+        """`forced_prefix`: text of `forced_call`, which was appended to the prompt and belongs to the first call."""
         self._pending = forced_prefix
-        """Text that is neither content nor a call yet."""
-        self.calls = 0
-        """Number of calls so far."""
+        """Text that may still become part of a call, and was not returned yet."""
+        self.num_calls = 0
+        """Number of calls returned so far."""
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text (`last`: the end of the response); return the new content and the new calls.
+        """Add text; return the new content and the new calls. `last`: the response ends with this text.
 
-        White space around calls is removed.
+        White space before calls is removed, and after the last one at the end of the response.
         """
         self._pending += text
         content, calls = "", []
@@ -85,17 +87,17 @@ class ToolText:
             block_content, call = block
             content += block_content
             if call is not None:
-                calls.append({"index": self.calls, **call})
-                self.calls += 1
+                calls.append({"index": self.num_calls, **call})
+                self.num_calls += 1
         if last:
             remaining, self._pending = self._pending, ""
-            return content + (remaining.rstrip() if self.calls else remaining), calls
+            return content + (remaining.rstrip() if self.num_calls else remaining), calls
         # White space and text that may begin a call stay pending.
         open_tag = self._pending.find(HERMES_OPEN)
-        end = open_tag if open_tag >= 0 else len(self._pending) - _partial_open_length(self._pending)
-        final = self._pending[:end].rstrip()
-        self._pending = self._pending[len(final) :]
-        return content + final, calls
+        content_end = open_tag if open_tag >= 0 else len(self._pending) - _partial_open_length(self._pending)
+        new_content = self._pending[:content_end].rstrip()
+        self._pending = self._pending[len(new_content) :]
+        return content + new_content, calls
 
     def _next_block(self, last: bool) -> tuple[str, dict[str, Any] | None] | None:
         """Remove the text up to the end of the next complete call from the pending text.

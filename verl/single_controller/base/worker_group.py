@@ -1,4 +1,4 @@
-"""WorkerGroup: calls registered methods on all ranks of a role as if they were one object; RankHandle: on one rank."""
+"""WorkerGroup: calls methods on all ranks of a role as on one object. RankHandle: calls methods on one rank."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class ColocatedClasses(ClassWithInitArgs):
 
 
 def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Combine roles into one process per rank; `group.spawn(prefix_set)` returns a group for each role."""
+    """Combine roles into one process per rank. `spawn(prefix_set)` of their group returns a group for each role."""
     return ColocatedClasses(class_dict)
 
 
-# Public alias: raw classes and classes wrapped for Ray are the same here, because the group creates the actors.
+# Public alias. Elsewhere, raw classes and classes wrapped by ray.remote differ; here the group creates the actors.
 create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
@@ -147,26 +147,30 @@ class WorkerGroup(ABC):
     @classmethod
     @abstractmethod
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
-        """Reserve the resources of the pools; raise at once if some are missing."""
+        """Reserve the resources of the pools; raise without waiting if some are missing."""
 
     @classmethod
     @abstractmethod
     def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> ResourcePool | None:
-        """A pool for processes without devices, which reserves nothing; None: not supported."""
+        """Return a pool for processes without devices, which reserves nothing; None if that is not supported."""
 
     @abstractmethod
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Any]:
-        """A group for each of these colocated roles, over the same processes."""
+        """Return a group for each of these colocated roles; all use the processes of this group."""
 
     @abstractmethod
     def _submit(
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
-        """Start the call on these ranks. The returned function waits for their outputs, or raises a WorkerError."""
+        """Start a call on `ranks`. The returned function waits for their outputs, or raises a WorkerError.
+
+        `args`, `kwargs`: for each argument, a list of its values on all ranks of the group. `lane`: calls of different
+        lanes (e.g. compute and control) run concurrently on a rank.
+        """
 
     @abstractmethod
     def query_ranks(self, method: str, timeout: float) -> list[Any]:
-        """Call a control method without arguments on all ranks. None: no reply in `timeout` seconds."""
+        """Call a control method without arguments on all ranks; return the replies, None after `timeout` seconds."""
 
     @abstractmethod
     def handle(self, rank: int) -> RankHandle:
@@ -189,12 +193,15 @@ class WorkerGroup(ABC):
         return self._mesh_places[name]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method, registered or not, on all ranks. If every argument is a list with one entry per rank, each
-        rank gets its entry; otherwise every rank gets all arguments."""
+        """Call a method, registered or not, on all ranks; return a future of the list of results.
+
+        If every argument is a list with one entry per rank, each rank gets its entry; otherwise every rank gets all
+        arguments.
+        """
         return DataProtoFuture(self._start(range(self.world_size), method, args, kwargs))
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `execute_all_async`; waits for the list of results."""
+        """As `execute_all_async`; return the list of results."""
         return self._start(range(self.world_size), method, args, kwargs)()
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -202,12 +209,12 @@ class WorkerGroup(ABC):
         return self.execute_all_async(method, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on rank 0 only."""
+        """As `execute_all_async`, on rank 0 only: lists with one entry per rank are reduced to the first entry."""
         wait = self._start([0], method, args, kwargs)
         return DataProtoFuture(lambda: wait()[0])
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `execute_rank_zero_async`; waits for the result."""
+        """As `execute_rank_zero_async`; return the result."""
         return self._start([0], method, args, kwargs)()[0]
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +222,7 @@ class WorkerGroup(ABC):
         return self.execute_rank_zero_async(method, *args, **kwargs)
 
     def _call(self, method: str, spec: MethodSpec, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method: dispatch the arguments to the ranks and collect their outputs as registered."""
         if spec.materialize_futures:
             args = tuple(_value(arg) for arg in args)
             kwargs = {key: _value(arg) for key, arg in kwargs.items()}
@@ -231,9 +239,13 @@ class WorkerGroup(ABC):
     def _start(
         self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Callable[[], list[Any]]:
-        return self._submit(ranks, method, *self._entries(args, kwargs), self._lane(method))
+        rank_args, rank_kwargs = self._args_of_ranks(args, kwargs)
+        return self._submit(ranks, method, rank_args, rank_kwargs, self._lane_of(method))
 
-    def _entries(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
+    def _args_of_ranks(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[list[Any]], dict[str, list[Any]]]:
+        """Return a list with one entry per rank for each argument (see `execute_all_async`)."""
         values = [*args, *kwargs.values()]
         is_per_rank = bool(values) and all(isinstance(arg, list) and len(arg) == self.world_size for arg in values)
 
@@ -242,25 +254,26 @@ class WorkerGroup(ABC):
 
         return [per_rank(arg) for arg in args], {key: per_rank(arg) for key, arg in kwargs.items()}
 
-    def _lane(self, method: str) -> str:
+    def _lane_of(self, method: str) -> str:
+        """Return the lane of a method; "compute" if it is not registered."""
         spec = self._specs.get(method)
         return spec.lane if spec else "compute"
 
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that do not exist.
         known = sorted(self.__dict__.get("_specs", {}))
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" Registered: {known}."
+        similar = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {similar[0]!r}?" if similar else f" Registered: {known}."
         raise AttributeError(f"{type(self).__name__} of {self.__dict__.get('role')!r} has no method {name!r}.{hint}")
 
 
 def specs_of(cls_with_init: ClassWithInitArgs) -> dict[str, dict[str, MethodSpec]]:
-    """Registered methods of every role."""
+    """Return the registered methods of every role, by role and method name."""
     return {prefix: method_specs(cls.cls) for prefix, cls in cls_with_init.roles().items()}
 
 
 def check_prefixes(prefix_set: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The prefixes as strings. Raises ValueError for unknown ones."""
+    """Return the names of roles as strings. ValueError: one of them is not in `known`."""
     prefixes = [str(prefix) for prefix in prefix_set]
     unknown = set(prefixes) - set(known)
     if unknown:
@@ -269,4 +282,5 @@ def check_prefixes(prefix_set: Iterable[str], known: Iterable[str]) -> list[str]
 
 
 def _value(arg: Any) -> Any:
+    """Return the result of a future; other values unchanged."""
     return arg.get() if isinstance(arg, DataProtoFuture) else arg

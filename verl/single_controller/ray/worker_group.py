@@ -300,8 +300,8 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        rank_args, rank_kwargs = self._entries(args, kwargs)
-        return list(self._send("call_plain", ranks, method, rank_args, rank_kwargs, self._lane(method)).values())
+        rank_args, rank_kwargs = self._args_of_ranks(args, kwargs)
+        return list(self._send("call_plain", ranks, method, rank_args, rank_kwargs, self._lane_of(method)).values())
 
     def _send(
         self,

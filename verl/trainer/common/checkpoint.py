@@ -31,10 +31,11 @@ from verl.utils.py_functional import mask_secrets
 logger = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
-# A longer wait for the previous save is logged.
+"""File of a step with the state of the trainer."""
+# Longer waits for the previous save are logged.
 _LONG_WAIT_S = 5.0
-# At the end of a run, maximum time to wait for the upload of the last steps.
-_MAX_COPY_WAIT_S = 600.0
+# Maximum time to wait for uploads at the end of a run.
+_MAX_UPLOAD_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class SaveResult:
 
     step: int
     path: Path
+    """Folder of the step; of a failed save, the unfinished folder, which was removed."""
     seconds: float
     """Duration until the save was complete or failed."""
     gigabytes: float = 0.0
+    """Size of the step; 0 for a failed save."""
     error: Exception | None = None
 
     def metrics(self, verify: bool = False) -> dict[str, float]:
@@ -77,10 +80,11 @@ class Saver:
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
         self.root = self._manager.root
         self._thread: threading.Thread | None = None
-        self._done: list[SaveResult] = []
-        self._waited = 0.0
+        self._results: list[SaveResult] = []
+        """Results that `collect` has not returned yet."""
+        self._waited_s = 0.0
         self.newest_step: int | None = None
-        """The newest step that is saved or being saved, or that the run resumed from."""
+        """The step that was saved last, is being saved, or from which the run resumed; None after a failed save."""
         self.last_save_seconds: float | None = None
         """Duration of the last successful save."""
         self.on_end: Callable[[SaveResult], None] = lambda save: None
@@ -107,7 +111,7 @@ class Saver:
             if failure is error:
                 raise
             raise failure from error
-        except BaseException:
+        except BaseException:  # a stop signal: do not wait for the parts
             self._manager.abandon()
             raise
         self.newest_step = step
@@ -117,7 +121,7 @@ class Saver:
 
     def _collect_files(self, models: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of all files of a step that no part writes, by path in the step."""
-        # For people: a resumed run composes its configuration anew, and needs no value of this file.
+        # For information: a resumed run reads its configuration from its command, not from this file.
         config = mask_secrets(self._config.to_dict())
         files = {"config.json": json.dumps(config, indent=1, default=str).encode()}
         if (run_start := self._get_run_start()) is not None:
@@ -149,11 +153,11 @@ class Saver:
         self._end(save)
 
     def wait_for_turn(self, step: int) -> None:
-        """Wait for the previous save, and record the time."""
+        """Wait for the previous save before step `step` is saved; add the time to `checkpoint/wait_s`."""
         start = time.monotonic()
         self.wait()
         seconds = time.monotonic() - start
-        self._waited += seconds
+        self._waited_s += seconds
         if seconds >= _LONG_WAIT_S:
             logger.warning(
                 "the save of step %d waited %.0f s for the previous one: set a larger trainer.save_freq, or use a"
@@ -166,8 +170,8 @@ class Saver:
         """Return the saves that have ended since the last call. `wait`: wait for the save in progress first."""
         if wait:
             self.wait()
-        done, self._done = self._done, []
-        return done
+        results, self._results = self._results, []
+        return results
 
     def wait(self) -> None:
         """Wait for the save in progress."""
@@ -175,11 +179,16 @@ class Saver:
             self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that `wait_for_turn` took since the last call, and the number of failed uploads so far."""
-        metrics = {"checkpoint/wait_s": self._waited} if self._waited else {}
-        self._waited = 0.0
+        """Return the seconds that `wait_for_turn` took since the last call, and the number of failed uploads so far.
+
+        Values of 0 are left out.
+        """
+        metrics = {"checkpoint/wait_s": self._waited_s} if self._waited_s else {}
+        self._waited_s = 0.0
         uploader = self._manager.uploader
-        return metrics | ({"training/failed_copies": float(uploader.failed)} if uploader and uploader.failed else {})
+        if uploader is not None and uploader.failed:
+            metrics["training/failed_copies"] = float(uploader.failed)
+        return metrics
 
     @contextmanager
     def wait_on_error(self) -> Iterator[None]:
@@ -194,8 +203,8 @@ class Saver:
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """At the end of the run, wait for the save in progress and, up to a time limit, for uploads to
-        `trainer.default_hdfs_dir`.
+        """Wait at the end of the run for the save in progress and, for up to 10 minutes, for uploads to
+        `trainer.default_hdfs_dir`; log what failed.
 
         `error`: the exception that ends the run. After an Exception, do not wait for uploads; after a stop signal
         (another BaseException), do not wait at all.
@@ -207,28 +216,32 @@ class Saver:
             if save.error is not None:
                 logger.error("save of step %d failed: %s", save.step, save.error)
         uploader = self._manager.uploader
-        missing = uploader.wait(_MAX_COPY_WAIT_S if error is None else 0.0) if uploader is not None else []
-        if missing:
+        missing_steps = [] if uploader is None else uploader.wait(_MAX_UPLOAD_WAIT_S if error is None else 0.0)
+        if missing_steps:
             logger.error(
                 "%s: %s has no complete copy of %s. The files are in %s. They are copied at the next save, if you start"
                 " the same command again; or copy these folders yourself, manifest.json last.",
                 REMOTE,
                 self._config.trainer.default_hdfs_dir,
-                ", ".join(missing),
+                ", ".join(missing_steps),
                 self.root,
             )
 
     def _end(self, save: SaveResult) -> None:
+        """Log and store the result of a save. Runs in the thread of the save."""
         if save.error is None:
             logger.info("saved to %s", save.path)
             self.last_save_seconds = save.seconds
         elif self.newest_step == save.step:
-            self.newest_step = None
+            self.newest_step = None  # so that the end of the run saves this step again
         self.on_end(save)
-        self._done.append(save)
+        self._results.append(save)
 
     def _abandon(self, error: Exception, step: int, pending_parts: Sequence[Callable[[], Any]] = ()) -> Exception:
-        """Wait for the parts of a failed save and remove its files; return the error to raise."""
+        """Wait for the parts of a failed save and remove its files; return the error to raise.
+
+        That is `error`, or for a full disk an error with the space that a save needs.
+        """
         try:
             _wait_for_all(pending_parts)
         except Exception as another:  # noqa: BLE001 - the first error is raised, this one is logged
@@ -244,7 +257,7 @@ class Saver:
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files. Read once, since a tokenizer cannot be saved while another thread uses it."""
+        """The tokenizer's files by name. Read once, since a tokenizer cannot be saved while another thread uses it."""
         with tempfile.TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
             files = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -285,6 +298,7 @@ def _wait_for_all(pending_parts: Sequence[Callable[[], Any]]) -> None:
 
 
 def _value(result: Any) -> Any:
+    """Wait for a future; return other values unchanged."""
     return result.get() if isinstance(result, DataProtoFuture) else result
 
 

@@ -28,7 +28,7 @@ from verl.types.trajectory import Headers, HostReply, Status, Trajectory
 from verl.workers.rollout.prompts import RolloutJob, sampling_params
 from verl.workers.rollout.training_rows import empty_experts, trajectories_from_rows
 
-# Columns of a host's reply that are ignored: they are taken from the prompts.
+# Columns of a host's reply that are not copied to the batch: `join_prompt_columns` adds them.
 _PROMPT_COLUMNS = ("uid", "sample_index")
 
 
@@ -39,14 +39,15 @@ class RowsPart:
     stored: StoredRows
     """Tensor columns, in the object store."""
     objects: Mapping[str, np.ndarray]
-    """Object columns."""
+    """Object columns, in this process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedTrajectory:
-    """Header of a finished trajectory. Its rows are `row_count` rows of `part`, beginning with `first_row`."""
+    """A finished trajectory: its header, and where its training rows are."""
 
     name: str
+    """`uid/sample_index`, see `trajectory_names`."""
     uid: str
     sample_index: int
     status: Status
@@ -58,6 +59,7 @@ class FinishedTrajectory:
     """Response tokens of its last row: the input of reward functions."""
     part: RowsPart
     first_row: int
+    """Its rows are the rows `first_row` to `first_row + row_count - 1` of `part`."""
     row_count: int
 
 
@@ -88,7 +90,7 @@ class SubmittedRow:
 
 @dataclass(slots=True, eq=False)
 class ManagedJob:
-    """A job: its unfinished rows, and the events (finished trajectories, lost hosts) that were not collected yet."""
+    """A job: its unfinished rows by trajectory name, and the events that were not collected yet."""
 
     name: str
     meta: Mapping[str, Any]
@@ -104,7 +106,7 @@ class ManagedJob:
             return None
 
     def take_finished(self) -> list[FinishedTrajectory]:
-        """Remove and return the finished trajectories of the inbox; lost hosts stay in it."""
+        """Remove and return the finished trajectories of the inbox without waiting; lost hosts stay in it."""
         finished, losses = [], []
         while not self.inbox.empty():
             event = self.inbox.get()
@@ -134,7 +136,7 @@ def trajectory_names(rows: DataProto) -> list[str]:
 
 
 def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:
-    """Return the trajectories of a host's reply. `rows`: their tensor columns."""
+    """Return the trajectories of a host's reply, which has some. `rows`: their tensor columns."""
     headers = reply.headers
     assert headers is not None
     part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _PROMPT_COLUMNS})
@@ -157,15 +159,16 @@ def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTr
 
 
 def join_rows(finished: Sequence[FinishedTrajectory]) -> DataProto:
-    """Return the training rows of these trajectories, in order; on Ray a BatchRef, whose tensor columns stay in the
-    object store."""
+    """Return the training rows of these trajectories (at least one), in order; on Ray a BatchRef, whose tensor columns
+    stay in the object store."""
     parts = list({id(trajectory.part): trajectory.part for trajectory in finished}.values())
     starts = np.cumsum([0, *(part.stored.rows for part in parts)])
     start_of = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
     spans = [(start_of[id(item.part)] + item.first_row, item.row_count) for item in finished]
     index = np.concatenate([np.arange(start, start + count) for start, count in spans])
     columns = take_rows(concat_columns([part.stored.columns for part in parts]), index)
-    objects = {name: _join_objects(name, parts)[index] for name in parts[0].objects}
+    names = dict.fromkeys(name for part in parts for name in part.objects)
+    objects = {name: _join_objects(name, parts)[index] for name in names}
     if isinstance(next(iter(columns.values())).refs[0].bundle, dict):  # without Ray, the tensors are in this process
         return DataProto.from_dict(read_columns(columns), objects)
     batch = BatchRef(columns, len(index), {})

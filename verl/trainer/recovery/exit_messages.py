@@ -33,11 +33,14 @@ from verl.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# Maximum number of lines of an error's message.
 _MAX_LINES = 16
 _FULL_ERRORS = "HYDRA_FULL_ERROR"
+# Exit code after Ctrl-C: 128 + SIGINT.
 _INTERRUPTED = 130
 
-# Class names of errors after which a restart may help. Names, because their modules import torch or Ray.
+# Class names of errors after which a restart may help. Names, because their modules import torch or Ray. The suffix
+# ":ray" restricts a name to Ray's class: torch has an OutOfMemoryError, too, which would occur again.
 _RESTARTABLE = frozenset(
     {
         # Of verl: a process is gone or hangs.
@@ -84,7 +87,7 @@ def exit_with_message(
     `invalid_input`: error types that exit with 2, besides ConfigError, DataError and those of Hydra. `reword` adapts
     messages. `interrupted` is printed on Ctrl-C.
     """
-    before = os.environ.get(_FULL_ERRORS)
+    previous = os.environ.get(_FULL_ERRORS)
     os.environ[_FULL_ERRORS] = "1"  # Hydra raises errors instead of printing them in its own format
     try:
         with stop_signals_raise():
@@ -99,20 +102,25 @@ def exit_with_message(
         if text is not None:
             logger.debug("traceback:", exc_info=True)
             _exit(reword(text).splitlines(), 2)
-        lines = [f"Full traceback in {_write_log(error)}.", *map(reword, _message_lines(error)), *_location_line(error)]
+        file = _write_traceback(error)
+        traceback_line = f"Full traceback in {file}." if file else "The full traceback could not be written to a file."
+        lines = [traceback_line, *map(reword, _message_lines(error)), *_location_line(error)]
         restarts = _supervisor_restarts(error)
         immediately = restarts or isinstance(error, RayLostError) or getattr(error, "exit_immediately", False)
         _exit(lines, 1, immediately, printed_by_supervisor=restarts)
     finally:
-        if before is None:
+        if previous is None:
             os.environ.pop(_FULL_ERRORS, None)
         else:
-            os.environ[_FULL_ERRORS] = before
+            os.environ[_FULL_ERRORS] = previous
 
 
 @contextmanager
 def attach_resume_hint(trainer: Any) -> Iterator[None]:
-    """Attach the run folder and `describe_resume` to errors that leave this block; report them to the supervisor."""
+    """Attach the run folder and `describe_resume` to errors that leave this block; report its end to the supervisor.
+
+    `trainer`: the `trainer` block of the configuration.
+    """
     folder = expand_path(trainer.default_local_dir)
     set_fallback_file(os.path.join(folder, "after_the_terminal.log"))
     try:
@@ -127,7 +135,7 @@ def attach_resume_hint(trainer: Any) -> Iterator[None]:
         report_to_supervisor(ending=ending)
         raise
     finally:
-        # The supervisor keeps the first `ending`: this one counts only if the run has succeeded.
+        # The supervisor keeps the first `ending`, so this one counts only after a success.
         report_to_supervisor(ending={"cause": None, "restartable": False, "location": None})
 
 
@@ -150,7 +158,7 @@ def describe_resume(trainer: Any) -> str:
 
 def log_finished(trainer: Any, part: str = ".", merge_backend: str | None = None) -> None:
     """Log the last lines of a completed run: the path of the model, in the folder `part` of the newest complete step,
-    and, with `merge_backend`, the commands of `describe_next_commands`."""
+    and, with `merge_backend`, the commands of `describe_next_commands`. `trainer`: the `trainer` block."""
     step = _newest_complete_step(trainer)
     if step is None:
         root = Path(expand_path(trainer.default_local_dir)).absolute()
@@ -202,9 +210,10 @@ def is_restartable(error: BaseException, is_retry: bool = False) -> bool:
 
 
 def failure_location(error: BaseException) -> str | None:
-    """Return step, phase and role of an error; None if it has no role.
+    """Return step, phase and role of an error, by which the supervisor recognises that it occurs again.
 
-    Errors of the controller outside of phases have no location: a second one may have another cause.
+    None if the error has no role, or was raised by the controller outside of phases: a second one may have another
+    cause.
     """
     phase, step, role = (getattr(error, name, None) for name in ("phase", "step", "role"))
     if role is None or (phase is None and role == "TaskRunner"):
@@ -214,6 +223,7 @@ def failure_location(error: BaseException) -> str | None:
 
 
 def _is_transient(cause: BaseException, is_retry: bool) -> bool:
+    """Return whether this exception of a cause chain, by its class or message, may not occur again after a restart."""
     names = {cls.__name__ for cls in type(cause).__mro__}
     if type(cause).__module__.startswith("ray."):
         names |= {f"{name}:ray" for name in names}
@@ -235,11 +245,12 @@ def _describe_stop(signal: StopSignal) -> str:
 
 
 def _supervisor_restarts(error: BaseException) -> bool:
+    """Return whether there is a supervisor, and it may restart the run after this error."""
     return is_supervised() and is_restartable(error, is_retry=previous_attempts() > 0)
 
 
 def _exit(lines: list[str], code: int, immediately: bool = False, printed_by_supervisor: bool = False) -> None:
-    """Print the lines and exit.
+    """Print the lines and exit with `code`.
 
     `immediately`: wait neither for Ray, which may be gone, nor for threads. `printed_by_supervisor`: send the lines to
     the supervisor, which prints them unless it restarts the run.
@@ -249,7 +260,7 @@ def _exit(lines: list[str], code: int, immediately: bool = False, printed_by_sup
         report_to_supervisor(lines=lines)
     ray = sys.modules.get("ray")
     if not immediately and ray is not None and ray.is_initialized():
-        ray.shutdown()  # output of dying workers arrives at any time until then
+        ray.shutdown()  # before the lines are printed: until then, output of workers may follow them
     sys.stdout.flush()
     if not printed_by_supervisor:
         sys.stderr.write("\n".join([*lines, ""]))
@@ -268,8 +279,8 @@ def _invalid_input_message(error: Exception, more: tuple[type[Exception], ...]) 
     if isinstance(error, yaml.MarkedYAMLError):
         return _yaml_message(error)
     data_error = _class_if_loaded("verl.utils.dataset.problems", "DataError")
-    known = (ConfigError, HydraException, OmegaConfBaseException, *data_error, *more)
-    return str(error) if isinstance(error, known) else None
+    input_errors = (ConfigError, HydraException, OmegaConfBaseException, *data_error, *more)
+    return str(error) if isinstance(error, input_errors) else None
 
 
 def _yaml_message(error: Any) -> str:
@@ -282,8 +293,8 @@ def _yaml_message(error: Any) -> str:
         "1 problem in the configuration:",
         f"1. {mark.name}, line {mark.line + 1}, column {mark.column + 1}: {cause}. Correct it there or just above.",
     ]
-    with suppress(OSError, IndexError):
-        lines.append(f"   {Path(mark.name).read_text().splitlines()[mark.line]}")
+    with suppress(OSError, ValueError, IndexError):  # not a file, not UTF-8, or changed meanwhile
+        lines.append(f"   {Path(mark.name).read_text('utf-8').splitlines()[mark.line]}")
         lines.append(f"   {' ' * mark.column}^")
     return "\n".join(lines)
 
@@ -295,8 +306,9 @@ def _message_lines(error: BaseException) -> list[str]:
         cause = error.__cause__
         return _limit_lines(summary) if cause is None or isinstance(cause, RemoteTraceback) else _message_lines(cause)
     text = str(error).strip()
-    is_anticipated = type(error) is ValueError or type(error).__module__.partition(".")[0] == "verl"
-    if not is_anticipated or not text:
+    # Messages of verl are sentences; those of other errors are often unclear without the type, e.g. KeyError('x').
+    is_sentence = type(error) is ValueError or type(error).__module__.partition(".")[0] == "verl"
+    if not is_sentence or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return _limit_lines(text)
 
@@ -318,23 +330,28 @@ def _location_line(error: BaseException) -> list[str]:
     elif method is not None:
         location.append(f"while starting ({method})")
     # No resume hint for an error before the first step, which would occur again, unless a process died.
-    died = isinstance(error, (RayLostError, *_class_if_loaded("verl.single_controller.base.errors", "WorkerDiedError")))
+    worker_died = _class_if_loaded("verl.single_controller.base.errors", "WorkerDiedError")
+    died = isinstance(error, (RayLostError, *worker_died))
     hint = getattr(error, "resume_hint", None) if phase is not None or died else None
     line = " ".join(filter(None, (_sentence(", ".join(location)), _sentence(hint))))
     return [line] if line else []
 
 
 def _class_if_loaded(module: str, name: str) -> tuple[type[BaseException], ...]:
-    """Return the class as a tuple; empty if its module, which imports torch, is not loaded."""
+    """Return a tuple of the class; empty if its module is not loaded. Importing it here would import torch."""
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 
 
 def _sentence(text: str | None) -> str:
+    """Return a clause with a capital letter and a full stop; "" for None."""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _write_log(error: Exception) -> str:
-    """Write the traceback with all causes to the run folder, or to the temporary folder; return the path."""
+def _write_traceback(error: Exception) -> str | None:
+    """Write the traceback with all causes to the run folder, or to the temporary folder.
+
+    Return the path; None if neither is writable.
+    """
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     head = [
         f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {platform.node()}, verl {__version__}",
@@ -345,6 +362,7 @@ def _write_log(error: Exception) -> str:
     for folder in filter(None, (getattr(error, "run_folder", None), tempfile.gettempdir())):
         with suppress(OSError):
             path = os.path.join(folder, name)
-            Path(path).write_text(text)
+            # Independent of the locale, and of lone surrogates: the message may contain any text of a model.
+            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
             return path
-    return "no file: none could be written"
+    return None

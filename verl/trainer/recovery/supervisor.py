@@ -31,6 +31,7 @@ from verl.utils.process_tree import adopt_orphans, children, with_descendants
 logger = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
+# Delay before the first restart; it doubles with every further one, up to the maximum.
 _FIRST_DELAY_S = 2.0
 _MAX_DELAY_S = 60.0
 
@@ -66,13 +67,14 @@ def supervise(
             process = SupervisedProcess.fork(forwarder, supervisor.attempts)
             if process is None:
                 return supervisor.next_attempt()
-            code = process.wait()
-            kill_descendants(keep=[*unrelated, *([] if supervisor.head is None else [supervisor.head.pid])])
-            if not supervisor.restarts(process, code, forwarder):
+            exit_code = process.wait()
+            head_pids = [] if supervisor.head is None else [supervisor.head.pid]
+            kill_descendants(keep=[*unrelated, *head_pids])
+            if not supervisor.wait_for_restart(process, exit_code, forwarder):
                 break
     stop_head(supervisor.head)
     kill_descendants(keep=unrelated)
-    supervisor.exit(process, code, forwarder)
+    supervisor.exit(process, exit_code, forwarder)
 
 
 def wants_supervision(config: Any, supervised: bool) -> bool:
@@ -89,18 +91,24 @@ class Supervisor(Generic[C]):
         self._config, self._trainer = config, getattr(config, "trainer")  # noqa: B009 - of any configuration
         self._saved, self._history = SavedSteps(self._trainer), RestartHistory()
         self.attempts = 0
+        """Number of attempts that have ended."""
         self.head: Any = None
+        """The Ray head that all attempts share; None: each attempt starts its own Ray."""
         self._stopped_in_delay = False
+        """Whether a stop signal arrived during the delay before a restart."""
 
     def next_attempt(self) -> SupervisedAttempt[C]:
         """Return the input of the next child; called in the child."""
         first = self.attempts == 0
         return SupervisedAttempt(self._config if first else self._saved.resume_config(self._config), self.head)
 
-    def restarts(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> bool:
-        """Decide and log whether to restart; wait for the delay before a restart. Returns the decision."""
+    def wait_for_restart(self, process: SupervisedProcess, exit_code: int, forwarder: SignalForwarder) -> bool:
+        """Decide whether to restart after an attempt, and log it; before a restart, wait for its delay.
+
+        Return False if the run has ended: successfully, by an error that a restart cannot help, or by a stop signal.
+        """
         self.attempts += 1
-        failure = process.failure(code)
+        failure = process.failure(exit_code)
         if failure is None or forwarder.received is not None:
             return False
         limit = self._trainer.max_restarts
@@ -120,29 +128,37 @@ class Supervisor(Generic[C]):
         self._stopped_in_delay = forwarder.received is not None
         return not self._stopped_in_delay
 
-    def exit(self, process: SupervisedProcess, code: int, forwarder: SignalForwarder) -> NoReturn:
-        """Exit with the exit code or signal of the child; print its error message if the child has not done so."""
-        stop_signal, failure, lines = forwarder.received, process.failure(code), process.final_lines
+    def exit(self, process: SupervisedProcess, exit_code: int, forwarder: SignalForwarder) -> NoReturn:
+        """Exit with the exit code or signal of the child; print its error message if the child has not done so.
+
+        `exit_code`: negative if a signal ended the child.
+        """
+        stop_signal, failure, lines = forwarder.received, process.failure(exit_code), process.final_lines
         resume = describe_resume(self._trainer)
-        if stop_signal == "SIGINT" and (code < 0 or forwarder.received_twice or self._stopped_in_delay):
+        was_killed = exit_code < 0
+        if stop_signal == "SIGINT" and (was_killed or forwarder.received_twice or self._stopped_in_delay):
             raise KeyboardInterrupt
         if self._stopped_in_delay:
             lines = [f"stopped by {stop_signal} before the restart; {resume}"]
-        elif stop_signal is not None and code < 0:
+        elif stop_signal is not None and was_killed:
+            # End by the same signal, so that the caller of the command sees it.
             signal.signal(signal.Signals[stop_signal], signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[stop_signal])
-        elif not lines and failure is not None and (code < 0 or not process.reported_ending):
+        elif not lines and failure is not None and (was_killed or not process.reported_ending):
             lines = [f"{failure.cause[0].upper()}{failure.cause[1:]}. {resume[0].upper()}{resume[1:]}."]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
-        sys.exit(code if code >= 0 else 1)
+        sys.exit(1 if was_killed else exit_code)
 
 
 def record_restart(run_folder: Path, cause: str, step: int | None, settings: RecordConfig) -> None:
-    """Append an event to the recording of the run, if there is one. The process that writes the recording has ended."""
+    """Append the restart to the events of the run's recording, if there is one.
+
+    Safe without a lock: the process that writes the recording has ended.
+    """
     if (folder := run_folder / RECORD_FOLDER).is_dir():
         from verl.recording.redaction import Redaction
 
-        # What follows the colon is the message of an exception, which may contain texts of the model.
+        # The text after the colon is the message of an exception, which may quote prompts or responses.
         message = Redaction(settings.redact).text(cause) if settings.texts else cause.partition(":")[0]
         event = {"time": round(time.time(), 3), "step": step, "kind": "restart", "message": message}
         try:
@@ -168,11 +184,13 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """Restarts and failure locations since the last new checkpoint. `saved`: id of that checkpoint, or None."""
+    """Restarts and failures since the last new checkpoint."""
 
     saved: str | None = None
+    """Id of that checkpoint (`SavedSteps.newest_id`); None: this command has saved none."""
     restarts: int = 0
     locations: frozenset[str] = field(default=frozenset())
+    """Where attempts failed (`failure_location`)."""
 
 
 def decide_restart(
@@ -202,11 +220,11 @@ class SavedSteps:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.root = Path(expand_path(trainer.default_local_dir)).absolute()
-        self._existing = {_manifest_id(folder) for folder in newest_first(self.root)}
+        self._earlier = {_manifest_id(folder) for folder in newest_first(self.root)}
 
     def newest(self) -> Path | None:
         """Return the newest complete step."""
-        own = (folder for folder in newest_first(self.root) if _manifest_id(folder) not in self._existing)
+        own = (folder for folder in newest_first(self.root) if _manifest_id(folder) not in self._earlier)
         return next(filter(has_expected_sizes, own), None)
 
     def newest_id(self) -> str | None:
@@ -247,10 +265,10 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
     """Kill all descendants of this process, except the children in `keep` and their descendants."""
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        left = [pid for child in children(os.getpid()) if child not in keep for pid in with_descendants(child)]
-        if not left:
+        alive = [pid for child in children(os.getpid()) if child not in keep for pid in with_descendants(child)]
+        if not alive:
             return
-        for pid in left:
+        for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in children(os.getpid()):
@@ -258,7 +276,7 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
-    logger.warning("some processes could not be killed: %s", left)
+    logger.warning("some processes could not be killed: %s", alive)
 
 
 def _manifest_id(folder: Path) -> tuple[int, int] | None:

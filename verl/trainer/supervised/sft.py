@@ -1,7 +1,4 @@
-"""SFTTrainer: supervised fine-tuning. GenerativeValidation: generate and score responses during validation.
-
-`generation_config_file`: the file of end tokens in exported models.
-"""
+"""SFTTrainer: supervised fine-tuning. GenerativeValidation: generate and score responses during validation."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ from verl.workers.reward_manager.scorer import Sample
 from verl.workers.roles.supervised import SFTWorker
 from verl.workers.rollout.prompts import prompt_rows, response_end_tokens
 
+# Number of generated responses on the console; trackers receive `trainer.log_val_generations`.
 _MAX_ON_CONSOLE = 3
 
 
@@ -60,7 +58,9 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
 
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
-        if self._generation is None or (self.stop_requested.is_set() and self.config.trainer.save_within is not None):
+        # A requested stop leaves only `trainer.save_within` seconds for the save: they are not spent on generation.
+        must_save_now = self.stop_requested.is_set() and self.config.trainer.save_within is not None
+        if self._generation is None or must_save_now:
             return metrics
         return metrics | self._generation.run(self.worker_group, self.global_steps, self.tracking, self.recorder)
 
@@ -75,7 +75,8 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
 
 
 def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) -> Any:
-    """Return the dataset of `data.train_files` or `data.val_files`: of `data.custom_cls`, or one of verl's classes."""
+    """Return the dataset of `data.train_files` or `data.val_files`: an instance of `data.custom_cls`, if it is set,
+    otherwise of MultiTurnSFTDataset or SFTDataset."""
     files = config.train_files if is_train else config.val_files
     limit = config.train_max_samples if is_train else config.val_max_samples
     if (dataset := custom_dataset(config, tokenizer, files, limit)) is not None:
@@ -110,6 +111,7 @@ def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_
 
 
 def _first_loss_token(loss_mask: torch.Tensor) -> int:
+    """Return where the response begins (see `prompt_response_batch`); the length of the row if no token has loss."""
     marked = loss_mask.nonzero()
     return max(1, int(marked[0])) if len(marked) else len(loss_mask)
 
@@ -134,12 +136,13 @@ def generation_config_file(config: SFTConfig, tokenizer: object) -> dict[str, by
     """
     from transformers import GenerationConfig
 
-    folder, model = resolve_model_path(config.model.path), config.model
+    model = config.model
+    folder = resolve_model_path(model.path)
     hf_config = read_config(folder, model.trust_remote_code, model.override_config)
     end_tokens = find_end_tokens(folder, hf_config, tokenizer, config.data.apply_chat_template_kwargs)
     try:
         generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # the model has none
+    except OSError:  # the model has no generation_config.json
         generation = GenerationConfig.from_model_config(hf_config)
     known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     ids = [token for token in dict.fromkeys([*known, *sorted(end_tokens.ids)]) if token is not None]
@@ -153,7 +156,8 @@ class GenerativeValidation:
     """Generates responses to the prompts of `data.val_prompt_files` (rows as for `main_ppo`) and scores them."""
 
     def __init__(self, config: SFTConfig, tokenizer: Any) -> None:
-        self._config, self._tokenizer, data = config, tokenizer, config.data
+        self._config, self._tokenizer = config, tokenizer
+        data = config.data
         self._rows = rows = Rows(find_files(data.val_prompt_files))
         raise_problems(rows, [chat_rule(data.prompt_key, "data.prompt_key"), *reward_rules(config)])
         self._count = len(rows) if data.val_max_samples < 0 else min(data.val_max_samples, len(rows))
@@ -163,8 +167,10 @@ class GenerativeValidation:
         self._end_tokens = response_end_tokens(config.model, config.rollout, tokenizer, data.apply_chat_template_kwargs)
 
     def run(self, group: Any, step: int, tracking: Tracking, recorder: Recorder) -> dict[str, float]:
-        """Sync the weights, generate and score; return the same metrics as PPO's validation, log some samples and
-        record all."""
+        """Generate and score with the current weights of `group`; return the metrics of PPO's validation.
+
+        Some samples are logged, all are recorded.
+        """
         try:
             group.begin_answers(step)
             output = group.answer(self._batch())
@@ -181,7 +187,7 @@ class GenerativeValidation:
         columns |= {"uid": uids, "data_source": [sample.data_source for sample in samples]}
         columns[ERROR_COLUMN] = [score.kind for score in scores]
         columns["reward"] = [score.value for score in scores]
-        described = columns | {
+        recorded = columns | {
             "prompt": self._prompt_texts,
             "answer": texts,
             "gts": [sample.ground_truth for sample in samples],
@@ -189,44 +195,48 @@ class GenerativeValidation:
             "length": [len(ids) for ids in output.non_tensor_batch["answer"]],
             "correct": sample_correctness(columns, scores_are_continuous=False),
         }
-        record = recorder.settings
-        options = RowOptions(None, recorder.redaction, record.texts, int(record.max_mb_per_step * 1e6))
-        recorder.submit(partial(record_validation, described, step, options), step)
+        settings = recorder.settings
+        options = RowOptions(None, recorder.redaction, settings.texts, int(settings.max_mb_per_step * 1e6))
+        recorder.submit(partial(record_validation, recorded, step, options), step)
         return sample_metrics(columns, scores_are_continuous=False)
 
     @cached_property
     def _prompt_texts(self) -> list[str]:
         """The prompt of every response, as text."""
-        numbers = [row for row in range(self._count) for _ in range(self._config.data.val_n)]
-        return self._tokenizer.batch_decode([self._prompts.tokens[row] for row in numbers], skip_special_tokens=True)
+        rows = [row for row in range(self._count) for _ in range(self._config.data.val_n)]
+        return self._tokenizer.batch_decode([self._prompts.tokens[row] for row in rows], skip_special_tokens=True)
 
     def _batch(self) -> DataProto:
         """Return `val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""
-        numbers = range(self._count)
-        prompts, uids = [self._prompts.tokens[row] for row in numbers], [*map(self._prompts.uid, numbers)]
+        rows = range(self._count)
+        prompts, uids = [self._prompts.tokens[row] for row in rows], [self._prompts.uid(row) for row in rows]
         return prompt_rows(prompts, uids, self._config.data.val_n, {"eos_token_id": self._end_tokens})
 
-    def _sample(self, number: int, text: str) -> Sample:
-        row = self._rows[number]
+    def _sample(self, row_index: int, text: str) -> Sample:
+        """Return the input of the reward function for a response to the prompt of a row."""
+        row = self._rows[row_index]
         source = value_at(row, self._config.data.reward_fn_key) or UNKNOWN_SOURCE
         truth = ground_truth_of(row, self._config.data.ground_truth_key)
         return Sample(str(source), text, truth, dict(row.get("extra_info") or {}))
 
     def _log_samples(self, texts: list[str], scores: list[float], step: int, tracking: Tracking) -> None:
         n, count = self._config.data.val_n, self._config.trainer.log_val_generations
-        order = np.random.default_rng(self._config.data.seed).permutation(len(texts))[:count]
-        prompts = [self._tokenizer.decode(self._prompts.tokens[int(index) // n]) for index in order]
-        samples = [(prompt, texts[index], scores[index]) for prompt, index in zip(prompts, order, strict=True)]
+        # The same seed in every validation: the same prompts can be compared between steps.
+        logged = np.random.default_rng(self._config.data.seed).permutation(len(texts))[:count]
+        prompts = [self._tokenizer.decode(self._prompts.tokens[int(index) // n]) for index in logged]
+        samples = [(prompt, texts[index], scores[index]) for prompt, index in zip(prompts, logged, strict=True)]
         if samples:
             tracking.log_generations(samples, step, on_console=min(_MAX_ON_CONSOLE, count))
 
     def _check_lengths(self) -> None:
         limit, lengths = self._config.data.max_prompt_length, self._prompts.tokens.lengths
-        long = np.flatnonzero(lengths > limit)
-        if len(long):
+        too_long = np.flatnonzero(lengths > limit)
+        if len(too_long):
+            first, others = int(too_long[0]), len(too_long) - 1
+            more = f" (and {others} more)" if others else ""
             raise DataError(
                 [
-                    f"{self._rows.where(int(long[0]))} (and {len(long) - 1} more): the prompt has {lengths[long[0]]}"
-                    f" tokens, more than data.max_prompt_length = {limit} (the longest has {lengths.max()}). Raise it."
+                    f"{self._rows.where(first)}{more}: the prompt has {lengths[first]} tokens, more than"
+                    f" data.max_prompt_length = {limit}. Raise it to {lengths.max()} or more."
                 ]
             )

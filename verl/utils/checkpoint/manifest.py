@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: path, size and checksum of every file, so that damage is found and named.
 
 A step is complete if it has a manifest and every file matches it. Checksums are computed while files are written
-(`ChecksumRecorder`); only other files are read when the manifest is written.
+(`ChecksumRecorder`). Files that were written in another way are read when the manifest is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ LATEST = "latest"
 """A file in a run's folder that names its newest step."""
 
 _FORMAT = "verl.checkpoint/1"
+# Subfolder of an unfinished step: checksums of the files that `ChecksumRecorder`s have written.
 _RECORDS = ".checksums"
+# Bytes read at a time.
 _BLOCK = 4 * 2**20
 
 
@@ -40,15 +42,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of one step. `serial` grows with every save into a root, so it orders saves by time.
-
-    `dropped` are the parts (folders of the step) that retention has deleted.
-    """
+    """All files of one step."""
 
     step: int
     serial: int
+    """Grows with every save of a run, so it orders saves by time: a step may be saved again after a later one."""
     files: Mapping[str, FileRecord]
+    """By path in the step."""
     dropped: tuple[str, ...] = ()
+    """Parts (folders of the step) that were deleted because of `trainer.max_*_ckpt_to_keep`."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,7 +63,7 @@ class Manifest:
 
 
 class ChecksumRecorder:
-    """Computes the checksums of the files that one process writes into a step, while it writes them.
+    """Computes the checksums of the files that one process writes into a step, while it writes them:
 
     with ChecksumRecorder(folder) as recorder:
         with recorder.open("shard_0.bin") as stream: ...
@@ -126,8 +128,8 @@ def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
         records = list(pool.map(lambda name: _sync_and_record(folder / name, recorded.get(name)), names))
     manifest = Manifest(step, serial, dict(zip(names, records, strict=True)))
     write_durably(folder / MANIFEST, _encode(manifest))
-    for inside, _, _ in os.walk(folder):
-        sync_folder(Path(inside))
+    for directory, _, _ in os.walk(folder):
+        sync_folder(Path(directory))
     return manifest
 
 
@@ -155,8 +157,10 @@ def decode_manifest(content: bytes) -> Manifest:
     try:
         fields = json.loads(content)
         checksum = fields.pop("crc32")
-        if fields["format"] != _FORMAT or checksum != zlib.crc32(_canonical(fields)):
+        if checksum != zlib.crc32(_canonical(fields)):
             raise ValueError("its checksum does not match")
+        if fields["format"] != _FORMAT:
+            raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT!r}")
         files = {_check_inside(name): FileRecord(**record) for name, record in fields["files"].items()}
         return Manifest(fields["step"], fields["serial"], files, tuple(fields.get("dropped", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -174,7 +178,10 @@ def find_problems(folder: Path) -> list[str]:
 
 
 def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> list[str]:
-    """Return the files of a step that do not match its manifest, one line each. `contents=False`: only sizes."""
+    """Return a line for each file of a step that does not match its manifest: `name: problem`.
+
+    `contents=False`: only sizes are compared.
+    """
     with _pool() as pool:
         problems = pool.map(lambda item: _find_problem(folder, item[0], item[1], contents), manifest.files.items())
         return [problem for problem in problems if problem]
@@ -186,7 +193,9 @@ class _ChecksumStream(io.BufferedWriter):
     def __init__(self, path: Path, records: dict[Path, dict[str, int]], on_failure: Callable[[OSError], None]) -> None:
         super().__init__(UncachedFile(path))
         self._path, self._records, self._on_failure = path, records, on_failure
-        self._crc, self._size, self._in_order = 0, 0, True
+        self._crc, self._size = 0, 0
+        self._in_order = True
+        """Whether every write was at the end of the file; otherwise the checksum is invalid."""
 
     def write(self, data: Any) -> int:
         self._in_order = self._in_order and self.tell() == self._size
@@ -216,7 +225,7 @@ class _ChecksumStream(io.BufferedWriter):
 
 
 def _collect_records(folder: Path) -> dict[str, dict[str, int]]:
-    """Read and delete the files of recorders: record by path in the step."""
+    """Read and delete the records that `ChecksumRecorder`s have stored in a step; return them by path in the step."""
     records: dict[str, dict[str, int]] = {}
     if (folder / _RECORDS).is_dir():
         for file in (folder / _RECORDS).iterdir():
@@ -226,15 +235,17 @@ def _collect_records(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _sync_and_record(path: Path, recorded: Mapping[str, int] | None) -> FileRecord:
+    """Return the record of a file, which is read and flushed to disk unless it is unchanged since it was `recorded`."""
     stat = path.stat()
     if recorded is not None and (recorded["size"], recorded["modified"]) == (stat.st_size, stat.st_mtime_ns):
-        return FileRecord(recorded["size"], recorded["crc32"])  # its writer has flushed it
+        return FileRecord(recorded["size"], recorded["crc32"])  # flushed by `_ChecksumStream.close`
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return _read_record(file)
 
 
 def _read_record(file: io.BufferedReader) -> FileRecord:
+    """Read a file and return its size and checksum."""
     size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
     while count := file.readinto(block):
         crc = zlib.crc32(block[:count], crc)
@@ -244,6 +255,7 @@ def _read_record(file: io.BufferedReader) -> FileRecord:
 
 
 def _find_problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> str | None:
+    """Return how a file differs from its record; None if it does not."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -262,6 +274,7 @@ def _find_problem(folder: Path, name: str, expected: FileRecord, contents: bool)
 
 
 def _check_inside(name: str) -> str:
+    """Return a path of a manifest unchanged; ValueError if it leads out of the step."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name!r} is not inside the step")
@@ -273,9 +286,10 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    for inside, _, names in os.walk(folder):
+    """Return the paths of all files in a step, relative to it, without its manifest."""
+    for directory, _, names in os.walk(folder):
         for name in names:
-            relative = (Path(inside) / name).relative_to(folder).as_posix()
+            relative = (Path(directory) / name).relative_to(folder).as_posix()
             if relative != MANIFEST:
                 yield relative
 
@@ -284,7 +298,7 @@ def _encode(manifest: Manifest) -> bytes:
     files = {name: asdict(record) for name, record in manifest.files.items()}
     fields: dict[str, Any] = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
     fields["dropped"] = list(manifest.dropped)
-    # With its own checksum: a flipped bit in a name or size must not look like another file.
+    # The manifest has a checksum, too: a flipped bit in it must not be reported as damage of a file.
     return json.dumps({**fields, "crc32": zlib.crc32(_canonical(fields))}, indent=1).encode()
 
 
@@ -293,5 +307,5 @@ def _canonical(fields: Mapping[str, Any]) -> bytes:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Reading and crc32 release the GIL, so files are checked in parallel."""
+    """Return a pool for reading files in parallel: reading and crc32 release the GIL."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

@@ -20,14 +20,21 @@ from verl.utils.process_pool import LOW_PRIORITY, ProcessDied, ProcessPool, Task
 __all__ = ["BodyParser", "RequestModel", "parse_json", "parse_model", "validate_model", "validation_message"]
 
 Model = TypeVar("Model", bound=BaseModel)
+# Digits of a number that may not fit in 64 bits.
 _LONG_NUMBER = re.compile(rb"\d{19}")
+# Escape of a surrogate, which may be lone: \ud800 to \udfff.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _INTEGER_LIMIT = 2**64
+# Up to the first size, a body is parsed in the event loop; above the second, only one at a time (`BodyParser`).
 _INLINE_BYTES, _VERY_LARGE_BYTES = 256 << 10, 2 << 20
-_MOST_PENDING = 64
-_SECONDS = 10.0
-_MEMORY_BYTES, _GROWTH_BYTES = 1 << 30, 4 << 20
-_SHOWN = 200
+_PROCESSES = 2
+# Maximum number of bodies that are in processes or wait for one.
+_MAX_PENDING = 64
+_PARSE_TIMEOUT_S = 10.0
+# Memory that parsing a body may allocate; a process that has grown by more than the second value is replaced.
+_MEMORY_BYTES, _MAX_GROWTH_BYTES = 1 << 30, 4 << 20
+# Maximum number of characters of a client's value in an error message.
+_MAX_SHOWN = 200
 
 
 class RequestModel(BaseModel):
@@ -44,7 +51,7 @@ class RequestModel(BaseModel):
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """Parse JSON in UTF-8: no NaN, no infinite or more than 64-bit numbers, no lone surrogates. HttpError 400 if not.
+    """Parse JSON in UTF-8. HttpError 400 for invalid JSON, NaN, numbers beyond 64 bits, and lone surrogates.
 
     The limits hold for every number in the body, also inside fields that are passed on without validation.
     """
@@ -96,24 +103,28 @@ def validate_model(model: type[Model], content: Any, status: int = 422) -> Model
 
 
 def validation_message(error: ValidationError) -> tuple[str, str | None]:
-    """(message, name of the field) of the first problem."""
+    """Return the message of the first problem, and the path of its field (None: the whole body)."""
     problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"] if part != "__root__")[:_SHOWN]
+    field = ".".join(str(part) for part in problem["loc"] if part != "__root__")[:_MAX_SHOWN]
     if problem["type"] == "missing":
-        return f"{place}: is missing.", place or None
-    shown = json.dumps(problem["input"], ensure_ascii=False, default=repr) if problem["type"] != "model_type" else ""
-    reason = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+        return f"{field}: is missing.", field or None
     if problem["type"] == "extra_forbidden":
-        return f"{place}: unknown field.", place
-    shown = f" (got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'})" if shown else ""
-    return f"{place or 'the body'}: {reason}{shown}.", place or None
+        return f"{field}: unknown field.", field
+    reason = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+    shown = ""
+    if problem["type"] != "model_type":  # the value would be the whole object
+        value = json.dumps(problem["input"], ensure_ascii=False, default=repr)
+        shown = f" (got {value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + '…'})"
+    return f"{field or 'the body'}: {reason}{shown}.", field or None
 
 
 def parse_model(model: type[Model], body: bytes | bytearray) -> Model:
+    """Parse and validate a body; HttpError 400 for invalid JSON, 422 for other values than the model permits."""
     return validate_model(model, parse_json(body))
 
 
 def _prepare(_models: tuple[type[BaseModel], ...]) -> None:
+    """Initialize a process. Unpickling `_models` has imported their modules."""
     os.nice(LOW_PRIORITY)
 
 
@@ -127,20 +138,21 @@ class BodyParser:
     def __init__(self, *models: type[BaseModel]) -> None:
         """`models` are imported before the processes fork, so that they share the memory."""
         self._pool = ProcessPool(
-            2,
+            _PROCESSES,
             initializer=partial(_prepare, models),
             memory_limit=_MEMORY_BYTES,
-            max_growth=_GROWTH_BYTES,
+            max_growth=_MAX_GROWTH_BYTES,
             prefork=True,
         )
-        self._pool.submit(parse_json, b"0")  # starts it now: in the event loop, clients would wait for that
+        self._pool.submit(parse_json, b"0")  # starts the processes now; during a request, the event loop would block
         self._very_large = asyncio.Semaphore(1)
         self._pending = 0
 
     async def parse(self, model: type[Model], body: bytes | bytearray) -> Model:
+        """As `parse_model`; also HttpError 503 if too many large bodies are waiting."""
         if len(body) <= _INLINE_BYTES:
             return parse_model(model, body)
-        if self._pending >= _MOST_PENDING:
+        if self._pending >= _MAX_PENDING:
             raise HttpError(503, "too many large requests are waiting. Try again later.")
         self._pending += 1
         try:
@@ -153,10 +165,10 @@ class BodyParser:
 
     async def _parse(self, model: type[Model], body: bytes | bytearray) -> Model:
         try:
-            task = self._pool.submit(parse_model, model, pickle.PickleBuffer(body), timeout=_SECONDS)
+            task = self._pool.submit(parse_model, model, pickle.PickleBuffer(body), timeout=_PARSE_TIMEOUT_S)
             parsed: Model = await asyncio.wrap_future(task)
         except TaskTimeout as error:
-            raise HttpError(400, f"the body could not be parsed within {_SECONDS:g} s. Shorten it.") from error
+            raise HttpError(400, f"the body could not be parsed within {_PARSE_TIMEOUT_S:g} s. Shorten it.") from error
         except (MemoryError, ProcessDied) as error:
             raise HttpError(400, "parsing the body takes too much memory. Shorten it.") from error
         return parsed

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+# The command of a box, up to its opening brace or, without braces, up to its content (\boxed5, \boxed 5).
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s*(?=\{)|(?=.))", re.DOTALL)
-_STRUCTURE = re.compile(r"\\.|[{}]", re.DOTALL)
+# End of a box without braces: the end of its formula, line or text.
+_UNBRACED_END = re.compile(r"[$\n]|\\[)\]]|\Z")
+_ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -16,12 +19,12 @@ def last_boxed_only_string(string: str) -> str | None:
     if opening is None:
         return None
     if string[opening.end()] != "{":
-        end = re.compile(r"[$\n]|\\[)\]]|\Z").search(string, opening.end())
-        assert end is not None
+        end = _UNBRACED_END.search(string, opening.end())
+        assert end is not None  # the end of the text matches
         return string[start : end.start()]
     depth = 0
-    for token in _STRUCTURE.finditer(string, opening.end()):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)  # an escaped brace is a character, not a bracket
+    for token in _ESCAPE_OR_BRACE.finditer(string, opening.end()):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)  # 0: an escaped character, such as \{
         if depth == 0:
             return string[start : token.end()]
     return None
@@ -45,7 +48,8 @@ def last_tagged(text: str, tag: str) -> str | None:
     """The content of the last closed `<tag>…</tag>` (or `<Tag >…`), stripped; None without one."""
     start, content = None, None
     for match in _tags(text, tag):
-        if not match.group(1):
+        is_closing = bool(match.group(1))
+        if not is_closing:
             start = match.end()
         elif start is not None:
             start, content = None, text[start : match.start()]
@@ -59,22 +63,25 @@ def without_tagged(text: str, tag: str) -> str:
     closing tags, or be truncated.
     """
     kept: list[str] = []
-    outside_from: int | None = 0
-    opened = False
+    outside_start: int | None = 0  # where the text after the last block begins; None inside of a block
+    any_block = False
     for match in _tags(text, tag):
-        if match.group(1):
-            outside_from = match.end() if opened else outside_from
+        is_closing = bool(match.group(1))
+        if is_closing:
+            # Another closing tag extends the last block; before the first block it is text.
+            outside_start = match.end() if any_block else outside_start
             continue
-        if outside_from is not None:
-            kept.append(text[outside_from : match.start()])
-        outside_from, opened = None, True
-    return "".join(kept if outside_from is None else [*kept, text[outside_from:]])
+        if outside_start is not None:
+            kept.append(text[outside_start : match.start()])
+        outside_start, any_block = None, True
+    return "".join(kept if outside_start is None else [*kept, text[outside_start:]])
 
 
 def last_match(pattern: re.Pattern[str], text: str, words: Sequence[str], start: int = 0) -> re.Match[str] | None:
-    """The last match, from `start` on, of a pattern that begins with one of the words, in any case; None without one.
+    """The last match, from `start` on, of a pattern whose matches begin with one of `words`; None if there is none.
 
-    Searching for words is much faster than searching for a pattern.
+    The words are found in lower case, in upper case and capitalised. Searching for them, and matching the pattern only
+    there, is much faster than searching for the pattern.
     """
     spellings = {spelling for word in words for spelling in (word, word.capitalize(), word.upper())}
     positions = {spelling: text.rfind(spelling, start) for spelling in spellings}
@@ -82,12 +89,12 @@ def last_match(pattern: re.Pattern[str], text: str, words: Sequence[str], start:
         if match := pattern.match(text, position):
             return match
         for spelling in [spelling for spelling, at in positions.items() if at == position]:
-            positions[spelling] = text.rfind(spelling, start, position + len(spelling) - 1)
+            positions[spelling] = text.rfind(spelling, start, position + len(spelling) - 1)  # the one before
     return None
 
 
 def _tags(text: str, name: str) -> Iterator[re.Match[str]]:
-    """The tags of a name in order; group 1 of closing tags is not empty."""
+    """The tags `<name>` and `</name>` in order. Group 1 of a match is "/" for closing tags, otherwise empty."""
     pattern = re.compile(rf"<\s{{0,3}}(/?)\s{{0,3}}{name}(?:\s[^<>]{{0,100}})?>", re.IGNORECASE)
     position = text.find("<")  # much faster than searching for the pattern
     while position >= 0:

@@ -41,6 +41,7 @@ class ScoreCall:
     number: int
     on_done: DoneCallback
     started: float = 0.0
+    """Time at which it was sent to a loop."""
     isolated: bool = False
     """Its loop was lost: it is repeated in its own process."""
 
@@ -50,12 +51,12 @@ class ScoreCall:
 
 @dataclass(eq=False, slots=True)
 class _LoopConnection:
-    """A connected event loop."""
+    """The connection to the event loop of a scorer process."""
 
     writer: asyncio.StreamWriter
     pid: int
     calls: dict[int, ScoreCall] = field(default_factory=dict)
-    """Its unfinished calls, the oldest first."""
+    """Its unfinished calls by number, the oldest first."""
 
 
 class EventLoops:
@@ -78,7 +79,8 @@ class EventLoops:
         with self._lock:
             if self._thread is None:
                 self._start()
-        self._loop.call_soon_threadsafe(self._add_calls, calls)
+            # With the lock: `close` must not end the event loop before it has received the calls.
+            self._loop.call_soon_threadsafe(self._add_calls, calls)
 
     def close(self) -> None:
         """End the processes; unfinished calls fail with PoolClosed. The object may be used again."""
@@ -122,14 +124,16 @@ class EventLoops:
     def _start_process(self) -> None:
         arguments = os.path.join(self._folder, "calls"), self._timeout
         self._pool.enqueue(serve_calls, [arguments], self._on_process_end)
-        self._processes += 1  # not a race: `_count_process_end` runs on this event loop
+        # After `enqueue`, which may raise. `_count_process_end` cannot run before: it waits for this event loop.
+        self._processes += 1
 
     def _on_process_end(self, number: int, value: Any, error: Exception | None) -> None:
         """Called by the pool's thread when the process of a loop has ended."""
-        with contextlib.suppress(RuntimeError):  # this event loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(self._count_process_end)
 
     def _count_process_end(self) -> None:
+        """Update the counters, and start another process if calls wait for one."""
         self._processes -= 1
         self._lost_loops += 1
         self._dispatch()
@@ -140,6 +144,7 @@ class EventLoops:
         self._loop.close()
 
     def _stop(self) -> None:
+        """Fail all unfinished calls, close the connections, and begin to stop the event loop."""
         self._server.close()
         unfinished = [*self._waiting, *(call for connection in self._connections for call in connection.calls.values())]
         self._waiting.clear()
@@ -163,16 +168,16 @@ class EventLoops:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Assign waiting calls to loops. If no process can be started for them, all waiting calls fail."""
+        """Assign waiting calls to loops until one has to wait. If no process can be started, all waiting calls fail."""
         try:
             while self._waiting and self._assign(self._waiting[0]):
                 self._waiting.popleft()
         except Exception as error:  # noqa: BLE001 - becomes the error of every waiting call
             failed, self._waiting = self._waiting, deque()
             for call in failed:
-                closed = PoolClosed(f"no process can be started for the reward function: {error}")
-                closed.__cause__ = error
-                call.finish(None, closed)
+                failure = PoolClosed(f"no process can be started for the reward function: {error}")
+                failure.__cause__ = error
+                call.finish(None, failure)
 
     def _assign(self, call: ScoreCall) -> bool:
         """Assign a call to the least loaded loop; return False if it must wait, possibly for a new process."""
@@ -184,7 +189,8 @@ class EventLoops:
         elif self._lost_loops >= _MAX_LOST_LOOPS:
             self._run_isolated(call)
         else:
-            if self._processes < self._max_loops and self._processes == len(self._connections):
+            is_starting = self._processes > len(self._connections)
+            if self._processes < self._max_loops and not is_starting:
                 self._start_process()
             return False
         return True
@@ -193,7 +199,7 @@ class EventLoops:
         number = next(self._numbers)
         try:
             data = message(number, call.row)
-        except Exception:  # noqa: BLE001 - the pool may send by content what pickle cannot
+        except Exception:  # noqa: BLE001 - the row cannot be pickled here; the pool can send more types
             self._run_isolated(call)
             return
         call.started = time.monotonic()
@@ -201,7 +207,7 @@ class EventLoops:
         connection.writer.write(data)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one loop, from its connection to its end."""
+        """Exchange calls and results with one scorer process, from its connection to its end."""
         connection = None
         self._writers.add(writer)
         try:
@@ -224,7 +230,8 @@ class EventLoops:
                 self._isolate(list(connection.calls.values()))
 
     def _isolate(self, calls: list[ScoreCall]) -> None:
-        """Repeat the calls of a lost loop in their own processes, first of all: one of them may be the cause."""
+        """Repeat the calls of a lost loop, before all waiting calls and each in its own process: one of them may have
+        caused the loss."""
         for call in calls:
             call.isolated = True
         self._waiting.extendleft(reversed(calls))

@@ -1,4 +1,4 @@
-"""ServedRewardModelWorker: a reward model behind HTTP, for a judge or a user's reward function."""
+"""ServedRewardModelWorker: a reward model behind HTTP, for reward functions (such as an LLM judge)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.utils.http_server.server import ConnectionLimits, serve_in_thread
 from verl.utils.network import own_address
 from verl.workers.roles.memory import phase_memory
 
-# Maximum number of connections from all scorer processes.
+# Maximum number of connections to one rank, from all scorer processes together.
 _MAX_CONNECTIONS = 8192
 
 
@@ -29,14 +29,14 @@ class ServedRewardModelWorker(Worker):
         self._address = ""
         self._key = secrets.token_hex(16)
         self._served: Any = None
-        """The served model (`load_app`), after `init_model`."""
+        """HTTP application and model (result of `load_app`); None before `init_model`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("judge", config_root="reward_model")
     def init_model(self) -> None:
         """Load the model and serve it until the process ends."""
         if self._address:
-            return  # called again after another rank was restarted: this one still serves the model
+            return  # `init_model` runs on all ranks when one was restarted; this one still serves the model
         config, rollout = self.config, self.config.rollout
         if config.path is None:
             raise ValueError(
@@ -51,22 +51,22 @@ class ServedRewardModelWorker(Worker):
             "gpu-memory-utilization": rollout.gpu_memory_utilization,
             **({} if rollout.max_model_len is None else {"max-model-len": rollout.max_model_len}),
         }
-        # The command line of `verl.inference.server` is built and parsed, so that all other options have its defaults.
+        # Parsed as a command line of `verl.inference.server`, so that all other options have its defaults.
         flags = {"--enforce-eager": rollout.enforce_eager, "--trust-remote-code": config.model.trust_remote_code}
-        options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        options += [flag for flag, on in flags.items() if on]
-        parsed = options_parser().parse_args(options)
-        parsed.api_key = self._key
-        self._served = load_app(parsed, self._resources)
+        arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        arguments += [flag for flag, enabled in flags.items() if enabled]
+        options = options_parser().parse_args(arguments)
+        options.api_key = self._key
+        self._served = load_app(options, self._resources)
         host = own_address()
-        serving = serve_in_thread(
-            self._served.app, self._served.description, host, ConnectionLimits(connections=_MAX_CONNECTIONS)
-        )
-        self._address = f"{host}:{self._resources.enter_context(serving)}"
+        limits = ConnectionLimits(connections=_MAX_CONNECTIONS)
+        serving = serve_in_thread(self._served.app, self._served.description, host, limits)
+        port = self._resources.enter_context(serving)
+        self._address = f"{host}:{port}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def address(self) -> tuple[str, str]:
-        """Return host:port, reachable from other machines, and the API key."""
+        """Return `host:port`, reachable from other machines, and the API key that requests need."""
         return self._address, self._key
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

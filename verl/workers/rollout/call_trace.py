@@ -3,6 +3,9 @@
 `current_trace()` returns the trace of the running trajectory from a context variable, which asyncio tasks of an agent
 loop inherit. The sampling noise of a call depends on its number in the trajectory, not on its `request_id`, so that a
 run is reproducible.
+
+A context is a sequence of calls in which every prompt continues an earlier prompt and its response, e.g. the turns of
+one conversation. An agent loop may have several contexts: each becomes a row of training data.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class ModelCall:
     prompt_ids: list[int]
     output: Output
     seconds: float = 0.0
+    """Duration of the call."""
     end_ids: frozenset[int] = frozenset()
     """Tokens at which the engine stops."""
 
@@ -41,10 +45,10 @@ class PartialCall:
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
-    """The context that a prompt belongs to."""
+    """A prompt and its position in its context."""
 
     start: int
-    """Number of tokens of the first prompt of the context; all later tokens count as response tokens."""
+    """Length of the first prompt of the context; all later tokens count as response tokens."""
     length: int
     """Number of tokens in this prompt."""
     digest: Any
@@ -52,9 +56,11 @@ class PromptContext:
 
 
 class _Contexts:
-    """Assigns prompts to contexts. A prompt continues the context of an earlier call if it starts with the prefix of
-    that call: its prompt and the first token of its response. Only the first token is compared, because a loop may edit
-    the remaining ones. If the response is empty, the prefix is the prompt alone.
+    """Assigns prompts to contexts.
+
+    A prompt continues the context of an earlier call if it starts with the prefix of that call: its prompt and the
+    first token of its response. Only the first token is compared, because a loop may edit the remaining ones. If the
+    response is empty, the prefix is the prompt alone.
 
     Prefixes are stored as digests, so that a lookup takes one pass over the prompt for any number of calls.
     """
@@ -81,10 +87,11 @@ class _Contexts:
 
     def add(self, context: PromptContext, response: Sequence[int]) -> None:
         """Record a call with a prompt of `context`, and its response."""
-        first, prefix = array("i", response[:1]), context.digest.copy()
-        prefix.update(first)
+        first_token = array("i", response[:1])  # empty if the response is
+        prefix = context.digest.copy()
+        prefix.update(first_token)
         self._starts.setdefault(prefix.digest(), context.start)
-        length = context.length + len(first)
+        length = context.length + len(first_token)
         if length not in self._lengths:
             insort(self._lengths, length)
 
@@ -129,15 +136,16 @@ class CallTrace:
 
     @property
     def num_preempted(self) -> int:
+        """Total number of preemptions of all calls."""
         return sum(call.output.preemptions for call in self.calls)
 
     def context_of(self, prompt_ids: Sequence[int]) -> PromptContext:
         """Return the context of a prompt: that of an earlier call if `prompt_ids` start with its prompt and the first
-        token of its response, otherwise a new context (also if they start with its prompt only)."""
+        token of its response; otherwise a new one, also if they start with its prompt only."""
         return self._contexts.find(prompt_ids)
 
     def remaining_tokens(self, context: PromptContext, max_response: int) -> int:
-        """Return the number of response tokens that may follow the prompt of `context`.
+        """Return the number of response tokens that may follow a prompt.
 
         A context may have `max_response` response tokens, or `self.max_response` if that is less. All tokens after its
         first prompt count, including those of tools and users. The result may be negative.

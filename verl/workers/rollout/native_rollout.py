@@ -35,7 +35,8 @@ class NativeRollout(EmbeddedRollout):
         if adapters is not None:
             logger.info(
                 "rollout: LoRA adapters (rank %d, %d tensors) are applied without merging; weight syncs send only them",
-                *(adapters.options.rank, len(adapters.weights())),
+                adapters.options.rank,
+                len(adapters.weights()),
             )
         elif model_config.lora_rank:
             logger.info("rollout: LoRA adapters are merged before every weight sync (engine_kwargs.native.merge_lora)")
@@ -53,10 +54,12 @@ class NativeRollout(EmbeddedRollout):
         )
 
     def _kv_used(self) -> float:
+        """Return the share of the KV cache's blocks in use."""
         blocks = self._scheduler.blocks
         return 1 - blocks.free_blocks / blocks.num_blocks
 
     def _preemptions(self) -> int:
+        """Return the number of preempted sequences so far."""
         return self._scheduler.num_preempted
 
     def close(self) -> None:

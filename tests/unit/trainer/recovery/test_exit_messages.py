@@ -70,3 +70,14 @@ def test_too_few_gpus_are_said_with_what_is_there_and_the_key(capsys, monkeypatc
     assert "10.0.0.1 (2 of 2 GPUs free)" in cause
     assert "Set trainer.n_gpus_per_node" in cause
     Path(log.removeprefix("Full traceback in ").removesuffix(".")).unlink()
+
+
+def test_a_cause_that_is_no_valid_text_is_in_the_traceback(capsys):
+    def run() -> None:
+        raise ValueError("the response is not text") from KeyError("… \ud800")
+
+    log, cause = last_lines(capsys, run, code=1)
+    file = Path(log.removeprefix("Full traceback in ").removesuffix("."))
+    assert "… \\ud800" in file.read_text("utf-8")
+    assert cause == "the response is not text"
+    file.unlink()

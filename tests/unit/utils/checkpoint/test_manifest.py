@@ -1,5 +1,6 @@
 """The manifest: every kind of damage is found and named; checksums taken while writing equal those read back."""
 
+import json
 import os
 import zlib
 
@@ -11,6 +12,7 @@ from tests.support.reads import files_read
 from verl.utils.checkpoint.manifest import (
     ChecksumRecorder,
     damaged_files,
+    decode_manifest,
     drop_part,
     find_problems,
     prepare_records,
@@ -149,3 +151,10 @@ def test_a_stream_written_out_of_order_or_changed_later_is_read_again(tmp_path):
     write_manifest(tmp_path, 1, serial=1)
     assert (tmp_path / "patched").read_bytes() == b"headrest"
     assert find_problems(tmp_path) == []
+
+
+def test_a_manifest_of_another_format_is_not_reported_as_a_wrong_checksum():
+    fields = {"format": "verl.checkpoint/99", "step": 1, "serial": 1, "files": {}, "dropped": []}
+    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    with pytest.raises(ValueError, match=r"its format is 'verl\.checkpoint/99'"):
+        decode_manifest(json.dumps({**fields, "crc32": crc32}).encode())

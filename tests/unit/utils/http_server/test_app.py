@@ -376,7 +376,7 @@ def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
 @pytest.mark.processes
 def test_large_bodies_are_parsed_in_a_process_with_limits(monkeypatch):
     monkeypatch.setattr("verl.utils.http_server.json_body._MEMORY_BYTES", 128 << 20)
-    monkeypatch.setattr("verl.utils.http_server.json_body._SECONDS", 5.0)
+    monkeypatch.setattr("verl.utils.http_server.json_body._PARSE_TIMEOUT_S", 5.0)
 
     async def run():
         parser = BodyParser()

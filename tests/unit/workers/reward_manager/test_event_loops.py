@@ -197,3 +197,28 @@ def test_a_function_that_wants_to_end_the_process_does_not_end_the_loop_of_later
         for code in (3, 4):
             with pytest.raises(SystemExit, match=str(code)):
                 pool.score([Sample("mine", str(code), "")] * 2)
+
+
+def test_calls_that_are_queued_while_the_loops_are_closed_fail():
+    """`close` follows `enqueue` at once: the event loop must have received the calls by then."""
+    loops = EventLoops(ProcessPool(1), 1, timeout=1.0, run_isolated=lambda call: None)
+    errors = []
+
+    class Lock:
+        """Closes the loops when `enqueue` releases the lock."""
+
+        def __init__(self, lock):
+            self.lock = lock
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            loops._lock = self.lock
+            self.lock.release()
+            loops.close()
+
+    loops._lock = Lock(loops._lock)
+    loops._start_process = lambda: None
+    loops.enqueue([1, 2], lambda number, value, error: errors.append((number, type(error))))
+    assert errors == [(0, PoolClosed), (1, PoolClosed)]

@@ -1,7 +1,7 @@
 """Keep a candidate process away from the processes that judge it: their memory, descriptors and later tests.
 
-All of them have one user. Two kernel features separate them, either is enough: a process that is not dumpable, and a
-Landlock domain of the candidate's own, from inside of which no process outside can be traced or (ABI 6) signalled.
+All of them run as the same user. Either of two kernel features separates them: the judging processes are not dumpable,
+and the candidate is in a Landlock domain, from which it can neither trace nor (from ABI 6 on) signal processes outside.
 `can_read` verifies the result. Standard library only: this file also runs inside the sandbox.
 """
 
@@ -19,9 +19,11 @@ from typing import Any
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _LANDLOCK_VERSION = 1
-_MAKE_BLOCK_DEVICE = 1 << 11  # the one right that the domain takes away: no candidate has it anyway
+# A Landlock domain must take away at least one right: this one, which no candidate has anyway.
+_MAKE_BLOCK_DEVICE = 1 << 11
 _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
-_KILL_SECONDS = 5.0
+_KILL_TIMEOUT_S = 5.0
+_MAX_DESCRIPTORS = 1 << 16
 _PROBE = b"probe of the judge's memory"
 
 
@@ -30,7 +32,7 @@ def _libc() -> Any:
         import ctypes
 
         return ctypes.CDLL(None, use_errno=True)
-    except (ImportError, OSError):  # an interpreter without ctypes: `can_read` reports what that means
+    except (ImportError, OSError):  # without ctypes nothing is isolated, which `can_read` detects
         return None
 
 
@@ -43,10 +45,12 @@ def protect() -> None:
 
 
 def confine(seconds: float) -> None:
-    """Called in the candidate's process before its solution: enter a Landlock domain, limit processor time."""
+    """Called in the candidate's process before its solution: lead a process group (see `kill_all`), limit the
+    processor time to about twice `seconds`, and enter a Landlock domain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    limit = int(2 * seconds) + 2  # for a sandbox that does not let its programs kill each other
+    # In some sandboxes programs cannot kill each other: there, this limit ends the candidate instead of `kill_all`.
+    limit = int(2 * seconds) + 2
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
@@ -67,11 +71,11 @@ def confine(seconds: float) -> None:
             libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             syscall(_LANDLOCK_RESTRICT, rules, 0)
             os.close(rules)
-    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # the sandbox counts this process's memory
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # undoes `protect`: the sandbox must be able to read its memory use
 
 
 def can_read(pids: Iterable[int]) -> bool:
-    """Whether this process can read the memory of any of these, its relatives by fork."""
+    """Return whether this process can read the memory of one of these, which must be its relatives by fork."""
     return any(_opens_memory(pid) or _copies_memory(pid) for pid in pids)
 
 
@@ -89,7 +93,7 @@ def _copies_memory(pid: int) -> bool:
         return False
     import ctypes
 
-    source = ctypes.c_char_p(_PROBE)  # at the same address in a relative
+    source = ctypes.c_char_p(_PROBE)  # has the same address in all relatives by fork
     target = ctypes.create_string_buffer(len(_PROBE))
     address = ctypes.cast(source, ctypes.c_void_p).value or 0
     local = struct.pack("=QQ", ctypes.addressof(target), len(_PROBE))
@@ -104,27 +108,33 @@ def keep_descriptors(kept: Iterable[int]) -> None:
     for standard in (0, 1, 2):
         if standard not in kept:
             os.dup2(null, standard)
+    limit = os.sysconf("SC_OPEN_MAX")
+    end = min(limit, _MAX_DESCRIPTORS) if limit >= 0 else _MAX_DESCRIPTORS  # -1: there is no limit
     first = 3
-    for descriptor in [*(number for number in kept if number > 2), os.sysconf("SC_OPEN_MAX")]:
-        os.closerange(first, min(descriptor, 1 << 16))
+    for descriptor in [*(number for number in kept if number > 2), end]:
+        os.closerange(first, min(descriptor, end))
         first = descriptor + 1
 
 
 def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
-    """Kill these children, the processes they started, and all other children except `spared`; wait for them."""
+    """Kill these children, the processes they started, and all other children except `spared`; wait for them.
+
+    Processes that survive their parent become children of this process (`protect`): they are killed in the next round.
+    """
     targets = set(pids)
-    end = time.monotonic() + _KILL_SECONDS
-    while targets and time.monotonic() < end:
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while targets and time.monotonic() < deadline:
         for pid in targets:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        if not all([_killed(pid) for pid in targets]):
+        ended = [_kill_and_reap(pid) for pid in targets]  # a list: all of them, also after one that cannot be killed
+        if not all(ended):
             return
         targets = _children() - set(spared)
 
 
-def _killed(pid: int) -> bool:
-    """Kill and reap a child; False where the sandbox does not let its programs kill each other."""
+def _kill_and_reap(pid: int) -> bool:
+    """Kill a child and wait for it; return False if it runs on because the sandbox does not permit to kill it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         try:
             os.kill(pid, signal.SIGKILL)
