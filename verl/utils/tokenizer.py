@@ -195,7 +195,7 @@ def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
     """
     is_remote_code = type(tokenizer).__module__.startswith("transformers_modules")
     if is_remote_code:
-        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=True)
+        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=is_remote_code)
     return partial(_identity, tokenizer)
 
 
