@@ -129,8 +129,13 @@ def decode_seconds(engine: BuiltEngine, sequences: int, context: int, steps: int
     _add(engine, sequences, context, longest_measured(sequences, context, steps) - context)
     for _ in range(_prefill_steps(sequences, context)):
         engine.engine.step()
+    return time_steps(engine, steps, device)
+
+
+def time_steps(engine: BuiltEngine, steps: int, device: str) -> float:
+    """Return the median seconds of a step: four times `steps` steps of the added sequences, which are then removed."""
     times = []
-    for _ in range(4):  # the first records the CUDA graph
+    for _ in range(4):  # the first captures the CUDA graph
         engine.engine.drain()
         synchronise(device)
         start = time.perf_counter()

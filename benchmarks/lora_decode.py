@@ -14,12 +14,12 @@ import gc
 import itertools
 import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
 from _report import report
-from _shapes import SHAPES, shape_config, synchronise
+from _shapes import SHAPES, shape_config
+from decode_step import time_steps
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
@@ -75,18 +75,7 @@ def decode_seconds(engine: BuiltEngine, sequences: int, steps: int, adapters: in
     engine.engine.add(added)
     while any(not sequence.output.token_ids for sequence in added):
         engine.engine.step()
-    times = []
-    for _ in range(4):  # the first captures the CUDA graph
-        engine.engine.drain()
-        synchronise(device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.engine.step()
-        engine.engine.drain()
-        synchronise(device)
-        times.append((time.perf_counter() - start) / steps)
-    engine.engine.clear()
-    return statistics.median(times[1:])
+    return time_steps(engine, steps, device)
 
 
 def decode_rows(folder: str, options: argparse.Namespace, steps: int) -> list[dict[str, Any]]:

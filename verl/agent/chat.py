@@ -156,7 +156,7 @@ async def encode_replies(
     max_tokens: int,
 ) -> list[int]:
     """Return `chat.suffix(messages, answer)`. Only its first `max_tokens` tokens are exact: each message is cut to the
-    largest number of characters that so many tokens can have.
+    largest number of characters that `max_tokens` tokens can have.
 
     `settings` and `tokenizer` are those of `chat`. Long texts are encoded in a worker process. If that takes more than
     60 s or 2 GB, it raises TextWorkLimit, a ValueError, which fails only this trajectory.
