@@ -14,11 +14,12 @@ import gc
 import itertools
 import statistics
 import tempfile
+import time
 from typing import Any
 
 import torch
 from _report import report
-from _shapes import SHAPES, shape_config
+from _shapes import SHAPES, shape_config, synchronise
 from decode_step import time_steps
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig, as_config
@@ -29,6 +30,7 @@ from verl.types.request import Request, SamplingParams
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.sharding_manager import InProcessTransfer
+from verl.workers.sharding_manager.transfer import SyncStats
 
 _ACTOR = "actor_rollout_ref.actor"
 _PROMPT = 32
@@ -137,20 +139,29 @@ def sync_rows(folder: str, config: Any, options: argparse.Namespace) -> list[dic
         keys = rollout_config(8, 64, engine_kwargs={"native": {"merge_lora": merged, "num_blocks": 64}})
         rollout = NativeRollout(folder, model, keys, options.device)
         transfer = InProcessTransfer(engine, rollout)
-        stats = [transfer.sync(version) for version in range(4)]
+        syncs = [_timed_sync(transfer, version, options.device) for version in range(4)]
         name = "merged weights" if merged else "adapters"
         if not merged:
-            rows.append(_sync_row("frozen weights and adapters, first sync", [stats[0]]))
-        rows.append(_sync_row(f"{name}, later syncs", stats[1:]))
+            rows.append(_sync_row("frozen weights and adapters, first sync", syncs[:1]))
+        rows.append(_sync_row(f"{name}, later syncs", syncs[1:]))
         rollout.close()
         del rollout, transfer
         _free(options.device)
     return rows
 
 
-def _sync_row(name: str, stats: list[Any]) -> dict[str, Any]:
-    seconds = statistics.median(each.seconds for each in stats)
-    return {"sync": name, "seconds": seconds, "MB": stats[0].bytes / 1e6, "tensors": stats[0].tensors}
+def _timed_sync(transfer: InProcessTransfer, version: int, device: str) -> tuple[float, SyncStats]:
+    synchronise(device)
+    start = time.perf_counter()
+    stats = transfer.sync(version)
+    synchronise(device)
+    return time.perf_counter() - start, stats
+
+
+def _sync_row(name: str, syncs: list[tuple[float, SyncStats]]) -> dict[str, Any]:
+    _, stats = syncs[0]
+    seconds = statistics.median(seconds for seconds, _ in syncs)
+    return {"sync": name, "seconds": seconds, "MB": stats.bytes / 1e6, "tensors": stats.tensors}
 
 
 def main() -> None:
