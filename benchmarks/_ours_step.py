@@ -119,15 +119,24 @@ def training_steps(metrics: Path) -> list[dict[str, float]]:
 
 
 def _busy(clock: Path, whole: bool) -> list[float]:
-    """Seconds of each step in which any rank was busy; a rank's step ends with its actor update."""
+    """Seconds of each step in which any rank was busy; a rank's step ends with its actor update.
+
+    A rank generates from the call of `begin_generation` until that of `end_generation` returns.
+    """
     steps: dict[int, list[tuple[float, float]]] = {}
     of_rank: dict[int, int] = {}
+    generating: dict[int, float] = {}
     for call in map(json.loads, clock.read_text().splitlines() if clock.exists() else []):
         if call["whole"] is not whole:
             continue
         step = of_rank.setdefault(call["rank"], 0)
+        begin = call["begin"]
+        if call["method"] == "begin_generation":
+            generating[call["rank"]] = begin
+        elif call["method"] == "end_generation":
+            begin = generating.pop(call["rank"], begin)
         if call["method"] not in ("init_model", "save_checkpoint"):
-            steps.setdefault(step, []).append((call["begin"], call["end"]))
+            steps.setdefault(step, []).append((begin, call["end"]))
         of_rank[call["rank"]] += call["method"] == "update_actor"
     return [covered(spans) for step, spans in sorted(steps.items()) if step < min(of_rank.values())]
 
