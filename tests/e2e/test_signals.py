@@ -1,4 +1,4 @@
-"""Signals to more than the program: it ends soon, says what was lost, and leaves no process behind."""
+"""Stop signals to the processes of a run: it ends in time, prints what is lost, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from verl.config import load_config
 from verl.trainer.recovery.exit_messages import exit_with_message
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 
-class Waits(TaskRunner):
-    asked = 0
+class WaitingRunner(TaskRunner):
+    status_calls = 0
     stopped = False
 
     def run_status(self):
-        self.asked += 1
-        if self.asked > 1:  # the driver has the first answer
+        self.status_calls += 1
+        if self.status_calls > 1:  # the driver has received the first status
             pathlib.Path("running").touch()
         return replace(super().run_status(), starting=False)  # the first step has begun
 
@@ -46,35 +46,62 @@ def clean_up():
 
 atexit.register(clean_up)
 with exit_with_message():
-    run_ppo(load_config(None, sys.argv[1:]), Waits, supervised=True)
+    run_ppo(load_config(None, sys.argv[1:]), WaitingRunner, supervised=True)
 """
 
 
-@pytest.fixture
-def running(tmp_path, request) -> Iterator[subprocess.Popen]:
-    """A test may be parametrised (indirectly) with more keys."""
-    task = make_task(tmp_path)
-    arguments = overrides(task, tmp_path, "algorithm.adv_estimator=grpo", *getattr(request, "param", ()))
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=tmp_path,
+# The main thread blocks in C as soon as Ray has started: Python's signal handlers do not run.
+BLOCKED_START = """
+import ctypes, pathlib
+from verl.trainer import main_ppo
+
+start, mutex, lock = main_ppo.start_or_join_ray, ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+
+def start_and_block(*arguments, **options):
+    start(*arguments, **options)
+    pathlib.Path("running").touch()
+    lock(mutex), lock(mutex)
+
+main_ppo.start_or_join_ray = start_and_block
+main_ppo.main()
+"""
+STOPPED_BEFORE_FIRST_STEP = (
+    "stopped by SIGTERM before the first step. The same command starts from the beginning: no step was saved.\n"
+)
+
+
+def start_run(folder: Path, program: list[str], *keys: str) -> subprocess.Popen:
+    arguments = overrides(make_task(folder), folder, "algorithm.adv_estimator=grpo", *keys)
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def wait_until_running(process: subprocess.Popen, folder: Path) -> None:
     deadline = time.monotonic() + 120
-    while not Path(tmp_path, "running").exists():
+    while not (folder / "running").exists():
         assert process.poll() is None, process.stderr.read()[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.fixture
+def running(tmp_path, request) -> Iterator[subprocess.Popen]:
+    """A test may be parametrised (indirectly) with more keys."""
+    process = start_run(tmp_path, ["-c", PROGRAM], *getattr(request, "param", ()))
+    wait_until_running(process, tmp_path)
     yield process
     process.kill()
     process.stderr.close()
 
 
-def gone_soon(family: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that are still there after so long."""
+def remaining_after(family: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Return the processes that have not ended within `seconds`."""
     return psutil.wait_procs(family, timeout=seconds)[1]
 
 
@@ -90,7 +117,7 @@ def test_when_ray_gets_the_signal_too_the_driver_does_not_wait_for_it(running):
     *_, cause, last = errors.rstrip().splitlines()
     assert "after SIGTERM to all processes of the run" in cause
     assert last.endswith("The same command starts from the beginning: no step was saved.")
-    assert gone_soon(family, 60) == []
+    assert remaining_after(family, 60) == []
 
 
 @pytest.mark.slow
@@ -101,7 +128,7 @@ def test_the_second_signal_ends_it_at_once_and_all_it_started(running):
     assert running.poll() is None, "it finishes its step first"
     os.killpg(running.pid, signal.SIGTERM)
     assert running.wait() == -signal.SIGTERM
-    assert gone_soon(family, 60) == []
+    assert remaining_after(family, 60) == []
 
 
 @pytest.mark.slow
@@ -125,16 +152,7 @@ def test_ctrl_c_again_after_the_run_has_ended_leaves_no_traceback(running, tmp_p
 @pytest.mark.parametrize("seconds", [0.0, 1.5, 4.0, 9.0])
 def test_sigterm_before_the_first_step_ends_the_command_with_one_sentence(tmp_path, seconds):
     """At moments of the start of Ray, of the controller and of the ranks."""
-    task = make_task(tmp_path)
-    arguments = overrides(task, tmp_path, "algorithm.adv_estimator=grpo")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_run(tmp_path, ["-m", "verl.trainer.main_ppo"])
     errors = []
     for line in process.stderr:
         errors.append(line)
@@ -149,7 +167,20 @@ def test_sigterm_before_the_first_step_ends_the_command_with_one_sentence(tmp_pa
     assert "Traceback" not in text, text[-3000:]
     assert "received at time" not in text, "no C++ stacks of Ray"
     assert "finished" not in text, "there is no step to finish"
-    assert errors[-1] == (
-        "stopped by SIGTERM before the first step. The same command starts from the beginning: no step was saved.\n"
-    )
-    assert gone_soon(family, 60) == []
+    assert errors[-1] == STOPPED_BEFORE_FIRST_STEP
+    assert remaining_after(family, 60) == []
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_driver_that_blocks_before_the_first_step(tmp_path):
+    process = start_run(tmp_path, ["-c", BLOCKED_START])
+    wait_until_running(process, tmp_path)
+    family = psutil.Process(process.pid).children(recursive=True)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    errors = process.stderr.readlines()
+    assert process.wait() == 143, "".join(errors[-40:])
+    assert time.monotonic() - start < 60
+    assert errors[-1] == STOPPED_BEFORE_FIRST_STEP
+    assert len(family) > 2, "Ray was started"
+    assert remaining_after(family, 60) == []

@@ -31,10 +31,10 @@ from verl.trainer.recovery.signals import (
     PREEMPTION_SIGNALS,
     RUN_ENDED,
     StopRequest,
-    before_first_step,
     exit_on_signals,
     stop_on_signals,
 )
+from verl.trainer.recovery.supervised_process import before_first_step
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.console import LINE, log_startup_phases, show_startup, startup_phase
 from verl.utils.exceptions import annotate_error
@@ -106,10 +106,10 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
     `head`: the Ray head that this process started, or None. `is_program`: nothing follows the run in this process. A
     Ray cluster started here is then shut down, so that no actor output follows the last log line.
     """
-    import ray
-
-    starts_ray = not ray.is_initialized()
     with before_first_step():
+        import ray
+
+        starts_ray = not ray.is_initialized()
         with show_startup(config.trainer.console == LINE), startup_phase("Ray"):
             processes = _start_ray(config, head)
         output = ControllerOutput(_class_name(runner_class)) if config.trainer.console == LINE else None

@@ -37,8 +37,11 @@ _threads: WeakSet[threading.Thread] = WeakSet()
 MAX_ABANDONED_THREADS = 64
 
 
-def run_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread; the future has its result or exception."""
+def run_in_thread(name: str, work: Callable[[], T], join_at_exit: bool = True) -> Future[T]:
+    """Run `work` in a daemon thread; the future has its result or exception.
+
+    `join_at_exit`: the exit of this process waits for the thread, up to a limit.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
@@ -48,7 +51,8 @@ def run_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)
+    if join_at_exit:
+        _threads.add(thread)
     thread.start()
     return done
 

@@ -10,7 +10,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +21,10 @@ from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recovery.ray_monitor import RayProcesses, RayUnavailableError, separate_process_groups
 from verl.trainer.recovery.supervised_process import previous_attempts
+from verl.utils.concurrency import run_in_thread
 from verl.utils.console import LINE
 from verl.utils.network import find_foreign_service
-from verl.utils.process_tree import children, command_line, with_descendants
+from verl.utils.process_tree import children, with_descendants
 from verl.utils.resources import describe_load, load_factor
 
 logger = logging.getLogger(__name__)
@@ -302,19 +305,32 @@ def start_local_cluster(init: Callable[[], Any], configured: float | None = None
 
 @contextmanager
 def _node_lookup(seconds: float) -> Iterator[None]:
-    """Let `ray.init` wait up to `seconds` for its raylet: Ray's own limit of 30 s cannot be configured."""
+    """Let `ray.init` wait up to `seconds` for its raylet: Ray's own limit of 30 s cannot be configured.
+
+    A lookup blocks in C++ while the GCS does not respond. It runs in a thread, so that this one handles signals. As
+    soon as the GCS or the raylet ends, ConnectionError is raised, which `ray.init` does not retry.
+    """
     from ray._private import services
 
     lookup = services.get_node
-    deadline = time.monotonic() + seconds
+    deadline, earlier = time.monotonic() + seconds, set(children(os.getpid()))
+
+    def check_start() -> None:
+        started = [pid for pid in children(os.getpid()) if pid not in earlier]
+        if (lost := RayProcesses(started).describe_lost()) is not None:
+            raise ConnectionError(f"Ray's own processes ended while Ray was starting ({lost})")
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"its raylet did not register within {seconds:.0f} s")
 
     def get_node(*args: Any, **kwargs: Any) -> Any:
         while True:
+            result = run_in_thread("ray-node-lookup", partial(lookup, *args, **kwargs), join_at_exit=False)
+            while not wait([result], timeout=_NODE_LOOKUP_POLL_S).done:
+                check_start()
             try:
-                return lookup(*args, **kwargs)
-            except RuntimeError:
-                if time.monotonic() > deadline or not _raylet_runs():
-                    raise
+                return result.result()
+            except RuntimeError:  # the raylet is not registered yet
+                check_start()
             time.sleep(_NODE_LOOKUP_POLL_S)
 
     services.get_node = get_node
@@ -322,10 +338,6 @@ def _node_lookup(seconds: float) -> Iterator[None]:
         yield
     finally:
         services.get_node = lookup
-
-
-def _raylet_runs() -> bool:
-    return any(b"raylet" in command_line(pid) for pid in children(os.getpid()))
 
 
 def _first_line(error: Exception) -> str:

@@ -10,16 +10,16 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.trainer.recovery.signals import StopRequest
 from verl.trainer.recovery.supervised_process import report_to_supervisor
+from verl.utils.concurrency import run_in_thread
 from verl.utils.exceptions import PicklableError, RemoteTraceback
 from verl.utils.process_tree import children, kill_tree, why_not_running
 from verl.utils.resources import load_factor
@@ -181,15 +181,7 @@ def await_controller(
 
 def run_monitored(act: Callable[[], Result], processes: RayProcesses, request: StopRequest) -> Result:
     """Call `act` in a thread and return its result; raise RayLostError immediately if Ray's processes end."""
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - raised by `done.result()`
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="run", daemon=True).start()
+    done = run_in_thread("run", act, join_at_exit=False)
     while not wait([done], timeout=_POLL_S).done:
         _check_ray(processes, request)
     return done.result()

@@ -73,23 +73,6 @@ def stop_signals_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextmanager
-def before_first_step() -> Iterator[None]:
-    """Context of the start of a training run: set `before_first_step` of a StopSignal.
-
-    While this process connects to Ray, Ray replaces the handler of SIGTERM by one that raises SystemExit.
-    """
-    try:
-        yield
-    except StopSignal as error:
-        error.before_first_step = True
-        raise
-    except SystemExit as error:
-        if error.code == signal.SIGTERM:
-            raise StopSignal("SIGTERM", before_first_step=True) from None
-        raise
-
-
 def exit_on_signals(message: str) -> None:
     """Install handlers for the end of a run, when only clean-up is left: a signal prints one line and exits with 0."""
     if threading.current_thread() is not threading.main_thread():
@@ -179,9 +162,10 @@ class SignalForwarder:
         self.child: int | None = None
         self.received: str | None = None
         """Name of the last stop signal; None: no signal so far."""
+        self.received_at = 0.0
+        """Time (`time.monotonic`) of that signal."""
         self.received_twice = False
         """A second stop signal arrived: the child is killed."""
-        self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
@@ -209,9 +193,9 @@ class SignalForwarder:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        previous, seconds = self.received, now - self._received_at
+        previous, seconds = self.received, now - self.received_at
         # No function call between reading and writing: no other signal handler can run in between.
-        self.received, self._received_at = name, now
+        self.received, self.received_at = name, now
         if _is_duplicate(previous, name, seconds):
             return
         self.received_twice = previous not in (None, "SIGUSR1")

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.trainer.recovery.signals import SignalForwarder
+from verl.trainer.recovery.signals import SignalForwarder, StopSignal
 from verl.utils.process_tree import continue_with_parent_death, why_not_running, with_descendants
 
 _POLL_S = 0.2
@@ -27,6 +27,8 @@ _STOPPED_S = 5.0
 _SILENT_S = 60.0
 # Time limit for the exit of a child whose work is done.
 _EXIT_S = 30.0
+# Time limit for the exit of a child that was stopped before its first step: there is nothing to save.
+_STOP_S = 5.0
 # If more time passes between two polls, the machine or the job was suspended.
 _SUSPENDED_S = 5.0
 
@@ -55,8 +57,9 @@ def report_to_supervisor(**fields: Any) -> None:
     """Send these fields to the supervisor; no effect without one. Never blocks: a report that does not fit into the
     pipe is dropped.
 
-    Fields: `heartbeat`; current `step` and `phase`; `ending` (how the run ended) and `lines` (error message), of which
-    the first report counts; `exiting`: the process exits now, no script continues after its run.
+    Fields: `starting`: this process prepares the first step; `heartbeat`; current `step` and `phase`; `ending` (how
+    the run ended) and `lines` (error message), of which the first report counts; `exiting`: the process exits now, no
+    script continues after its run.
     """
     if _pipe is not None:
         with suppress(OSError):  # the supervisor is gone, and this process soon will be
@@ -73,12 +76,35 @@ def previous_attempts() -> int:
     return _previous_attempts
 
 
+@contextmanager
+def before_first_step() -> Iterator[None]:
+    """Context of the start of a training run: set `before_first_step` of a StopSignal, and report `starting` to the
+    supervisor, which then limits the time to stop.
+
+    While this process connects to Ray, Ray replaces the handler of SIGTERM by one that raises SystemExit.
+    """
+    report_to_supervisor(starting=True)
+    try:
+        yield
+    except StopSignal as error:
+        error.before_first_step = True
+        raise
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:
+            raise StopSignal("SIGTERM", before_first_step=True) from None
+        raise
+    else:
+        report_to_supervisor(starting=False)
+
+
 class SupervisedProcess:
     """The child, as seen by the supervisor."""
 
     def __init__(self, pid: int, reports: _StatusPipe, forwarder: SignalForwarder) -> None:
         self.pid = pid
         self._reports, self._forwarder = reports, forwarder
+        self.was_stuck_in_start = False
+        """The child was killed because a stop signal did not end it before its first step."""
         self._kill_reason: str | None = None
         self._last_report: float | None = None
         self._stopped_at: float | None = None
@@ -129,10 +155,11 @@ class SupervisedProcess:
         """Wait until the child has ended, killing it if it hangs; return its exit code, negative for a signal."""
         code = None
         while code is None:
-            if self._reports.read(_POLL_S):
+            # A process that starts sends no heartbeats yet.
+            if self._reports.read(_POLL_S) and self._reports.latest.keys() - {"starting"}:
                 self._last_report = time.monotonic()
             code = self._poll()
-            if code is None and (self._forwarder.received_twice or self._is_lost()):
+            if code is None and (self._forwarder.received_twice or self._is_stuck_in_start() or self._is_lost()):
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
         self._reports.read(0)
@@ -175,6 +202,16 @@ class SupervisedProcess:
                 self._stopped_at, self._last_report = None, None
             else:
                 return os.waitstatus_to_exitcode(status)
+
+    def _is_stuck_in_start(self) -> bool:
+        """Return whether the child has not ended in time after a stop signal before its first step.
+
+        Python's signal handlers do not run while the main thread is in a blocking call, for example of Ray.
+        """
+        starting = self._reports.latest.get("starting", False) and not self.reported_ending
+        if starting and self._forwarder.received is not None:
+            self.was_stuck_in_start |= time.monotonic() - self._forwarder.received_at > _STOP_S
+        return self.was_stuck_in_start
 
     def _is_lost(self) -> bool:
         """Return whether the child is stopped or silent for too long, and record that as the reason to kill it."""

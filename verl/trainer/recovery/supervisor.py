@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from verl.config.trainer import RecordConfig
 from verl.trainer.recovery.exit_messages import describe_resume
-from verl.trainer.recovery.signals import SignalForwarder
+from verl.trainer.recovery.signals import SignalForwarder, StopSignal
 from verl.trainer.recovery.supervised_process import AttemptFailure, SupervisedProcess
 from verl.utils.checkpoint.folders import RECORD_FOLDER, has_expected_sizes, newest_first, step_of
 from verl.utils.checkpoint.manifest import MANIFEST
@@ -136,6 +136,8 @@ class Supervisor(Generic[C]):
         stop_signal, failure, lines = forwarder.received, process.failure(exit_code), process.final_lines
         resume = describe_resume(self._trainer)
         was_killed = exit_code < 0
+        if process.was_stuck_in_start and stop_signal is not None and not forwarder.received_twice:
+            raise StopSignal(stop_signal, before_first_step=True)
         if stop_signal == "SIGINT" and (was_killed or forwarder.received_twice or self._stopped_in_delay):
             raise KeyboardInterrupt
         if self._stopped_in_delay:

@@ -19,7 +19,8 @@ from verl.trainer.common.preflight import supervised_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
 from verl.trainer.recovery.ray_monitor import RayProcesses, run_monitored
-from verl.trainer.recovery.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
+from verl.trainer.recovery.signals import RUN_ENDED, exit_on_signals, stop_on_signals
+from verl.trainer.recovery.supervised_process import before_first_step
 from verl.trainer.recovery.supervisor import supervise, wants_supervision
 from verl.utils.console import LINE, show_startup, startup_phase
 from verl.utils.logging_setup import messages_on_stderr
@@ -81,7 +82,7 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
         with stop_on_signals(
             trainer.stop_requested.set, processes.kill, is_starting=lambda: trainer.status.starting
         ) as request:
-            with show_startup(one_line), startup_phase("weights"):
+            with before_first_step(), show_startup(one_line), startup_phase("weights"):
                 trainer.start()
             if on_ray:
                 run_monitored(fit_and_close, processes, request)

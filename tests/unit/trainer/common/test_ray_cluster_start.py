@@ -17,7 +17,8 @@ from verl.trainer.common import ray_cluster
 from verl.trainer.common.ray_cluster import set_start_limits, start_limit, start_local_cluster, start_ray
 from verl.trainer.recovery.hang_detector import HangLimits
 from verl.trainer.recovery.ray_monitor import RayUnavailableError
-from verl.trainer.recovery.signals import StopSignal, before_first_step
+from verl.trainer.recovery.signals import StopSignal
+from verl.trainer.recovery.supervised_process import before_first_step
 from verl.utils import resources
 from verl.utils.process_tree import why_not_running
 
@@ -149,6 +150,43 @@ def test_sigterm_while_ray_starts_is_a_stop_and_no_failure(set_load):
         start_local_cluster(init)
     assert (caught.value.name, caught.value.exit_code) == ("SIGTERM", 143)
     assert ends_soon(pids[0])
+
+
+LOST_GCS = """
+import os, signal
+import ray
+from ray._private import services
+from verl.trainer.common.ray_cluster import start_ray
+from verl.utils.process_tree import children, command_line
+
+lookup, killed = services.get_node, []
+
+def get_node(*args):
+    if not killed:
+        killed.extend(pid for pid in children(os.getpid()) if b"gcs_server" in command_line(pid))
+        os.kill(killed[0], signal.SIGKILL)
+    return lookup(*args)
+
+services.get_node = get_node
+start_ray(num_cpus=1)
+print("started", flush=True)
+ray.shutdown()
+"""
+
+
+@pytest.mark.processes
+def test_ray_is_started_again_when_its_gcs_dies_during_the_start(tmp_path):
+    """Ray would look up its node for seconds, in a call of C++ that handles no signals."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_GCS],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": str(Path(__file__).parents[4])},
+    )
+    assert done.stdout == "started\n", done.stderr[-3000:]
+    assert "Ray's own processes ended while Ray was starting (gcs_server, pid " in done.stderr
+    assert "Starting it again" in done.stderr
 
 
 SLOW_RAYLET = """

@@ -69,7 +69,8 @@ def test_what_is_ignored_stays_ignored_and_one_signal_lets_the_work_finish():
 ENDS = """
 import sys, time
 from verl.trainer.recovery.exit_messages import exit_with_message
-from verl.trainer.recovery.signals import before_first_step, exit_on_signals, stop_on_signals
+from verl.trainer.recovery.signals import exit_on_signals, stop_on_signals
+from verl.trainer.recovery.supervised_process import before_first_step
 killed = lambda: print("killed", flush=True)
 def wait():
     print("ready", flush=True)

@@ -41,6 +41,7 @@ supervisor._FIRST_DELAY_S = float(os.environ.get("DELAY", 0.3))
 supervised_process._STOPPED_S = 0.3
 supervised_process._SILENT_S, supervised_process._EXIT_S = 1.5, 5.0
 supervised_process._SUSPENDED_S = 1.0
+supervised_process._STOP_S = 1.0
 folder = pathlib.Path(sys.argv[1])
 trainer = SimpleNamespace(
     max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None,
@@ -284,6 +285,51 @@ def test_a_signal_in_the_pause_before_a_restart_ends_it_with_where_the_command_g
     process.send_signal(number)
     assert process.wait() == code
     assert "he same command starts from the beginning" in process.stderr.read().splitlines()[-1]
+    assert len(pids(tmp_path)) == 1
+
+
+# As blocking calls of Ray: the signal is delivered, but Python runs no handler before the call returns.
+BLOCKS = f"""
+import ctypes
+from verl.trainer.recovery.supervised_process import before_first_step
+daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+(folder / "daemon").write_text(str(daemon.pid))
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+with before_first_step():
+    {RUNNING.strip()}
+    lock(mutex), lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_a_driver_that_blocks_before_the_first_step_is_killed_after_a_stop_signal(start, number, code, tmp_path):
+    process, child = start(BLOCKS)
+    process.send_signal(number)
+    assert process.wait() == code
+    stopped = f"stopped by {number.name} before the first step."
+    assert process.stderr.read() == f"{stopped} The same command starts from the beginning: no step was saved.\n"
+    assert not any(psutil.pid_exists(pid) for pid in (child, int((tmp_path / "daemon").read_text())))
+    assert len(pids(tmp_path)) == 1
+
+
+def test_a_step_may_take_longer_to_finish_than_a_start(start):
+    """Also if no heartbeat is sent, as by a run in one process."""
+    process, _ = start(
+        f"""
+with supervised_process.before_first_step():
+    pass
+{STOPS_WHEN_ASKED.replace("sleep(0.8)", "sleep(2.5)")}"""
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0, process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_long_start_without_heartbeats_is_not_silence(tmp_path):
+    done = run("with supervised_process.before_first_step(): time.sleep(3)", tmp_path)
+    assert done.returncode == 0, done.stderr
     assert len(pids(tmp_path)) == 1
 
 
