@@ -6,12 +6,23 @@ on Ray with the native engine, one after the other.
     python benchmarks/asynchronous.py --shape qwen2.5-7b --modes sync --json FILE    # 64 samples of up to 4,096 tokens
     python benchmarks/asynchronous.py --shape qwen2.5-7b --modes async --json FILE
     python benchmarks/asynchronous.py --learn MODEL DATA --seeds 1 --json FILE   # SmolLM2: accuracy by wall-clock time
+    python benchmarks/asynchronous.py --cases equal gsm8k ragged --shape qwen2.5-1.5b --model MODEL --data DATA \
+        --within 540 --resume --json FILE                                # interleaved; repeat until nothing is left
     python benchmarks/asynchronous.py --summary --json FILE              # all results of FILE relative to sync
 
 Work and lengths are those of `_training_work`: responses have the same lengths in every mode. The measurement covers
 the middle of a run: compilation and CUDA graphs are finished and the queue is full before it, and prompts are still
-submitted after it. `--learn` runs examples/smollm2 and needs its model and data folders (see its README). Without a GPU
-everything is tiny: this only tests the script.
+submitted after it.
+
+`--cases` runs modes in turns, with --measured steps per run and --rounds runs per mode, and compares the median seconds
+per step: `equal` and `ragged` are (a) and (b) of training_step.py; `gsm8k` is GRPO of a real model on GSM8K, 64 prompts
+× 8 responses of up to 1,024 tokens that end by themselves (MODEL: the folder of examples/models/smollm2.py; DATA: that
+of examples/data_preprocess/gsm8k.py). `ragged` has max_staleness=3 in asynchronous modes, the others 1. All take one
+optimizer step per training step. A run takes its start-up (30 to 60 s on an H200 with warm caches, in $VERL_CACHE) and
+--warm + --measured steps. Every run is written to FILE when it ends; --resume skips these.
+
+`--learn` runs examples/smollm2 and needs its model and data folders (see its README). Without a GPU everything is tiny:
+this only tests the script.
 """
 
 from __future__ import annotations
@@ -26,34 +37,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _async_runs import (
+    CASES,
+    HERE,
+    MODES,
+    breakdown,
+    environment_of_runs,
+    interleave,
+    medians,
+    records_of,
+    rows_of,
+    run_name,
+)
 from _ours_step import ACTOR, ROLLOUT, base, command, run_limited
 from _report import report
 from _training_work import Work
 
-HERE = Path(__file__).parent
-MODES: dict[str, list[str]] = {
-    "sync": ["trainer.mode=sync"],
-    "one_step_off": ["trainer.mode=one_step_off"],
-    "async": ["trainer.mode=async"],
-    "async, not weighed": ["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"],
-    "async, kept KV": ["trainer.mode=async", "trainer.partial_kv=keep"],
-    # The log-probs of the rollout are the old log-probs: no pass of the trainer.
-    "async, bypass": [
-        "trainer.mode=async",
-        "algorithm.rollout_correction.bypass_mode=True",
-        f"{ACTOR}.old_log_prob_from_update=False",
-    ],
-}
-# Columns and their metrics, averaged over steps.
-_SHOWN = {
-    "wait s": "timing_s/gen",
-    "weight sync s": "timing_s/update_weights",
-    "old log-probs s": "timing_s/old_log_prob",
-    "update s": "timing_s/update_actor",
-    "trainer idle": "trainer/idle_ratio",
-    "rollout idle": "rollouter/idle_ratio",
-    "partial": "fully_async/partial/partial_ratio",
-}
 # Required for a 7B model on one device, in every mode.
 _LARGE = [
     f"{ACTOR}.optim.state_dtype=bf16",
@@ -89,20 +88,16 @@ def summarize_run(records: Sequence[Mapping[str, Any]], samples: int, warm: int,
         "samples/min": 60 * samples * len(inside) / seconds,
         "s/step": seconds / len(inside),
     }
-    for title, key in _SHOWN.items():
-        if any(key in data for data in inside):
-            row[title] = sum(float(data.get(key, 0.0)) for data in inside) / len(inside)
-    peaks = [value for data in inside for key, value in data.items() if key.startswith("memory_gb/")]
-    return row | {"peak GB": max(peaks, default=None), "steps": len(inside)}
+    return row | breakdown(inside) | {"steps": len(inside)}
 
 
 def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -> dict[str, Any]:
     """Run one mode in a process with a time limit; return its row."""
-    name = _name(mode)
+    name = run_name(mode)
     profile = folder / f"{name}-profile.json"
     overrides = [*base(work, options.budget, options.checkpointing, options.compile), *MODES[mode], *options.more]
     overrides += _LARGE if work.shape == "qwen2.5-7b" else []
-    environment = _environment()
+    environment = environment_of_runs()
     if options.profile:
         environment |= {"OVERLAP_PROFILE": str(profile), "OVERLAP_UPDATE": str(min(options.warm + 2, work.steps - 1))}
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
@@ -124,16 +119,10 @@ def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -
     )
 
 
-def records_of(metrics: Path, key: str) -> list[dict[str, Any]]:
-    """Records of a metrics file that contain `key`."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [record for record in map(json.loads, lines) if key in record["data"]]
-
-
 def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
     """Run examples/smollm2 in one mode; seconds until each accuracy, counted from before the first step."""
     model, data = (Path(path).resolve() for path in options.learn)
-    name = f"{_name(mode)}-{seed}"
+    name = f"{run_name(mode)}-{seed}"
     overrides = [
         *MODES[mode],
         f"data.seed={seed}",
@@ -148,7 +137,7 @@ def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> di
         "trainer.used_dir=move_aside",
         *options.more,
     ]
-    environment = _environment() | {"MODEL": str(model), "DATA": str(data)}
+    environment = environment_of_runs() | {"MODEL": str(model), "DATA": str(data)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     script = ["bash", str(HERE.parent / "examples" / "smollm2" / "run.sh"), *overrides]
     metrics = folder / "runs" / "smollm2" / name / "metrics.jsonl"
@@ -201,21 +190,16 @@ def _show_profile(mode: str, profile: Mapping[str, Any], path: str | None) -> No
     report(f"{mode}: the device during one update", rows, path)
 
 
-def _name(mode: str) -> str:
-    return mode.replace(",", "").replace(" ", "-")
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    return {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "WORKER_CLOCK": os.devnull}
-
-
 def _parser() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", choices=("qwen2.5-0.5b", "qwen2.5-7b", "tiny"), default="qwen2.5-0.5b" if cuda else "tiny")
-    add("--modes", nargs="+", choices=list(MODES), default=["sync", "one_step_off", "async"])
+    add(
+        "--shape",
+        choices=("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "tiny"),
+        default="qwen2.5-0.5b" if cuda else "tiny",
+    )
+    add("--modes", nargs="+", choices=list(MODES), help="default: sync one_step_off async; with --cases: sync async")
     add("--steps", type=int, help="steps of a run; default 14 (7B: 5; --learn: 60; without a GPU: 5)")
     add("--warm", type=int, default=4, help="steps that are not counted at the beginning")
     add("--ahead", type=int, default=2, help="steps that are not counted at the end")
@@ -225,6 +209,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", action="store_true", help="also profile the device during one update")
     add("--learn", nargs=2, metavar=("MODEL", "DATA"), help="accuracy by time, with these folders of examples/smollm2")
     add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of --learn")
+    add("--cases", nargs="+", choices=list(CASES), default=[], help="interleaved runs of these comparisons")
+    add("--rounds", type=int, default=2, help="--cases: runs of every mode")
+    add("--measured", type=int, default=15 if cuda else 2, help="--cases: measured steps of a run")
+    add("--model", help="--cases gsm8k: folder of the model")
+    add("--data", help="--cases gsm8k: folder with train.parquet")
+    add("--within", type=float, help="--cases: start no run that would probably end after this many seconds")
+    add("--resume", action="store_true", help="--cases: skip runs that --json already contains")
     add("--limit", type=float, default=280.0, help="maximum seconds of a run")
     add("--folder", type=Path, help="keeps models and logs; default: a temporary one")
     add("--more", nargs="+", default=[], help="overrides for every run: trainer.max_staleness=2 …")
@@ -234,31 +225,53 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    _complete(parser, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not options.summary:
+            _measure(options, folder)
+    rows = rows_of(options.json)
+    if table := summary([row for row in rows if "round" not in row]):
+        report("samples per second relative to sync", table)
+    if table := medians(rows):
+        report("median seconds per step of interleaved runs", table)
+
+
+def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on other options."""
     large = options.shape == "qwen2.5-7b"
+    options.checkpointing = options.checkpointing or large
+    options.modes = options.modes or (["sync", "async"] if options.cases else ["sync", "one_step_off", "async"])
+    if options.cases:
+        if large:
+            parser.error("--cases: measure qwen2.5-7b without it")
+        if options.resume and not options.json:
+            parser.error("--resume: set --json, which contains the finished runs")
+        if "gsm8k" in options.cases and not (options.model and options.data):
+            parser.error("--cases gsm8k: set --model and --data")
+        options.warm = min(options.warm, max(1, options.measured))
+        return
     if options.steps is None:
         options.steps = 60 if options.learn else 5 if large or options.shape == "tiny" else 14
     # The first pass for old log-probs, which compiles too, comes in the second step of a stream.
     options.warm, options.ahead = min(options.warm, max(2, options.steps // 3)), min(options.ahead, options.steps // 5)
-    options.checkpointing = options.checkpointing or large
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.folder or Path(scratch)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        if options.learn:
-            for seed in options.seeds:
-                for mode in options.modes:
-                    report(f"{mode}, seed {seed}", [learn(options, folder, mode, seed)], options.json)
-        elif not options.summary:
-            work = work_of(options.shape, options.steps)
-            place = work.write(folder / options.shape)
-            rows = []
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> None:
+    if options.cases:
+        interleave(options, folder)
+    elif options.learn:
+        for seed in options.seeds:
             for mode in options.modes:
-                rows.append(run_mode(options, work, place, mode))
-                report(f"{mode}: {work.title()}", rows[-1:], options.json)
-    if options.json and Path(options.json).exists():
-        lines = [json.loads(line)["rows"] for line in Path(options.json).read_text().splitlines()]
-        if table := summary([row for rows in lines for row in rows]):
-            report("samples per second relative to sync", table)
+                report(f"{mode}, seed {seed}", [learn(options, folder, mode, seed)], options.json)
+    else:
+        work = work_of(options.shape, options.steps)
+        place = work.write(folder / options.shape)
+        for mode in options.modes:
+            report(f"{mode}: {work.title()}", [run_mode(options, work, place, mode)], options.json)
 
 
 if __name__ == "__main__":

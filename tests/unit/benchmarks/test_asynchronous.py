@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from _async_runs import medians, step_rows
 from _worker_profile import summarize_trace
 from asynchronous import summarize_run, summary, time_to_accuracy, window
 
@@ -46,3 +47,39 @@ def test_a_profile_tells_what_streams_did_at_once():
     found = summarize_trace([*events, {"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1e9}], wall=6.0)
     assert (found["busy s"], found["several at once s"]) == (4.0, 1.0)
     assert [(stream["stream"], stream["s"]) for stream in found["streams"]] == [(20, 3.0), (7, 2.0)]
+
+
+def _records(seconds: list[float]) -> list[dict]:
+    ends = [100.0 + sum(seconds[: n + 1]) for n in range(len(seconds))]
+    data = {"response_length/mean": 10.0, "timing_s/update_actor": 0.5, "memory_gb/gen": 3.0}
+    return [{"time": end, "data": data} for end in ends]
+
+
+def test_measured_steps_of_an_interleaved_run_follow_its_warm_up():
+    row = step_rows(_records([30.0, 9.0, 2.0, 4.0, 3.0, 50.0]), samples=8, warm=2, measured=3)
+    assert row["step s"] == [2.0, 4.0, 3.0]
+    assert (row["median s"], row["mean s"], row["samples/s"]) == (3.0, 3.0, 8 * 3 / 9.0)
+    assert row["tokens/s"] == pytest.approx(8 * 30 / 9.0)
+    assert (row["update s"], row["peak GB"]) == (0.5, 3.0)
+    assert step_rows(_records([30.0, 9.0, 2.0]), samples=8, warm=2, measured=3) == {
+        "note": "3 of at least 5 steps ended"
+    }
+
+
+def _run(mode: str, number: int, seconds: list[float], more: tuple[str, ...] = ()) -> dict:
+    row = {"case": "equal", "shape": "tiny", "mode": mode, "round": number, "more": list(more)}
+    return row | {"step s": seconds, "samples/s": 1.0, "tokens/s": 10.0}
+
+
+def test_interleaved_runs_are_compared_by_the_median_of_all_their_steps():
+    rows = [_run("sync", 0, [9.0]), _run("sync", 0, [1.0, 2.0]), _run("sync", 1, [3.0, 8.0])]
+    rows += [_run("async", 0, [2.0]), _run("async", 1, [3.0]), _run("async", 0, [5.0], ("key=1",))]
+    rows.append({**_run("async", 2, []), "note": "failed"})
+    del rows[-1]["step s"]
+    table = medians(rows)
+    assert [(line["mode"], line["rounds"], line["steps"], line["median s"]) for line in table] == [
+        ("sync", 2, 4, 2.5),
+        ("async", 2, 2, 2.5),
+        ("async", 1, 1, 5.0),
+    ]
+    assert [(line.get("met"), line["× sync"]) for line in table] == [(None, 1.0), (True, 1.0), (False, 0.5)]
